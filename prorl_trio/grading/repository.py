@@ -1,19 +1,21 @@
 """Grading of a change to a repository: the patch goes in, the row's own tests go over it, and their runner decides.
 
-Nothing of the agent's but its patch comes here. Files by which a repository tells pytest what to do, and the tests, are
-the row's or the base's, whatever the patch says of them; which were put back is reported. A canary that must fail runs
-before and after the tests, for the patched code shares their process: whoever makes assertions harmless is caught, but
-a patch that spares the canary would still win.
+Nothing of the agent's but its patch comes here. The tests, the file that configures pytest, and the files by which
+Python or a runner starts are the row's or the base's, whatever the patch says of them; which were put back is reported.
+What configures pytest, and which plug-ins there are, is found before the patch comes in. A canary that must fail runs
+before and after the tests, because the patched code shares their process: a patch that makes assertions harmless is
+caught, but one that spares the canary would still win.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
 
-from prorl_trio.grading.drivers.values import decode_line
+from prorl_trio.grading.drivers.report import read_report
 from prorl_trio.grading.repository_base import (
     BASE,
     GIT,
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 __all__ = ["Graded", "Suite", "SuiteRun", "grade_repository", "run_suite"]
 
 PATCH_PATH: Final = f"{DRIVERS_DIR}/patch.diff"
+NO_CONFIG_PATH: Final = f"{DRIVERS_DIR}/none.ini"
+"""Configures pytest where the repository has no such file."""
 REPORT_PATH: Final = f"{DRIVERS_DIR}/report.jsonl"
 PREPARE_TIMEOUT_S: Final = 120.0
 MAX_REPORT_BYTES: Final = 256 * 1024 * 1024
@@ -153,9 +157,9 @@ async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try
     """Run a repository's tests with a patch, between canaries, whichever of them decide. As `grade_repository`."""
     async with open_verifier(bench, suite.spec, last_try=last_try) as verifier:
         repository = _Repository(verifier, suite.base)
+        await verifier.place_drivers()
         with bench.waiting("the repository", "evaluator"):
             await repository.make_ready(suite)
-        await verifier.place_drivers()
         applied_by = ""
         if patch is not None:
             await verifier.place({PATCH_PATH: patch})
@@ -170,8 +174,9 @@ async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try
         except _Spoilt as exc:
             return SuiteRun("spoilt", tampered=str(exc), said=str(exc), applied_by=applied_by)
         timeout_s = max(1.0, min(suite.timeout_s, bench.stage_left_s() - EVAL_MARGIN_S))
-        run = await repository.run_tests(suite, arguments, timeout_s)
-        reported = await _report(verifier) if run.ended != "lost" else None
+        key = secrets.token_bytes(32)
+        run = await repository.run_tests(suite, arguments, timeout_s, key)
+        reported = await _report(verifier, key) if run.ended != "lost" else None
         return _end(run, reported, canary, RUNNERS[suite.runner].canaries)._replace(
             applied_by=applied_by, restored=restored
         )
@@ -179,6 +184,22 @@ async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try
 
 class _Spoilt(Exception):
     """The patch has left something in the way of the row's own files."""
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """What a driver's `look` finds in a repository that no patch has touched.
+
+    Attributes:
+        config: the file that configures pytest; empty if there is none.
+        rootdir: the folder that ids of tests are relative to.
+        plugins: the plug-ins of the environment, as `NAME=MODULE`.
+        options: the driver's own.
+    """
+
+    config: str = ""
+    rootdir: str = ""
+    plugins: list[str] = []
+    options: list[str] = []
 
 
 class _Repository:
@@ -189,23 +210,45 @@ class _Repository:
         self._base = base
         self._dir = base.repo_dir
         self._tests = RowTests([], [])
+        self._found = _Found()
+        self._changed: list[str] = []
+        self._added: list[str] = []
 
     async def make_ready(self, suite: Suite) -> None:
-        """Make the base before anything of the agent's comes in, and see that the tests can be run at all."""
+        """Make the base before anything of the agent's comes in, and see how the tests can be run.
+
+        The files of the row's tests are there for that, and are taken out again.
+        """
         try:
             self._tests = await make_base(self._verifier.sandbox, self._base, test_patch=suite.test_patch)
-        except BaseNotMade as exc:
+            await self._write_tests(suite.test_files, suite.removed_test_files)
+        except (BaseNotMade, _Spoilt) as exc:
             raise EvaluationError(str(exc)) from exc
         runner = RUNNERS[suite.runner]
         activated = "\n".join(line for line in suite.script.splitlines() if line.lstrip().startswith(_ACTIVATES))
+        argv = ["python3", "-c", runner.look]
+        if not runner.look:
+            argv = driver_argv(runner.driver, *suite.arguments, isolated=False, entry="look")
         look = await self._verifier.run(
-            in_shell(activated, ["python3", "-c", runner.look]), timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir
+            in_shell(activated, argv),
+            timeout_s=PREPARE_TIMEOUT_S,
+            cwd=self._dir,
+            env={"PYTHONDONTWRITEBYTECODE": "1"},
         )
-        if look.exit_code != 0:
+        try:
+            if look.exit_code != 0:
+                raise ValueError(f"{look.ended}, exit code {look.exit_code}")
+            if not runner.look:
+                self._found = msgspec.json.decode(look.stdout.splitlines()[-1], type=_Found)
+        except (ValueError, IndexError, msgspec.DecodeError) as exc:
             raise EvaluationError(
-                f"the image {suite.spec.image!r} cannot run the tests: {runner.needs} "
-                f"({look.ended}, exit code {look.exit_code}): {look.stderr.strip()}"
-            )
+                f"the image {suite.spec.image!r} cannot run the tests: {runner.needs} ({exc}): {look.stderr.strip()}"
+            ) from exc
+        clean = await self._verifier.run(
+            ["sh", "-c", self._base.clean], timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir, env=GIT_ENV
+        )
+        if clean.exit_code != 0:
+            raise EvaluationError(f"the row's tests cannot be taken out of the repository again: {clean.stderr}")
 
     async def apply(self) -> str:
         """Apply the patch, and return the way that did; empty if none."""
@@ -233,16 +276,25 @@ class _Repository:
         What is left of a rejected hunk is removed.
         """
         listed = await self._prepare(
-            ["sh", "-c", f"{self._base.add} && {git(f'diff --cached --name-only --no-renames -z {BASE}')}"],
+            ["sh", "-c", f"{self._base.add} && {git(f'diff --cached --name-status --no-renames -z {BASE}')}"],
             "the changes cannot be listed",
         )
-        changed = [path for path in listed.stdout.decode(errors="surrogateescape").split("\0") if path]
-        put_back = [path for path in changed if belongs_to_tests(path)]
+        words = listed.stdout.decode(errors="surrogateescape").split("\0")
+        changed = dict(zip(words[1::2], words[0::2], strict=False))
+        put_back = [path for path in changed if belongs_to_tests(path) or f"{self._dir}/{path}" == self._found.config]
         for path in put_back:
             quoted = quote(path)
             gone = f"{{ [ $? != {KILLED} ] || exit {KILLED}; rm -rf -- {quoted}; }}"
             back = f"{git(f'checkout -q {BASE} --')} {quoted} 2>/dev/null || {gone}"
             await self._prepare(["sh", "-c", back], f"{path} cannot be put back")
+        await self._write_tests(test_files, removed)
+        theirs = {*put_back, *test_files, *removed, *self._tests.written, *self._tests.removed}
+        self._changed = [path for path in changed if path not in theirs]
+        self._added = [path for path in self._changed if changed[path] == "A"]
+        return [path for path in changed if path in theirs]
+
+    async def _write_tests(self, test_files: Mapping[str, str], removed: Sequence[str]) -> None:
+        """Write the files of the row's tests over whatever is there. Raises `_Spoilt`."""
         if own := [path for path in (*removed, *self._tests.removed) if path]:
             await self._prepare(["rm", "-rf", "--", *own], "files cannot be removed")
         for path in self._tests.written:
@@ -253,8 +305,6 @@ class _Repository:
         for path, text in test_files.items():
             await self._make_way(path)
             await self._write(path, text.encode(errors="surrogateescape"))
-        theirs = {*test_files, *removed, *self._tests.written, *self._tests.removed}
-        return [path for path in changed if path in theirs or path in {*put_back}]
 
     async def _make_way(self, path: str) -> None:
         """Remove a link in the place of a file or of a folder above it, which would have it written elsewhere."""
@@ -278,11 +328,27 @@ class _Repository:
                 raise
             raise _Spoilt(str(exc)) from exc
 
-    async def run_tests(self, suite: Suite, arguments: Sequence[str], timeout_s: float) -> Run:
-        """Run them by the driver of their runner."""
+    async def run_tests(self, suite: Suite, arguments: Sequence[str], timeout_s: float, key: bytes) -> Run:
+        """Run them by the driver of their runner, which writes a report with this key."""
+        found = self._found
+        options = found.options
+        if found.rootdir:
+            options = [*options, "-c", found.config or NO_CONFIG_PATH, "--rootdir", found.rootdir]
+            if not found.config:  # else it is the folder of that file
+                options = [*options, "--confcutdir", found.rootdir]
+                await self._verifier.place({NO_CONFIG_PATH: b"[pytest]\n"})
+        job = {
+            "key": key.hex(),
+            "repository": self._dir,
+            "changed": self._changed,
+            "added": self._added,
+            "plugins": found.plugins,
+            "options": options,
+        }
         driver = RUNNERS[suite.runner].driver
         argv = driver_argv(driver, REPORT_PATH, str(suite.test_timeout_s), *arguments, isolated=False)
-        return await self._verifier.run(in_shell(suite.script, argv), timeout_s=timeout_s, cwd=self._dir)
+        line = json.dumps(job).encode() + b"\n"  # what is no UTF-8 in a path is escaped
+        return await self._verifier.run(in_shell(suite.script, argv), timeout_s=timeout_s, cwd=self._dir, stdin=line)
 
     async def _prepare(self, argv: Sequence[str], what: str) -> Run:
         """Run a program of ours. Raises `_Spoilt` if it fails: what is there is the patch's doing."""
@@ -292,12 +358,23 @@ class _Repository:
         return result
 
 
-def in_shell(script: str, argv: Sequence[str]) -> list[str]:
-    """Return a command line that runs `argv` in what a script of bash made of its environment.
+_RUN: Final = 'export GRADING_PYTHONPATH="${PYTHONPATH-}"; unset PYTHONPATH; exec "$@"'
+"""Starts Python with nothing on its path but the environment's; the driver puts the rest there."""
+_RUN_AFTER_SCRIPT: Final = (
+    'exec 3<&0 0</dev/null; grading=("${@:2}"); eval "$1" 3<&-; set +eux; '
+    f'exec 0<&3 3<&-; set -- "${{grading[@]}}"; {_RUN}'
+)
+"""What is on standard input is the driver's."""
 
-    Commands of the script that fail do not end it. An empty script takes no shell.
+
+def in_shell(script: str, argv: Sequence[str]) -> list[str]:
+    """Return a command line that runs a driver in what a script of bash made of its environment.
+
+    Commands of the script that fail do not end it. An empty script takes no bash.
     """
-    return ["bash", "-c", f'{script}\nset +eux; exec "$@"', "tests", *argv] if script.strip() else [*argv]
+    if script.strip():
+        return ["bash", "-c", _RUN_AFTER_SCRIPT, "tests", script, *argv]
+    return ["sh", "-c", _RUN, "tests", *argv]
 
 
 def _end(run: Run, reported: list[TestResult] | None, canary: str, canaries: int) -> SuiteRun:
@@ -323,19 +400,13 @@ def _judge(tests: RepositoryTests, run: SuiteRun) -> Verdict:
     return Verdict(tests=lost, tampered=run.tampered)
 
 
-async def _report(verifier: Verifier) -> list[TestResult] | None:
+async def _report(verifier: Verifier, key: bytes) -> list[TestResult] | None:
     """Return what the tests reported; None if the report is missing, or has no end."""
     content = await verifier.read_back(REPORT_PATH, max_bytes=MAX_REPORT_BYTES)
-    results: list[TestResult] = []
-    for line in (content or b"").splitlines():
-        try:
-            message = decode_line(line)
-            if "end" in message:
-                return results
-            results.append(msgspec.convert({"test_id": message.pop("test"), **message}, TestResult))
-        except (ValueError, KeyError):
-            continue
-    return None
+    messages = read_report(content or b"", key)
+    if messages is None:
+        return None
+    return [msgspec.convert({"test_id": message.pop("test"), **message}, TestResult) for message in messages]
 
 
 def _text(output: bytes) -> str:

@@ -26,7 +26,8 @@ class Runner(NamedTuple):
 
     Attributes:
         driver: the program of `drivers` that reports their results.
-        look: code of Python; it exits with 0 where the driver runs.
+        look: code of Python; it exits with 0 where the driver runs. Empty: the driver's own `look` does, which prints
+            what the driver needs to know of the repository before the patch comes in.
         needs: what that takes, in words.
         canaries: the number of tests that must fail, all of them with the canary's name in their ids.
         place: returns the canaries of a name around the tests that some arguments mean, before and after them.
@@ -41,6 +42,7 @@ class Runner(NamedTuple):
 
 PYTEST_CANARY: Final = """\
 import random
+import unittest
 
 import pytest
 
@@ -62,6 +64,29 @@ def test_by_fail():
 
 def test_by_exception():
     raise ZeroDivisionError(NUMBER)
+
+
+class TestPlain:
+    def test_by_statement(self):
+        assert NUMBER < 0
+
+
+class TestUnittest(unittest.TestCase):
+    def test_by_statement(self):
+        assert NUMBER < 0
+
+    def test_by_assertion(self):
+        self.assertEqual(NUMBER, -1)
+
+    def test_by_raises(self):
+        with self.assertRaises(KeyError):
+            str(NUMBER)
+
+    def test_by_fail(self):
+        self.fail(str(NUMBER))
+
+    def test_by_exception(self):
+        raise ZeroDivisionError(NUMBER)
 """
 
 DJANGO_CANARY: Final = """\
@@ -171,9 +196,9 @@ def _around_sorted_files(arguments: Sequence[str], canary: str) -> Canaries:
 RUNNERS: Final[Mapping[RunnerName, Runner]] = {
     "pytest": Runner(
         "pytest_run",
-        "import sys; from importlib.util import find_spec as f; sys.exit(sys.version_info < (3, 8) or not f('pytest'))",
+        "",
         "`python3` there has to be 3.8 or later, and to have pytest",
-        2 * 4,
+        2 * 10,
         _around_files,
     ),
     "django": Runner(

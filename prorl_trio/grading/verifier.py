@@ -273,14 +273,14 @@ def check_end(program: str, result: ExecResult) -> None:
         raise ProgramKilled(f"{program} was killed, and no limit of its sandbox says why")
 
 
-def driver_argv(name: str, *arguments: str, isolated: bool = True) -> list[str]:
+def driver_argv(name: str, *arguments: str, isolated: bool = True, entry: str = "main") -> list[str]:
     """Return the command line of a driver.
 
     It is run by isolated Python, so that nothing beside the candidate's file is imported; unless a repository's tests
-    need what its environment says of Python's paths.
+    need what its environment says to Python. Then, too, the present directory is not on its path.
     """
-    find = f"import sys; sys.path.insert(0, {DRIVERS_DIR!r}); from {PACKAGE}.{name} import main; del sys.path[0]"
-    return ["python3", *(["-I"] if isolated else []), "-c", f"{find}; main()", *arguments]
+    find = f"import sys; sys.path[:] = [{DRIVERS_DIR!r}, *filter(None, sys.path)]; from {PACKAGE}.{name} import {entry}"
+    return ["python3", *(["-I"] if isolated else []), "-c", f"{find}; del sys.path[0]; {entry}()", *arguments]
 
 
 @asynccontextmanager

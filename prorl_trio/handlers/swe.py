@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import secrets
 from functools import partial
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -37,6 +39,14 @@ __all__ = ["MAX_PATCH_BYTES", "SweHandler", "SwePayload", "grade_change"]
 
 MAX_PATCH_BYTES: Final = 4 * 1024 * 1024
 """A longer patch is none."""
+MAX_NEW_FILE_BYTES: Final = 1024 * 1024
+"""A larger new file is left out of the patch."""
+MAX_NEW_BYTES: Final = 2 * 1024 * 1024
+"""Of all new files together; what is more is left out, largest folder first."""
+MAX_LEFT_OUT: Final = 50
+"""Paths that `details` names."""
+LEFT_OUT: Final = ("left_out", "left_out_paths")
+MAX_LEFT_OUT_BYTES: Final = 1024 * 1024
 GIT_TIMEOUT_S: Final = 120.0
 
 SYSTEM_PROMPT: Final = "You are a careful software engineer. You find the cause of a problem before you change code."
@@ -148,17 +158,19 @@ class SweHandler(AgentHandler):
         context.answer = None
         try:
             base = _payload(context.spec.instance.payload).base
-            patch = await again_if_killed(context, partial(_difference, context.sandbox, base))
+            patch, left_out = await again_if_killed(context, partial(_difference, context.sandbox, base))
         except (OSError, ValueError, SandboxCallFailed) as exc:  # the repository or its git: the policy has spoilt it
             context.log_evaluation(f"the difference cannot be taken: {exc}\n")
         else:
             context.answer = base64.b64encode(patch).decode() if patch else None
+            context.handler_state = left_out if left_out["left_out"] else {}
 
     async def eval(self, context: RolloutContext) -> Evaluation:
         """1.0 if the tests pass that must, else 0.0; no change is 0.0, without a sandbox."""
         payload = _payload(context.spec.instance.payload)
+        left_out: dict[str, Any] = context.handler_state or {}
         if context.answer is None:
-            return Evaluation(reward=0.0, details={"patch": None, "resolved": False})
+            return Evaluation(reward=0.0, details={"patch": None, "resolved": False, **left_out})
         patch = base64.b64decode(context.answer)
         grade = partial(grade_change, context, payload, patch, context.resources.config.sandbox)
         graded = await again_if_killed(context, grade)
@@ -171,6 +183,7 @@ class SweHandler(AgentHandler):
                 "applied_by": graded.run.applied_by,
                 "needed_fuzz": "fuzz" in graded.run.applied_by,
                 "restored": [*graded.run.restored],
+                **left_out,
                 **graded.verdict.details(),
             },
         )
@@ -190,6 +203,7 @@ class SweHandler(AgentHandler):
         except (binascii.Error, TypeError, ValueError) as exc:
             raise NotRestorable(f"details.patch_base64 is no base64: {exc}") from exc
         context.answer = stored
+        context.handler_state = {key: recorded.details[key] for key in LEFT_OUT if key in recorded.details}
 
 
 async def grade_change(
@@ -227,8 +241,10 @@ class _SweStyle(AgentStyle):
         return NUDGE
 
 
-async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool) -> bytes:
-    """Return what differs from the base, with an index of its own: the agent may have staged or committed anything.
+async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool) -> tuple[bytes, dict[str, Any]]:
+    """Return what differs from the base, and for `Outcome.details` the paths that were left out, with the reasons.
+
+    The difference is taken with an index of its own: the agent may have staged or committed anything.
 
     Raises:
         ValueError: git failed, or there is more than `MAX_PATCH_BYTES`.
@@ -236,13 +252,29 @@ async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool)
         ProgramKilled: git was killed, and there is another try.
     """
     env = {**GIT_ENV, "GIT_INDEX_FILE": f"/tmp/index-{secrets.token_hex(8)}"}
-    others = [f":(exclude){each}" for each in base.unversioned]
-    for argv in ([*GIT, "read-tree", BASE], [*GIT, "add", "-A", "--", ".", *others]):
-        done = await sandbox.exec(argv, timeout_s=GIT_TIMEOUT_S, cwd=base.repo_dir, env=env)
-        if not last_try:
-            check_end("git", done)
-        if done.exit_code != 0:
-            raise ValueError(f"{argv[len(GIT)]}: {done.stderr.decode(errors='replace').strip()}")
+    job = {
+        "git": GIT,
+        "base": BASE,
+        "unversioned": base.unversioned,
+        "max_file_bytes": MAX_NEW_FILE_BYTES,
+        "max_new_bytes": MAX_NEW_BYTES,
+        "max_named": MAX_LEFT_OUT,
+    }
+    program = (files("prorl_trio.grading") / "drivers" / "take_changes.py").read_text()
+    argv = ["python3", "-I", "-c", f"{program}\n\nmain()\n"]
+    done = await sandbox.exec(
+        argv,
+        timeout_s=GIT_TIMEOUT_S,
+        cwd=base.repo_dir,
+        env=env,
+        stdin=msgspec.json.encode(job),
+        max_output_bytes=MAX_LEFT_OUT_BYTES,
+    )
+    if not last_try:
+        check_end("git", done)
+    if done.exit_code != 0:
+        raise ValueError(done.stderr.decode(errors="replace").strip())
+    left_out: dict[str, Any] = json.loads(done.stdout)
     patch = bytearray()
 
     def take(stream: str, data: bytes) -> None:
@@ -257,7 +289,7 @@ async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool)
         check_end("git", done)
     if done.exit_code != 0:
         raise ValueError(f"diff: {done.stderr.decode(errors='replace').strip()}")
-    return bytes(patch)
+    return bytes(patch), left_out
 
 
 def _payload(payload: Mapping[str, Any]) -> SwePayload:

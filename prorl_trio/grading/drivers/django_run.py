@@ -1,19 +1,21 @@
 """Runs Django's own tests/runtests.py, and reports: `python -c ... REPORT_PATH TEST_TIMEOUT_S ARGUMENTS`.
 
-Each line is `{"test": NAME, "status": ..., "message": ...}`, the end of a test, whose name is the last line of what
-unittest says of it: `test_a (app.tests.B)`, or the first line of its docstring. The last line is `{"end": true}`.
+Each message is `{"test": NAME, "status": ..., "message": ...}`, the end of a test, whose name is the last line of what
+unittest says of it: `test_a (app.tests.B)`, or the first line of its docstring. A skip counts only if code of the row
+asked for it, or a decorator there; else the test has failed.
 
 Runs in sandboxes, in the tests' own process, and with the Python of Django 1 and 2 as well: the syntax and the standard
-library of Python 3.5, and none of the other drivers.
+library of Python 3.5.
 """
 
-import json
 import os
 import runpy
 import signal
 import sys
 import unittest
 from typing import Any
+
+from .session import open_session
 
 __all__ = ["Reporter", "main"]
 
@@ -30,9 +32,10 @@ class TestTimedOut(BaseException):
 class Reporter(unittest.TextTestResult):
     """Results of unittest that are written to a file as well: of each test the worst that was said of it."""
 
-    def __init__(self, path: str, test_timeout_s: float, *arguments: Any, **options: Any) -> None:
+    def __init__(self, session: Any, test_timeout_s: float, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._file = open(path, "wb")  # noqa: SIM115 - until the end of the run
+        self._session = session
+        self._write = session.write
         self._test_timeout_s = test_timeout_s
         self._running = ""
         self._worst = ("missing", "")
@@ -41,6 +44,7 @@ class Reporter(unittest.TextTestResult):
         """Begin a test, and limit its time."""
         super().startTest(test)
         self._running, self._worst = self.name_of(test), ("missing", "")
+        del self._session.skips[:]
         signal.signal(signal.SIGALRM, _time_out)
         signal.setitimer(signal.ITIMER_REAL, self._test_timeout_s)
 
@@ -69,7 +73,11 @@ class Reporter(unittest.TextTestResult):
     def addSkip(self, test: Any, reason: str) -> None:
         """Take that a test, or a part of it, was skipped."""
         super().addSkip(test, reason)
-        self._take(test, "skipped", str(reason))
+        objection = self._objection(test)
+        if objection:
+            self._take(test, "failed", "this does not count: " + objection)
+        else:
+            self._take(test, "skipped", str(reason))
 
     def addExpectedFailure(self, test: Any, err: Any) -> None:
         """Take that a test has failed that is marked so."""
@@ -91,11 +99,20 @@ class Reporter(unittest.TextTestResult):
         """Write the end."""
         super().stopTestRun()
         self._write({"end": True})
-        self._file.close()
 
     def name_of(self, test: Any) -> str:
         """Return the name of a test in rows: the line of a log that it is on."""
         return str(self.getDescription(test)).split("\n")[-1].strip()
+
+    def _objection(self, test: Any) -> str:
+        """Return why a test may not be skipped; empty if it may."""
+        said = [each for each in self._session.skips if each is not None]
+        if said:
+            return "; ".join(each for each in said if each)
+        method = getattr(type(test), getattr(test, "_testMethodName", ""), None)
+        if self._session.is_decorated([method, *type(test).__mro__], "__unittest_skip__") or not self._running:
+            return ""
+        return "no decorator in the row's own files says so"
 
     def _take(self, test: Any, status: str, message: str = "") -> None:
         if not self._running:  # before a test begins, or after it: Django's own set-up, or that of a class
@@ -103,30 +120,40 @@ class Reporter(unittest.TextTestResult):
         elif _RANK[status] > _RANK[self._worst[0]]:
             self._worst = (status, message[-MAX_MESSAGE_CHARS:])
 
-    def _write(self, message: Any) -> None:
-        self._file.write(json.dumps(message).encode("ascii") + b"\n")
-        self._file.flush()
-
 
 def _time_out(_number: int, _frame: object) -> None:
     raise TestTimedOut("the time for one test is used up")
 
 
+def _watch_skips(session: Any) -> None:
+    """Note of each skip that is raised what there is to object to it."""
+    session.skips = []
+
+    def note(self: Any, *arguments: Any) -> None:
+        Exception.__init__(self, *arguments)
+        session.skips.append(session.objection(session.callers()))
+
+    setattr(unittest.SkipTest, "__init__", note)  # noqa: B010 - by type it has none of its own
+
+
 def main() -> None:
     """Run runtests.py of the present directory as a script, in one process. The first run of unittest is its own."""
     path, test_timeout_s, *arguments = sys.argv[1:]
+    session = open_session(path)
+    session.add_runner(unittest)
+    _watch_skips(session)
     first = [unittest.TextTestRunner.resultclass]
 
     def make_result(*given: Any, **options: Any) -> Any:
         """Return the reporter, and from then on what there was: tests of Django's own runner run tests themselves."""
         unittest.TextTestRunner.resultclass = first[0]
-        return Reporter(path, float(test_timeout_s), *given, **options)
+        return Reporter(session, float(test_timeout_s), *given, **options)
 
     # A function, where a class was: what makes a result only calls it.
     setattr(unittest.TextTestRunner, "resultclass", staticmethod(make_result))  # noqa: B010 - by type it is a class
     tests = os.path.join(os.getcwd(), "tests")
     script = os.path.join(tests, "runtests.py")
-    sys.path[:] = [tests] + [each for each in sys.path if each]
+    session.add_repository(tests)
     sys.argv[:] = [script, *arguments]
     os.environ["DJANGO_TEST_PROCESSES"] = "1"
     runpy.run_path(script, run_name="__main__")

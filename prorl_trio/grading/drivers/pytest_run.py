@@ -1,27 +1,37 @@
-"""Runs pytest, and reports each test's end as a line of JSON: `python -c ... REPORT_PATH TEST_TIMEOUT_S ARGUMENTS`.
+"""Runs pytest, and reports each test's end: `python -c ... REPORT_PATH TEST_TIMEOUT_S ARGUMENTS`.
 
-Each line is `{"test": NODE_ID, "status": ..., "message": ...}`; the last one is `{"end": true}`. A test has a result
-for its set-up, its call and its tear-down, of which the worst is reported when it is over.
+Each message is `{"test": NODE_ID, "status": ..., "message": ...}`. A test has a result for its set-up, its call and its
+tear-down, of which the worst is reported when it is over. The evaluator says which plug-ins the row's environment has
+and which file configures pytest, as `look` found them before the patch came in: no others are loaded or read.
 
 Runs in sandboxes, in the tests' own process: standard library of Python 3.8, and pytest 5 or later.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import json
 import os
 import signal
 import sys
+import unittest
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .values import encode_line
+from .session import open_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Reporter", "main"]
+    from .session import Session
+
+__all__ = ["Reporter", "look", "main"]
 
 MAX_MESSAGE_CHARS = 2000
+MAX_CHAIN = 10
+"""Exceptions that were handled while a skip was raised, which are looked at."""
+GROUP = "pytest11"
 OFF = ("cacheprovider", "randomly")
 """Plug-ins that leave files, or change the order."""
 
@@ -35,8 +45,9 @@ class TestTimedOut(BaseException):
 class Reporter:
     """A plug-in of pytest."""
 
-    def __init__(self, path: str, test_timeout_s: float) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 - until the session's end
+    def __init__(self, session: Session, test_timeout_s: float) -> None:
+        self._session = session
+        self._write = session.write
         self._test_timeout_s = test_timeout_s
         self._worst: dict[str, tuple[str, str]] = {}
 
@@ -47,8 +58,48 @@ class Reporter:
         yield
         signal.setitimer(signal.ITIMER_REAL, 0)
 
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
+        """Make a failure of a skip that the row did not ask for, and of a pass although something was raised."""
+        before = call.excinfo
+        outcome: Any = yield
+        report = outcome.get_result()
+        raised = before or call.excinfo
+        if raised is None:
+            return
+        if report.outcome == "skipped":
+            objection = self._objection(item, raised.value, expected=hasattr(report, "wasxfail"))
+        elif report.outcome == "passed":
+            objection = f"passed, although {raised.typename} was raised"
+        else:
+            return
+        if objection:
+            report.outcome, report.longrepr = "failed", f"this does not count: {objection}"
+            report.__dict__.pop("wasxfail", None)
+
     # What pytest.hookimpl does; pytest is imported late.
-    setattr(pytest_runtest_protocol, "pytest_impl", {"hookwrapper": True})  # noqa: B010 - it is no attribute by type
+    for hook in (pytest_runtest_protocol, pytest_runtest_makereport):
+        setattr(hook, "pytest_impl", {"hookwrapper": True, "tryfirst": True})  # noqa: B010 - it is no attribute by type
+
+    def _objection(self, item: Any, exception: BaseException, *, expected: bool) -> str:
+        """Return why a test may not be skipped, or fail as expected, by what was raised; empty if it may."""
+        outcomes: Any = sys.modules["_pytest.outcomes"]
+        skips = (outcomes.skip.Exception, outcomes.xfail.Exception, unittest.SkipTest)
+        asked = False
+        found: BaseException | None = exception if isinstance(exception, skips) else None
+        for _ in range(MAX_CHAIN):  # pytest raises a skip of its own while it handles one of unittest
+            if isinstance(found, skips) and (said := self._session.objection_to(found)) is not None:
+                if said:
+                    return str(said)
+                asked = True
+            found = getattr(found, "__context__", None)
+        names = ("xfail",) if expected else ("skip", "skipif")
+        attribute = "__unittest_expecting_failure__" if expected else "__unittest_skip__"
+        holders = [getattr(item, "obj", None), *getattr(getattr(item, "cls", None), "__mro__", ())]
+        is_doctest = type(item).__module__ == "_pytest.doctest" and self._session.trusts(str(item.fspath))
+        marked = any(getattr(mark, _TRUSTED, False) for name in names for mark in item.iter_markers(name))
+        if asked or marked or is_doctest or self._session.is_decorated(holders, attribute):
+            return ""
+        return "no marker in the row's own files says so"
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Take the end of a phase."""
@@ -72,14 +123,32 @@ class Reporter:
     def pytest_unconfigure(self) -> None:
         """Write the end."""
         self._write({"end": True})
-        self._file.close()
 
-    def _write(self, message: dict[str, Any]) -> None:
-        self._file.write(encode_line(message))
-        self._file.flush()
+
+class _Finder:
+    """A plug-in of pytest that prints what configures it, and which plug-ins there are, and ends the process."""
+
+    def __init__(self) -> None:
+        self._stdout = os.dup(1)  # pytest captures what is written to the other
+
+    def pytest_load_initial_conftests(self, early_config: Any) -> None:
+        """Do so before anything of the repository is imported."""
+        config = getattr(early_config, "inipath", None) or getattr(early_config, "inifile", None)
+        root = getattr(early_config, "rootpath", None) or early_config.rootdir
+        found = {
+            "config": str(config or ""),
+            "rootdir": str(root),
+            "plugins": sorted({*_plugins()}),
+            "options": _options(),
+        }
+        os.write(self._stdout, f"\n{json.dumps(found)}\n".encode())
+        os._exit(0)
+
+    setattr(pytest_load_initial_conftests, "pytest_impl", {"tryfirst": True})  # noqa: B010 - it is no attribute by type
 
 
 _RANK = {"missing": 0, "passed": 1, "xpassed": 2, "xfailed": 3, "skipped": 4, "timed_out": 5, "failed": 6, "error": 7}
+_TRUSTED = "_grading_trusted"
 
 
 def _status(report: Any) -> str:
@@ -98,15 +167,102 @@ def _time_out(_number: int, _frame: object) -> None:
     raise TestTimedOut("the time for one test is used up")
 
 
+def _plugins() -> Iterator[str]:
+    for distribution in importlib.metadata.distributions():
+        yield from _entries(distribution) or ()
+
+
+def _entries(distribution: Any) -> list[str] | None:
+    """Return the plug-ins of a distribution as `NAME=MODULE`; None if they cannot be read."""
+    try:
+        return [f"{each.name}={each.value}" for each in distribution.entry_points if each.group == GROUP]
+    except Exception:  # the file is whatever a patch made of it
+        return None
+
+
+def _limit_plugins(allowed: frozenset[str]) -> None:
+    """Let pytest load only the plug-ins of distributions that have no others than the allowed ones."""
+    import pluggy
+
+    load = pluggy.PluginManager.load_setuptools_entrypoints
+
+    def load_allowed(self: Any, group: str, name: str | None = None) -> int:
+        sources: list[Any] = [importlib.metadata, *filter(None, [sys.modules.get("importlib_metadata")])]
+        originals = [source.distributions for source in sources]
+
+        def allowed_ones(original: Any) -> Any:
+            return lambda **options: [
+                each
+                for each in original(**options)
+                if (found := _entries(each)) is not None and allowed.issuperset(found)
+            ]
+
+        for source, original in zip(sources, originals):  # noqa: B905 - Python 3.8
+            source.distributions = allowed_ones(original)
+        try:
+            return int(load(self, group, name))
+        finally:
+            for source, original in zip(sources, originals):  # noqa: B905 - Python 3.8
+                source.distributions = original
+
+    setattr(pluggy.PluginManager, "load_setuptools_entrypoints", load_allowed)  # noqa: B010 - by type it is no variable
+
+
+def _watch_marks(session: Session) -> None:
+    """Note on each marker that skips a test, or expects it to fail, whether code of the row made it."""
+    mark = sys.modules["_pytest.mark.structures"].Mark
+    make = mark.__init__
+
+    def make_and_note(self: Any, *arguments: Any, **options: Any) -> None:
+        make(self, *arguments, **options)
+        if self.name in ("skip", "skipif", "xfail"):
+            callers = session.callers()
+            object.__setattr__(self, _TRUSTED, bool(callers) and all(session.trusts_frame(each) for each in callers))
+
+    mark.__init__ = make_and_note
+
+
+def _import_pytest(session: Session) -> None:
+    """Import pytest, with all that it loads by itself, from the environment; or the repository, if it is pytest's."""
+    path = sys.path[:]
+    sys.path[:] = session.outside
+    try:
+        pytest = importlib.import_module("pytest")
+    except ImportError:
+        sys.path[:] = path
+        session.add_repository(os.getcwd())
+        pytest = importlib.import_module("pytest")
+    else:
+        sys.path[:] = path
+        session.add_repository(os.getcwd())
+    for name in sys.modules["_pytest.config"].default_plugins:
+        importlib.import_module(f"_pytest.{name}")
+    for module in (pytest, sys.modules["_pytest"], sys.modules["pluggy"], unittest):
+        session.add_runner(module)
+
+
+def _options() -> list[str]:
+    off = [word for name in OFF for word in ("-p", f"no:{name}")]
+    if find_spec("xdist") is not None:
+        off.append("-n0")  # switched off, it would not know the options that a repository may set for it
+    return ["-q", *off]
+
+
+def look() -> None:
+    """Print, as the last line, what configures pytest for these arguments, and the plug-ins of the environment."""
+    said = os.environ.pop("GRADING_PYTHONPATH", "")
+    sys.path[:] = [os.getcwd(), *filter(None, said.split(os.pathsep)), *sys.path]
+    pytest = importlib.import_module("pytest")
+    sys.exit(pytest.main([*_options(), *sys.argv[1:]], plugins=[_Finder()]))
+
+
 def main() -> None:
     """Run pytest in the present directory, which its tests can import from, as `python -m pytest` lets them."""
     path, test_timeout_s, *arguments = sys.argv[1:]
-    sys.path[:] = [each for each in sys.path if each]
-    import pytest  # before the directory is on the path: a file of that name there is not pytest
-
-    sys.path.insert(0, os.getcwd())
-    off = [word for name in OFF for word in ("-p", f"no:{name}")]
-    if find_spec("xdist") is not None:  # switched off, it would not know the options that a repository may set for it
-        off.append("-n0")
-    reporter = Reporter(path, float(test_timeout_s))
-    sys.exit(pytest.main(["-q", *off, *arguments, "--maxfail=0"], plugins=[reporter]))
+    session = open_session(path)
+    _import_pytest(session)
+    _limit_plugins(frozenset(session.job["plugins"]))
+    _watch_marks(session)
+    reporter = Reporter(session, float(test_timeout_s))
+    pytest: Any = sys.modules["pytest"]
+    sys.exit(pytest.main([*session.job["options"], *arguments, "--maxfail=0"], plugins=[reporter]))

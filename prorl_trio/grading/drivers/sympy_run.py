@@ -1,7 +1,7 @@
 """Runs tests of SymPy with its own runner, and reports: `python -c ... REPORT_PATH TEST_TIMEOUT_S FILES`.
 
-Each line is `{"test": NAME, "status": ..., "message": ...}`, the end of a test, whose name is that of its function. The
-last line is `{"end": true}`. A file that cannot be imported is reported by its path.
+Each message is `{"test": NAME, "status": ..., "message": ...}`, the end of a test, whose name is that of its function.
+A file that cannot be imported is reported by its path.
 
 Runs in sandboxes, in the tests' own process: standard library of Python 3.8, and SymPy 1.0 or later.
 """
@@ -14,7 +14,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from .values import encode_line
+from .session import open_session
 
 __all__ = ["main", "make_reporter"]
 
@@ -28,13 +28,12 @@ class TestTimedOut(Exception):
     __test__ = False
 
 
-def make_reporter(base: Any, path: str, test_timeout_s: float) -> Any:
-    """Return a subclass of SymPy's reporter that writes the end of each test to a file as well."""
+def make_reporter(base: Any, write: Any, test_timeout_s: float) -> Any:
+    """Return a subclass of SymPy's reporter that writes the end of each test to the report as well."""
 
     class Reporter(base):  # type: ignore[misc] # SymPy is known only where this runs
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self._report = open(path, "wb")  # noqa: SIM115 - until the end of the run
             self._test, self._is_late = "", False
 
         def entering_test(self, f: Any) -> None:
@@ -68,13 +67,12 @@ def make_reporter(base: Any, path: str, test_timeout_s: float) -> Any:
             super().test_xpass(v)
 
         def import_error(self, filename: str, exc_info: Any) -> None:
-            self._write({"test": filename, "status": "error", "message": repr(exc_info[1])[-MAX_MESSAGE_CHARS:]})
+            write({"test": filename, "status": "error", "message": repr(exc_info[1])[-MAX_MESSAGE_CHARS:]})
             super().import_error(filename, exc_info)
 
         def finish(self) -> Any:
             good = super().finish()
-            self._write({"end": True})
-            self._report.close()
+            write({"end": True})
             return good
 
         def _time_out(self, _number: int, _frame: object) -> None:
@@ -86,12 +84,8 @@ def make_reporter(base: Any, path: str, test_timeout_s: float) -> Any:
             message = said if isinstance(said, str) else repr(said)
             status = "timed_out" if self._is_late else status
             # No test has begun where a file cannot be executed.
-            self._write({"test": self._test or "a file", "status": status, "message": message[-MAX_MESSAGE_CHARS:]})
+            write({"test": self._test or "a file", "status": status, "message": message[-MAX_MESSAGE_CHARS:]})
             self._test, self._is_late = "", False
-
-        def _write(self, message: dict[str, Any]) -> None:
-            self._report.write(encode_line(message))
-            self._report.flush()
 
     return Reporter
 
@@ -99,8 +93,9 @@ def make_reporter(base: Any, path: str, test_timeout_s: float) -> Any:
 def main() -> None:
     """Run the tests of these files of the present directory, as `bin/test --no-colors -v` does, in one process."""
     path, test_timeout_s, *files = sys.argv[1:]
-    sys.path[:] = [os.getcwd(), *[each for each in sys.path if each]]
+    session = open_session(path)
+    session.add_repository(os.getcwd())
     place = "testing" if os.path.isdir("sympy/testing") else "utilities"
     runtests: Any = import_module(f"sympy.{place}.runtests")
-    runtests.PyTestReporter = make_reporter(runtests.PyTestReporter, path, float(test_timeout_s))
+    runtests.PyTestReporter = make_reporter(runtests.PyTestReporter, session.write, float(test_timeout_s))
     sys.exit(runtests._test(*files, verbose=True, colors=False))

@@ -243,6 +243,7 @@ async def test_the_agent_gets_one_commit_and_its_whole_difference_is_taken(rig):
                 "printf '\\0\\1' > blob.bin && mkdir new && echo x > new/file && chmod +x notes.txt && rm setup.cfg"
             )
             await handler.collect(context)
+            assert context.answer is not None, str(context.evaluation_log)
             patch = base64.b64decode(context.answer)
             for part in (b"+    return a + b", b"GIT binary patch", b"new/file", b"new mode 100755", b"deleted file"):
                 assert part in patch
@@ -253,3 +254,38 @@ async def test_the_agent_gets_one_commit_and_its_whole_difference_is_taken(rig):
     context.sandbox, context.answer = None, base64.b64encode(patch).decode()
     with trio.fail_after(400):
         assert (await handler.eval(context)).reward == 1.0
+
+
+LEFT_BEHIND = {
+    "python3 -m venv .venv --without-pip": {".venv": "a virtual environment"},
+    "head -c 6000000 /dev/urandom > core": {"core": "6000000 bytes"},
+    "git init -q scratch && echo x > scratch/x": {"scratch": "a repository of its own"},
+    "git init -q calc": {"calc": "a repository of its own"},  # of which one file is the base's
+    "echo x > secret && chmod 000 secret": {"secret": "it cannot be read"},
+    "mkdir deep && echo x > deep/x && chmod 000 deep": {"deep": "it cannot be read"},
+    "chmod 000 notes.txt": {"notes.txt": "it cannot be read"},
+    "printf 'built/\\n' > .gitignore && mkdir built && echo x > built/x": {"built": "ignored by git"},
+    "mkfifo pipe; ln -s nowhere link": {},
+    "mkdir lib; for n in 1 2 3 4; do head -c 700000 /dev/urandom > lib/$n; done; echo x > new.py": {
+        "lib": "too many bytes of new files"
+    },
+    "mkdir 'od d[x]*' && head -c 2000000 /dev/zero > 'od d[x]*/a b '": {"od d[x]*/a b ": "2000000 bytes"},
+}
+
+
+async def test_right_work_earns_its_reward_whatever_lies_beside_it(rig):
+    handler, context = SweHandler(), rig()
+    again = "chmod -R u+rwX . && rm -rf scratch calc/.git && git clean -q -ffdx && git checkout -q ."
+    with trio.fail_after(400):
+        async with context.open_sandbox(handler.sandbox_spec(context)) as context.sandbox:
+            await handler.init(context)
+            for command, left_out in LEFT_BEHIND.items():
+                script = f"cd /testbed && {again} && sed -i s/-/+/ calc/__init__.py\n{command}"
+                done = await context.sandbox.bash(script, timeout_s=60)
+                await handler.collect(context)
+                assert context.answer is not None, (command, done.output, str(context.evaluation_log))
+                assert context.handler_state.get("left_out", {}) == left_out, command
+                assert b"+    return a + b" in base64.b64decode(context.answer), command
+        context.sandbox = None
+        graded = await handler.eval(context)  # the last of them
+    assert (graded.reward, graded.details["left_out"], graded.details["left_out_paths"]) == (1.0, left_out, 1)

@@ -1,0 +1,194 @@
+"""A run of a repository's tests as its driver sees it: what the evaluator said of it, and which code is the row's.
+
+The evaluator writes one line of JSON to the driver's standard input: the key of the report, the repository, the paths
+that the patch changed and added, and what the driver of pytest needs besides. The driver's own imports come from the
+environment alone; the repository is put on Python's path afterwards.
+
+A skipped test, or one that fails as expected, counts only if the row asked for it: every frame between the test and
+the exception is code of the row or of the environment, and the frame that raised it names what it does. Code that the
+patch changed or added, that was made at run time, or that is a file written since the run began is not the row's.
+
+Runs in sandboxes, in the tests' own process: the syntax and the standard library of Python 3.5.
+"""
+
+import json
+import os
+import re
+import sys
+from importlib.machinery import PathFinder
+from typing import Any
+
+from .report import open_report
+
+__all__ = ["Session", "open_session"]
+
+_ASKS = re.compile("skip|xfail", re.IGNORECASE)
+_IMPORT = "<frozen importlib"
+
+
+def open_session(report_path: str) -> Any:
+    """Return the session that the evaluator's line on standard input describes."""
+    return Session(json.loads(sys.stdin.readline()), report_path)
+
+
+class Session:
+    """The run: its report, its repository, and the code that may ask for a skip.
+
+    Attributes:
+        write: writes a message to the report.
+        job: what the evaluator said, without the key.
+    """
+
+    def __init__(self, job: Any, report_path: str) -> None:
+        self.write = open_report(report_path, bytes.fromhex(job.pop("key")))
+        self.job = job
+        self._root = os.path.realpath(job["repository"])
+        self._changed = {self._real(each) for each in job["changed"]}
+        self._added = {self._real(each) for each in job["added"]}
+        prefixes = {os.path.realpath(each) for each in (sys.prefix, sys.base_prefix, sys.exec_prefix) if each}
+        self._inner = [each for each in prefixes if self._in_root(each)]
+        self.outside = [each for each in sys.path if each and not self._in_repository(each)]
+        standard = os.path.dirname(os.path.realpath(os.__file__))
+        self._environment = [os.path.realpath(each) for each in self.outside] + [standard]
+        self._runners = [os.path.dirname(os.path.realpath(__file__))]
+        self._known = self._files()
+
+    def add_repository(self, *first: str) -> None:
+        """Put the repository on Python's path: `first`, then what the row's PYTHONPATH says, then all there was.
+
+        A module that the patch added never hides one of the environment or the standard library.
+        """
+        said = os.environ.pop("GRADING_PYTHONPATH", "")
+        if said:
+            os.environ["PYTHONPATH"] = said
+        rest = [each for each in sys.path if each]
+        sys.path[:] = list(first) + [os.path.abspath(each) for each in said.split(os.pathsep) if each] + rest
+        sys.meta_path.insert(0, _EnvironmentFirst(self))
+
+    def add_runner(self, module: Any) -> None:
+        """Take a package for a part of the runner: its frames do as a caller, a marker or a decorator says."""
+        path = os.path.realpath(module.__file__)
+        self._runners.append(os.path.dirname(path) if os.path.basename(path) == "__init__.py" else path)
+
+    def is_added(self, path: str) -> bool:
+        """Return whether the patch added a file."""
+        return os.path.abspath(path) in self._added or os.path.realpath(path) in self._added
+
+    def trusts(self, filename: str) -> bool:
+        """Return whether a file of code is the row's or the environment's, and not the patch's."""
+        if filename.startswith("<frozen "):
+            return True
+        path = os.path.realpath(os.path.join(self._root, filename))
+        if self._in_repository(path):
+            return path in self._known and path not in self._changed
+        return any(_is_under(path, each) for each in self._environment + self._inner) and os.path.isfile(path)
+
+    def trusts_frame(self, frame: Any) -> bool:
+        """Return whether the code of a frame is the row's or the environment's."""
+        filename = _file_of(frame)
+        return self.is_runner(filename) or self.trusts(filename)
+
+    def is_runner(self, filename: str) -> bool:
+        """Return whether a file is part of what runs the tests."""
+        path = os.path.realpath(os.path.join(self._root, filename))
+        return any(_is_under(path, each) for each in self._runners)
+
+    def objection(self, frames: Any) -> Any:
+        """Return why the code in these frames, outermost first, may not ask for a skip; empty if it may.
+
+        None: there is only the runner in them, which does as a decorator or a marker says.
+        """
+        asking = None
+        for frame in frames:
+            filename = _file_of(frame)
+            if self.is_runner(filename):
+                continue
+            if not self.trusts(filename):
+                return "{} is code that is tested".format(filename or "code made at run time")
+            asking = frame.f_code
+        if asking is None:
+            return None
+        names = asking.co_names + asking.co_freevars + asking.co_varnames
+        if any(_ASKS.search(name) for name in names):
+            return ""
+        return "line {} of {} asks for none".format(asking.co_firstlineno, asking.co_filename)  # noqa: UP032 - Python 3.5
+
+    def objection_to(self, exception: Any) -> Any:
+        """Return why an exception that was raised may not skip a test; as `objection`."""
+        found = []
+        traceback = exception.__traceback__
+        while traceback is not None:
+            found.append(traceback.tb_frame)
+            traceback = traceback.tb_next
+        return self.objection(found)
+
+    def callers(self) -> Any:
+        """Return the frames, outermost first, from those of the runner, or of an import, to the caller's caller."""
+        found = []  # type: Any
+        frame = sys._getframe(2)  # type: Any
+        while frame is not None:
+            if not self.is_runner(frame.f_code.co_filename):
+                if found and frame.f_code.co_filename.startswith(_IMPORT):
+                    break
+                found.append(frame)
+            elif found:
+                break
+            frame = frame.f_back
+        return found[::-1]
+
+    def is_decorated(self, holders: Any, attribute: str) -> bool:
+        """Return whether the first of some functions and classes that has an attribute is of the row's own code."""
+        for holder in holders:
+            if attribute in getattr(holder, "__dict__", ()):
+                module = sys.modules.get(getattr(holder, "__module__", None) or "")
+                filename = str(getattr(module, "__file__", None) or "")
+                return bool(filename) and not self.is_runner(filename) and self.trusts(filename)
+        return False
+
+    def _real(self, path: str) -> str:
+        return os.path.join(self._root, path)
+
+    def _in_root(self, path: str) -> bool:
+        return _is_under(os.path.realpath(path), self._root)
+
+    def _in_repository(self, path: str) -> bool:
+        """Return whether a path is the repository's; an environment within is none of it."""
+        path = os.path.realpath(path)
+        return _is_under(path, self._root) and not any(_is_under(path, each) for each in self._inner)
+
+    def _files(self) -> Any:
+        found = set()  # type: Any
+        for folder, names, files in os.walk(self._root):
+            inside = [name for name in names if name != ".git" and os.path.join(folder, name) not in self._inner]
+            names[:] = inside
+            found.update(os.path.join(folder, name) for name in files)
+        return found
+
+
+class _EnvironmentFirst:
+    """A finder of modules: what the environment has is not hidden by a module that the patch added."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return where a module of the environment is, if the patch added one of its name; else None."""
+        del target
+        if path is not None:
+            return None
+        found = PathFinder.find_spec(name)
+        if found is None or not found.origin or not self._session.is_added(found.origin):
+            return None
+        return PathFinder.find_spec(name, self._session.outside)
+
+
+def _file_of(frame: Any) -> str:
+    """Return the file of a frame's code; of code that was made at run time, that of the module it was made in."""
+    name = frame.f_code.co_filename
+    if name.startswith("<") and not name.startswith("<frozen "):
+        return str(frame.f_globals.get("__file__") or "")
+    return str(name)
+
+
+def _is_under(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
