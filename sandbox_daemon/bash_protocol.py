@@ -31,7 +31,7 @@ __all__ = ["Bash"]
 COMMAND_FD, RECORD_FD, TERMINAL_FD, NONCE_FD, GATE_FD, HOOK_FD = 50, 51, 52, 53, 54, 55
 """Above what people use and bash saves descriptors in, and below any usual limit."""
 NEUTRAL: Final = "aeEkTtuvx"
-"""Options, as letters of `$-`, that are off in our own lines."""
+"""Options, as letters of `$-`, that are off in our own lines. All but `-v` are put back."""
 NONCE_CHARS = 33
 
 # Our variables are the elements of one array, because `set -a` exports no array: 1 the exit code and 2 the options
@@ -113,6 +113,8 @@ class Bash(Dialect):
     def lay_ready(self, command: str, nonce: str, last: CommandEnd) -> None:
         assert len(nonce) == NONCE_CHARS
         restore = _restore(last)
+        if command.endswith("\\"):
+            command += "\n"  # bash would look for the next line, and show a prompt that it has freed
         replace_content(self.files.command, f"{restore}\n{command}" if restore else command)
         replace_content(self.files.nonce, nonce + nonce)
         os.lseek(self.files.hook, 0, os.SEEK_SET)
@@ -128,7 +130,7 @@ class Bash(Dialect):
 def _restore(last: CommandEnd) -> str:
     """Return lines that put back what the last report took away; empty if it was nothing."""
     letters, _, names = last.flags.partition(":")
-    options = "".join(letter for letter in letters if letter in NEUTRAL)
+    options = "".join(letter for letter in letters if letter in NEUTRAL and letter != "v")
     has_history = "history" in names.split(":")
     if not (options or has_history or last.traps or last.disabled or last.function):
         return ""

@@ -14,8 +14,8 @@ from ipc.sandbox_calls import BashRestart, BashRestarted, BashResult, BashRun
 CALL_TIMEOUT_S = 30
 LETTERS = "abefhkmnptuvxBCEHPT"
 NAMES = ("pipefail", "posix", "history", "ignoreeof", "nolog", "interactive-comments")
-NOT_KEPT = "n"
-"""An interactive shell ignores it."""
+NOT_KEPT = "nv"
+"""An interactive shell ignores `-n`; the daemon puts all back but `-v`."""
 
 # A command that changes the shell; what may follow it in the output of the next commands is checked below.
 CHANGES = {
