@@ -300,6 +300,7 @@ async def _end_command(shell: Shell, running: RunningCommand) -> bool:
         await shell.interrupt(interrupted)
         if await _ended_within(running, grace_s):
             return True
+    await shell.ask_for_report()
     for _ in range(KILL_ROUNDS):
         await shell.kill_foreground()
         if await _ended_within(running, KILL_GRACE_S):

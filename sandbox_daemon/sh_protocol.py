@@ -6,13 +6,18 @@ It has no `PROMPT_COMMAND`, and reads no descriptor above 9 by number: what it i
 1. The trigger writes `BEGUN_MARK`, sets `PS1` and sources the command's file.
 2. `PS1` has a command substitution that sources the hook: at each prompt it sends `PROMPT_MARK` and the record, writes
    the nonce to the terminal, and passes the gate. It runs in a subshell, so it cannot remember what it did: later
-   prompts repeat it. A command that changes `PS1` and then does not return to the trigger (a syntax error, C-c) takes
-   its own report away; its time runs out and the shell is replaced. busybox shows our next trigger after a command that
-   left the terminal's echo on.
+   prompts repeat it. Where a command has made `PS1` read-only, the end of the trigger sources the hook; after a command
+   that changes `PS1` and never comes to that end (C-c), the daemon types a line that does. busybox shows our next
+   trigger after a command that left the terminal's echo on.
+
+Our lines in the shell itself are special builtins and syntax, which no function can hide, and backslashes keep aliases
+out; the hook's subshell drops functions of its names. `set -v` is off between commands. `set -n`, which dash
+obeys, ends the shell when the command's time is up.
 """
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar
 
 from sandbox_daemon.shell_protocol import Dialect, replace_content
@@ -22,22 +27,28 @@ if TYPE_CHECKING:
 
 __all__ = ["PosixShell"]
 
-_HOOK = r"""__prorl_status=${{__prorl_status:-$?}}
-trap "" INT
-set +eux
-IFS= read -r __prorl_nonce <{nonce}
-command printf '\6%s\0%s\0%s\0\0' "$__prorl_nonce" "$__prorl_status" "${{PWD-}}" >{record}
-command printf '%s' "$__prorl_nonce" >/dev/tty
-read -r __prorl_gate <{gate}
-echo >{gate}
+_HOOK = r"""__prorl_status=${{__prorl_status:-$?}} __prorl_flags=$-
+\trap "" INT
+\set +euxv
+\unset -f printf read
+\printf '\6%s\0%s\0%s\0%s\0\0\0\0\0' {nonce} "$__prorl_status" "${{PWD-}}" "$__prorl_flags" >{record}
+\printf %s {nonce} >/dev/tty
+\read -r __prorl_gate <{gate}
+\printf '\n' >{gate}
 """
+# An assignment to a read-only variable would take the rest of the line with it, so a subshell tries it.
+_SET_PROMPT = r"""case ${{PS1-}} in '{prompt}') ;; *) (PS1= PS2=) && PS1='{prompt}' PS2=;; esac"""
 _TRIGGER = (
-    r"""{{ __prorl_status=; PS1='{prompt}' PS2=; command printf '\2' >{record}; }} 2>/dev/null; {status}"""
-    r""". {command}; {{ __prorl_status=$?; PS1='{prompt}' PS2=; }} 2>/dev/null"""
+    rf"""{{{{ \unset __prorl_status; \:; {_SET_PROMPT}; (\unset -f printf; \printf '\2') >{{record}}; }}}} """
+    r"""2>/dev/null; {status}\. {command}; {{ __prorl_status=${{__prorl_status-$?}}; \set +v; """
+    rf"""{_SET_PROMPT} || (\. {{hook}}) || \:; }}}} 2>/dev/null"""
 )
-_RESTORE_STATUS = "(exit {}); "
+_RESTORE_STATUS = "(exit {}) || "
+# With `set -e`, a file that ends with a status that is not 0 ends the shell, even if no command did (`! true`).
+_KEEP_STATUS = "\n\n{ __prorl_status=$?; } 2>/dev/null\n"
+_SETS_E = re.compile(r"\bset\b[^\n;|&]*(?:-\w*e|errexit)")
 _FIRST_FD = 60
-_PROMPT = "$({{ . {hook}; }} 2>/dev/null)"
+_PROMPT = r"$({{ \. {hook}; }} 2>/dev/null)"
 
 
 class PosixShell(Dialect):
@@ -50,23 +61,26 @@ class PosixShell(Dialect):
         super().__init__(files)
         fds = {
             "command": files.command,
-            "nonce": files.nonce,
             "record": files.record_write,
             "gate": files.gate,
             "hook": files.hook,
         }
         self._inherited = dict(enumerate(fds.values(), _FIRST_FD))
         self._paths = {name: f"/proc/self/fd/{fd}" for name, fd in zip(fds, self._inherited, strict=True)}
-        replace_content(files.hook, _HOOK.format(**self._paths))
 
     def inherited(self) -> dict[int, int]:
         return self._inherited
 
     def lay_ready(self, command: str, nonce: str, last: CommandEnd) -> None:
-        replace_content(self.files.command, f"{command}\n")
-        replace_content(self.files.nonce, f"{nonce}\n")
+        # Only where it may matter: what ends within the command, such as a here-document, would take the line in.
+        end = _KEEP_STATUS if "e" in last.flags or _SETS_E.search(command) else "\n"
+        replace_content(self.files.command, f"{command}{end}")
+        replace_content(self.files.hook, _HOOK.format(nonce=nonce, **self._paths))
 
     def trigger_line(self, last: CommandEnd) -> bytes:
         status = _RESTORE_STATUS.format(last.exit_code) if last.exit_code else ""
         prompt = _PROMPT.format(**self._paths)
         return _TRIGGER.format(prompt=prompt, status=status, **self._paths).encode() + b"\n"
+
+    def report_line(self) -> bytes:
+        return b"(\\. " + self._paths["hook"].encode() + b") 2>/dev/null\n"

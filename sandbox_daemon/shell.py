@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -45,8 +44,8 @@ INTERRUPT_KEYS = b"\x03\x1c"
 """C-c and C-\\: bash may answer them with another prompt."""
 STREAM_BUFFER_CHUNKS = 16
 RECORD_PIPE_BYTES = 64 * 1024
-RECORD_FIELDS = 3
-"""Fields of a whole record after its exit code: directory, options, and nothing."""
+RECORD_FIELDS = 6
+"""Fields of a whole record after its exit code: those of `CommandEnd`, and nothing."""
 
 
 class RunningCommand:
@@ -220,7 +219,9 @@ class Shell:
         running.was_interrupted = True
         group = self._terminal.foreground_group()
         if group is not None and group not in already:
-            if _executable(group) != _executable(self.child.pid):  # else it is the shell, or about to become a program
+            if _link(group, "exe") != _link(
+                self.child.pid, "exe"
+            ):  # else it is the shell, or about to become a program
                 already.add(group)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGINT)
@@ -255,6 +256,15 @@ class Shell:
         group = self._terminal.foreground_group()
         if group is not None and group != self.child.pid:
             await kill_until_gone(lambda table: table.with_descendants(lambda entry: entry.group == group))
+
+    async def ask_for_report(self) -> None:
+        """Type a line by which the shell reports, if it is ready but the command has taken its way to say so.
+
+        Where a builtin of the shell reads the terminal instead, that gets the line.
+        """
+        if not self._gone.is_set() and self._terminal.foreground_group() == self.child.pid:
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await self._terminal.write(self._dialect.report_line())
 
     def give_up(self) -> None:
         """Send SIGINT to the shell itself, which drops the rest of the command unless it ignores that signal."""
@@ -378,14 +388,12 @@ class Shell:
         before, *records = self._records.split(nonce.encode() + b"\0")
         if BEGUN_MARK not in before:
             return None
-        # Of what comes before: what a command sent there ends otherwise.
-        traps = re.split(rb"[\0\2\6]", before)[-1]
         for record in records:  # an interrupt may have cut the first one off; what follows a whole one may know less
             code, *fields = record.split(b"\0")
             if code.isdigit() and len(fields) >= RECORD_FIELDS:
                 self._records = b""
-                cwd, flags = fields[:2]
-                return CommandEnd(int(code), os.fsdecode(cwd), os.fsdecode(flags), os.fsdecode(traps))
+                cwd, *rest = map(os.fsdecode, fields[: RECORD_FIELDS - 1])
+                return CommandEnd(int(code), cwd or _link(self.child.pid, "cwd") or "/", *rest)
         return None
 
 
@@ -456,8 +464,8 @@ async def _spawn(
     return Shell(child, Terminal(terminal_fd), dialect)
 
 
-def _executable(pid: int) -> str | None:
+def _link(pid: int, name: str) -> str | None:
     try:
-        return os.readlink(f"/proc/{pid}/exe")
+        return os.readlink(f"/proc/{pid}/{name}")
     except OSError:
         return None

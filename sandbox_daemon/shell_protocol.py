@@ -38,14 +38,17 @@ class CommandEnd(msgspec.Struct, frozen=True):
 
     Attributes:
         exit_code, cwd: the command's, and the shell's afterwards.
-        flags: the shell's options, as in `$-`.
-        traps: the shell's words for those that it runs for its every command.
+        flags: the shell's options: letters as in `$-`, a colon, names as in `$SHELLOPTS`.
+        traps, disabled, function: the shell's words for the traps that it runs for its every command, the builtins that
+            are disabled, and a function that hides what the dialect calls.
     """
 
     exit_code: int
     cwd: str
     flags: str = ""
     traps: str = ""
+    disabled: str = ""
+    function: str = ""
 
 
 class ShellFiles:
@@ -116,6 +119,10 @@ class Dialect(abc.ABC):
     @abc.abstractmethod
     def trigger_line(self, last: CommandEnd) -> bytes:
         """Return the line that runs the command that lies ready. It finds the exit code of `last` in `$?`."""
+
+    @abc.abstractmethod
+    def report_line(self) -> bytes:
+        """Return a line by which a shell that is ready, and did not say so, reports the command before."""
 
 
 def replace_content(fd: int, text: str) -> None:
