@@ -67,8 +67,8 @@ class ModelProof:
         at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
         node, engine = list(ours[at : at + 4]), list(theirs[at : at + 4])
         return AnotherModel(
-            f"{info.url}: it serves {info.model_folder or info.model}, which is not the model of this node, "
-            f"{self._sample.model}: from position {at} of a text on, its tokenizer has the ids {engine}, and the node's "
-            f"{node}. Set [model] path to the folder of the model that the engine was started with, or start the engine "
-            "with the node's model"
+            f"{info.url}: it serves {info.model_folder or info.model}, whose tokenizer is not that of this node's model, "
+            f"{self._sample.model}: from position {at} of a text on, it has the ids {engine}, and the node's has {node}. "
+            "Set [model] path to the folder of the model that the engine was started with, or start the engine with the "
+            "node's model"
         )
