@@ -141,7 +141,7 @@ class ChatFormat:
 
     @property
     def ids_below(self) -> int:
-        """Every id that an engine of this model can return is below it; without config.json, as the tokenizer has it."""
+        """Every id that this model can sample is below it: `sampleable`, or what the tokenizer knows."""
         return self.vocab_size if self.sampleable is None else self.sampleable
 
     def facts(self) -> dict[str, object]:

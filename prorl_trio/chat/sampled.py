@@ -58,8 +58,8 @@ def sampled_arrays(
         raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
     if ids and max(ids) >= model.ids_below:
         raise BackendError(
-            f"the backend returned the token id {max(ids)}, and the model has ids below {model.ids_below} only: it serves "
-            f"another model than the one in {model.model_dir}, or [model] path is not the folder of the model it serves",
+            f"the backend returned the token id {max(ids)}, and the model has ids below {model.ids_below} only: it "
+            f"serves another model than the one in {model.model_dir}, which [model] path names",
             retryable=False,
         )
     return ids, values

@@ -17,7 +17,7 @@ __all__ = ["tokenizer_sample"]
 MAX_CONTROL_TOKENS: Final = 64
 """Added tokens of the lowest ids, and as many of the highest: some tokenizers have thousands."""
 _PLAIN: Final = (
-    "The quick brown fox can't jump over 1234567 lazy dogs; x = [i**2 for i in range(10)]\n\n    return \"caf\u00e9\"\t"
+    'The quick brown fox can\'t jump over 1234567 lazy dogs; x = [i**2 for i in range(10)]\n\n    return "caf\u00e9"\t'
     "\u6570\u5b66 \u041c\u043e\u0441\u043a\u0432\u0430 \u0645\u0631\u062d\u0628\u0627 \U0001f600"
 )
 

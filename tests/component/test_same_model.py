@@ -69,9 +69,14 @@ async def test_an_engine_of_the_nodes_model_joins(open_engine, node_model, caplo
 @ENGINES
 @pytest.mark.parametrize(
     ("on_engine", "on_node"),
-    [(("<think>",), ()), ((), ("<think>",)), (("<think>", "<tool_call>"), ("<tool_call>", "<think>")), (("<|a|>",), ("<|b|>",))],
+    [
+        (("<think>",), ()),
+        ((), ("<think>",)),
+        (("<think>", "<tool_call>"), ("<tool_call>", "<think>")),
+        (("<|a|>",), ("<|b|>",)),
+    ],
     ids=["more on the engine", "more on the node", "in another order", "others"],
-)  # fmt: skip
+)
 async def test_an_engine_of_another_model_does_not_join(open_engine, tmp_path, on_engine, on_node):
     """Their plain text has the same ids: only control tokens tell the models apart."""
     theirs, ours = with_more_tokens(tmp_path / "theirs", *on_engine), with_more_tokens(tmp_path / "ours", *on_node)

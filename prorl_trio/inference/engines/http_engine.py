@@ -305,9 +305,7 @@ class HttpEngineClient(EngineClient):
         """
         body = msgspec.json.encode({"model": self._info.model if self._info else "", **fields})
         try:
-            response = await self._http.request(
-                "POST", path, body=body, headers=[JSON_CONTENT], timeout_s=timeout_s
-            )
+            response = await self._http.request("POST", path, body=body, headers=[JSON_CONTENT], timeout_s=timeout_s)
         except HttpError as exc:
             raise self._failed(exc) from exc
         try:

@@ -47,8 +47,8 @@ class ModelProof:
         if ids is None:
             if info.url not in self._unproven:
                 logger.warning(
-                    "backend %s: the engine does not offer its tokenizer, so there is no proof that it serves the model "
-                    "of this node (%s); token ids beyond that model's vocabulary fail their turn",
+                    "backend %s: the engine does not offer its tokenizer, so there is no proof that it serves the "
+                    "model of this node (%s); token ids beyond that model's vocabulary fail their turn",
                     info.url,
                     sample.model,
                 )
@@ -64,11 +64,13 @@ class ModelProof:
             raise self._another(info, sample.control_ids, ids or [])
 
     def _another(self, info: EngineInfo, ours: Sequence[int], theirs: Sequence[int]) -> AnotherModel:
-        at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+        at = next(
+            (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+        )
         node, engine = list(ours[at : at + 4]), list(theirs[at : at + 4])
         return AnotherModel(
-            f"{info.url}: it serves {info.model_folder or info.model}, whose tokenizer is not that of this node's model, "
-            f"{self._sample.model}: from position {at} of a text on, it has the ids {engine}, and the node's has {node}. "
-            "Set [model] path to the folder of the model that the engine was started with, or start the engine with the "
-            "node's model"
+            f"{info.url}: it serves {info.model_folder or info.model}, whose tokenizer is not that of this node's "
+            f"model, {self._sample.model}: from position {at} of a text on, it has the ids {engine}, and the node's "
+            f"has {node}. Set [model] path to the folder of the model that the engine was started with, or start the "
+            "engine with the node's model"
         )
