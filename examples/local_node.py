@@ -69,7 +69,11 @@ async def open_local_node(
             return ids, [-random.random() for _ in ids], "stop"
 
         says = FakeEngineConfig(
-            vocab_size=VOCABULARY, end_of_turn_id=tiny.end_of_turn_id, max_model_len=context_tokens, development=True
+            vocab_size=VOCABULARY,
+            end_of_turn_id=tiny.end_of_turn_id,
+            max_model_len=context_tokens,
+            development=True,
+            tokenizer_file=f"{folder}/model/tokenizer.json",
         )
         async with open_fake_engine(script=sample, config=says) as engine, trio.open_nursery() as nursery:
             node_toml = {

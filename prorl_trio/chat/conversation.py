@@ -177,7 +177,7 @@ class Conversation:
         """
         self._expect(awaits_completion=True)
         self._prove_prefix()
-        ids, sampled_logprobs = sampled_arrays(token_ids, logprobs, self._format.sampleable)
+        ids, sampled_logprobs = sampled_arrays(token_ids, logprobs, self._format)
         spans = spans or [PolicySpan(start=0, end=len(ids), policy_version=policy_version, engine=engine)]
         if [0, *(span.end for span in spans)] != [*(span.start for span in spans), len(ids)]:
             raise BackendError(f"the spans of {len(ids)} tokens leave some out or overlap: {spans}", retryable=False)

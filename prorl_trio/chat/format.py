@@ -139,6 +139,11 @@ class ChatFormat:
         """Every id the tokenizer knows is below it. The model's embedding may have more rows."""
         return self.codec.vocab_size
 
+    @property
+    def ids_below(self) -> int:
+        """Every id that this model can sample is below it: `sampleable`, or what the tokenizer knows."""
+        return self.vocab_size if self.sampleable is None else self.sampleable
+
     def facts(self) -> dict[str, object]:
         """Return the fields of `ModelFacts`, for trainers."""
         facts = ModelFacts(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 __all__ = ["sampled_arrays"]
 
@@ -18,10 +19,26 @@ MAX_LOGPROB: Final = 0.01
 """A certain token's is 0, and rounding may put it above."""
 
 
+class ServedModel(Protocol):
+    """The facts of a model that its ids are held against; see `ChatFormat`."""
+
+    @property
+    def model_dir(self) -> Path:
+        """Its folder, for messages."""
+
+    @property
+    def ids_below(self) -> int:
+        """Every id that it can sample is below this."""
+
+
 def sampled_arrays(
-    token_ids: Sequence[int], logprobs: Sequence[float], sampleable: int | None
+    token_ids: Sequence[int], logprobs: Sequence[float], model: ServedModel
 ) -> tuple[array[int], array[float]]:
-    """Return int32 ids and float32 logprobs. Raises BackendError if these are not what an engine may return."""
+    """Return int32 ids and float32 logprobs of tokens that `model` is said to have sampled.
+
+    Raises:
+        BackendError: they are not what an engine may return, or an id is not one of the model's; not retryable.
+    """
     if len(token_ids) != len(logprobs):
         raise BackendError(
             f"the backend returned {len(token_ids)} token ids and {len(logprobs)} logprobs; they must be as many",
@@ -39,7 +56,10 @@ def sampled_arrays(
         )
     if ids and min(ids) < 0:
         raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
-    if ids and sampleable is not None and max(ids) >= sampleable:
-        told = f"the backend returned the token id {max(ids)}, and the model has ids below {sampleable} only"
-        raise BackendError(f"{told}: does the backend serve another model?", retryable=False)
+    if ids and max(ids) >= model.ids_below:
+        raise BackendError(
+            f"the backend returned the token id {max(ids)}, and the model has ids below {model.ids_below} only: it "
+            f"serves another model than the one in {model.model_dir}, which [model] path names",
+            retryable=False,
+        )
     return ids, values

@@ -8,6 +8,7 @@ understood is a `ToolCall` with an `error` to show to the policy, never nothing.
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from prorl_trio.chat.families.call_values import MAX_ARGUMENT_NESTING, Malformed, decode_json, read_call, skip_space
@@ -25,7 +26,9 @@ MAX_TOOL_CALLS_PER_TURN = 64
 """Calls parsed of one turn. What follows is one more call, with an error."""
 
 _EXPECTED = 'a JSON object {"name": "<tool>", "arguments": {...}}'
-_FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCE_LINE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^`\r\n]*)\r?$", re.MULTILINE)
+MAX_FENCES = 1000
+"""Lines with a fence, as CommonMark has them, that are looked at in one turn. What follows is content."""
 
 
 def parse_tool_calls(text: str, known_tools: Tools) -> tuple[str, list[ToolCall]]:
@@ -49,14 +52,15 @@ def parse_turn(
         syntax: how the family writes calls and reasoning.
         opened_thinking: the prompt ended with what opens reasoning, so the text starts inside it.
     """
-    if syntax.whole_turn is not None:
-        return _limited(syntax.whole_turn(text, known_tools))
     reader = _TurnReader(text, syntax)
-    if opened_thinking:
+    if opened_thinking and syntax.thoughts:
         reader.think(next(iter(syntax.thoughts)), skip_space(text, 0))
     while (opened := reader.thought_at(skip_space(text, reader.position))) is not None:
         reader.think(opened, skip_space(text, reader.position))
     rest = text[reader.position :]
+    whole = syntax.whole_turn(rest, known_tools) if syntax.whole_turn is not None else None
+    if whole is not None:
+        return _limited(whole._replace(reasoning="\n".join([*reader.reasoning, whole.reasoning]).strip()))
     if (call := _bare_call(rest, known_tools)) is not None:  # whatever tags its strings contain
         return SpokenTurn("", "\n".join(reader.reasoning), [call])
     calls: list[ToolCall] = []
@@ -67,8 +71,11 @@ def parse_turn(
             calls.append(_too_many(text[match.start() :]))
             reader.position = len(text)
         else:
-            found, reader.position = syntax.read(text, match.start(), known_tools)
-            calls += found
+            found, position = syntax.read(text, match.start(), known_tools)
+            if found is None:
+                reader.content.append(text[match.start() : position])
+            calls += found or []
+            reader.position = position
     said = "".join([*reader.content, text[reader.position :]]).strip()
     if not calls:
         said, calls = _parse_fences(said, known_tools)
@@ -84,8 +91,7 @@ class _TurnReader:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self._thoughts = syntax.thoughts
-        thoughts = "|".join(map(re.escape, syntax.thoughts))
-        self._tag = re.compile(f"{thoughts}|{syntax.opening.pattern}")
+        self._tag = re.compile("|".join([*map(re.escape, syntax.thoughts), syntax.opening.pattern]))
 
     def next_tag(self) -> re.Match[str] | None:
         """Find the next thought or call; the text up to it is content."""
@@ -126,15 +132,21 @@ def _limited(turn: SpokenTurn) -> SpokenTurn:
 def _parse_fences(said: str, known_tools: Collection[str]) -> tuple[str, list[ToolCall]]:
     """Find calls written as fenced blocks instead of in the family's syntax. Whatever else is there, is content."""
     calls: list[ToolCall] = []
-
-    def take(fence: re.Match[str]) -> str:
-        call = _bare_call(fence[1], known_tools) if len(calls) < MAX_TOOL_CALLS_PER_TURN else None
-        if call is None:
-            return fence[0]
-        calls.append(call)
-        return ""
-
-    return _FENCE.sub(take, said).strip(), calls
+    content: list[str] = []
+    position, opened = 0, None
+    for line in islice(_FENCE_LINE.finditer(said), MAX_FENCES):
+        if opened is None:
+            opened = line
+        elif line[1].startswith(opened[1]) and not line[2]:
+            call = None
+            if opened[2].strip().lower() in ("", "json") and len(calls) < MAX_TOOL_CALLS_PER_TURN:
+                call = _bare_call(said[opened.end() : line.start()], known_tools)
+            if call is not None:
+                content.append(said[position : opened.start()])
+                calls.append(call)
+                position = line.end()
+            opened = None
+    return "".join([*content, said[position:]]).strip(), calls
 
 
 def _bare_call(text: str, known_tools: Collection[str]) -> ToolCall | None:

@@ -13,7 +13,9 @@ from prorl_trio.agent.context import Resources
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.chat.token_memory import TokenMemory
+from prorl_trio.chat.tokenizer_sample import tokenizer_sample
 from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.inference.pool.same_model import ModelProof
 from prorl_trio.node.end_of_time import EndOfTime, allocation_left_s
 from prorl_trio.node.node import Node
 from prorl_trio.node.parts import engine_finder, open_backends, open_node_arena, open_node_sandboxes, warn_of_image
@@ -86,7 +88,8 @@ async def open_node(
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
         find_client = engine_finder(config.backends, on_backend_call, max_positions=chat_format.max_positions)
-        backends = await stack.enter_async_context(open_backends(config.backends, find_client))
+        proof = ModelProof(tokenizer_sample(chat_format.model_dir, chat_format.codec))
+        backends = await stack.enter_async_context(open_backends(config.backends, find_client, proof=proof))
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers, config.scoring))
         sandboxes = await stack.enter_async_context(open_node_sandboxes(provider, config.sandbox, on_sandbox_open))
         search = await stack.enter_async_context(open_search(config.search, cache_dir() / "search"))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from prorl_trio.config import ArenaConfig, BackendConfig, ImagesConfig, SandboxConfig
     from prorl_trio.inference.engines.http_engine import OnCall
     from prorl_trio.inference.engines.protocol import ClientFinder
+    from prorl_trio.inference.pool.same_model import ModelProof
     from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 
@@ -67,13 +68,17 @@ def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_position
 
 @asynccontextmanager
 async def open_backends(
-    config: BackendConfig, find_client: ClientFinder, *, random: Random | None = None
+    config: BackendConfig,
+    find_client: ClientFinder,
+    *,
+    random: Random | None = None,
+    proof: ModelProof | None = None,
 ) -> AsyncIterator[Backends]:
     """Probe the configured backends, all at once, and yield the pool with them; it is watched during the block.
 
     A backend that fails is `down`, and joins when a later probe passes. So is one that is paused, also if backends are
-    `required`: a node that was killed in a policy update comes back before anybody resumes its engines. `find_client`
-    and `random` are those of `Backends`. On leaving, calls in flight fail.
+    `required`: a node that was killed in a policy update comes back before anybody resumes its engines. `find_client`,
+    `random` and `proof` are those of `Backends`. On leaving, calls in flight fail.
 
     Raises:
         BackendError: backends are `required`, and one did not pass its probe.
@@ -86,6 +91,7 @@ async def open_backends(
         health=config.health,
         load=config.load,
         random=random,
+        proof=proof,
     )
     try:
         failed: dict[str, BackendError] = {}

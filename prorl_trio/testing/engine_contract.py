@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 import trio
+from tokenizers import Tokenizer
 
 from prorl_trio.inference.engines.protocol import Completion, CompletionRequest, EngineClient, TokenSink
 from prorl_trio.types.errors import ContextLengthExceeded
@@ -49,6 +50,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
         streams: the client can stream.
         weights_folder: what it can load the weights from that it has; None: it loads none.
         adapter_folder: where there is a LoRA adapter for it; None: it takes none.
+        tokenizer_file: the `tokenizer.json` of its model; None: it is not here to compare with.
     """
 
     client: EngineClient
@@ -61,6 +63,7 @@ class EngineUnderTest(msgspec.Struct, frozen=True, kw_only=True):
     streams: bool = True
     weights_folder: str | None = None
     adapter_folder: str | None = None
+    tokenizer_file: str | None = None
 
 
 class EngineContract:
@@ -153,6 +156,23 @@ class EngineContract:
             prompt = _repeated(engine.prompt_token_ids, info.max_model_len - 1)
             completion = await _generate(engine, GREEDY, max_tokens=100, prompt=prompt)
             assert len(completion.token_ids) == 1
+
+    async def test_its_tokenizer_is_its_models_or_not_offered(self, engine: EngineUnderTest) -> None:
+        """What a node compares with its own, so that no engine of another model joins."""
+        with trio.fail_after(TEST_TIMEOUT_S):
+            await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            ids = await engine.client.tokenize("A <tool_call> of 12?", timeout_s=CALL_TIMEOUT_S)
+            text = await engine.client.detokenize([engine.end_of_turn_id], timeout_s=CALL_TIMEOUT_S)
+            if ids is None:
+                assert text is None
+                assert engine.tokenizer_file is None
+                return
+            assert text
+            if engine.tokenizer_file is not None:
+                tokenizer = Tokenizer.from_file(engine.tokenizer_file)
+                assert ids == tokenizer.encode("A <tool_call> of 12?", add_special_tokens=False).ids
+                assert text == tokenizer.decode([engine.end_of_turn_id], skip_special_tokens=False)
+            assert await engine.client.tokenize(text, timeout_s=CALL_TIMEOUT_S) == [engine.end_of_turn_id]
 
     async def test_many_at_once(self, engine: EngineUnderTest) -> None:
         completions: list[Completion] = []

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import trio
+from tokenizers import Tokenizer
 
 from ipc.nursery import single_exception
 from prorl_trio.testing.fake_answers import (
@@ -47,13 +48,15 @@ __all__ = [
 ]
 
 MAX_CONNECTIONS = 4096
+TOKENIZER_CALLS = (("POST", "/tokenize"), ("POST", "/detokenize"))
 
 
 class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The server's description of itself, and its times: `first_token_s`, then `per_token_s` for each further token.
 
     `development`: it can be paused, given other weights and told what they are called, as vLLM in development mode.
-    `adapters`: it takes LoRA adapters.
+    `adapters`: it takes LoRA adapters. `tokenizer_file`: the `tokenizer.json` of its model; empty: the server does not
+    offer its tokenizer.
     A stream has `tokens_per_event` in each event: a real engine's has more where its client, or its core, is slow.
     """
 
@@ -68,6 +71,7 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_event: int = 1
     development: bool = False
     adapters: bool = False
+    tokenizer_file: str = ""
 
 
 class FakeEngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,11 +219,23 @@ class FakeEngine:
         if (call.method, call.path) == ("GET", "/metrics"):
             metrics = f'vllm:num_requests_running{{engine="0"}} {self._running}.0\nvllm:num_requests_waiting 0.0\n'
             return Answer(200, metrics.encode(), "text/plain")
+        if (call.method, call.path) in TOKENIZER_CALLS and config.tokenizer_file:
+            return self._tokenizer_answer(call, "prompt")
         if config.adapters and call.path.endswith("load_lora_adapter"):
             return self._change_adapters(call)
         if config.development and call.method == "POST":
             return self._develop(*call.path.partition("?mode=")[::2], call.body)
         return error_answer(404, "Not Found")
+
+    def _tokenizer_answer(self, call: HttpCall, text_field: str) -> Answer:
+        """Answer `/tokenize`, or `/detokenize` with the text in `text_field`."""
+        asked = msgspec.json.decode(call.body)
+        tokenizer = Tokenizer.from_file(self.config.tokenizer_file)
+        if call.path == "/tokenize":
+            ids = tokenizer.encode(asked["prompt"], add_special_tokens=asked.get("add_special_tokens", True)).ids
+            return Answer(200, msgspec.json.encode({"tokens": ids, "count": len(ids)}))
+        text = tokenizer.decode(asked["tokens"], skip_special_tokens=False)
+        return Answer(200, msgspec.json.encode({text_field: text}))
 
     def _change_adapters(self, call: HttpCall) -> Answer:
         if call.method != "POST":

@@ -15,7 +15,7 @@ import msgspec
 import trio
 
 from prorl_trio.testing.fake_answers import completion_event, sse
-from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike
+from prorl_trio.testing.fake_engine import TOKENIZER_CALLS, FakeEngine, FakeEngineConfig, open_look_alike
 from prorl_trio.testing.fake_http import Answer, HttpCall
 from prorl_trio.testing.fake_sampling import Sampled
 
@@ -54,6 +54,8 @@ class FakeSglang(FakeEngine):
         }
         if call.method == "GET" and call.path in got:
             return Answer(200, msgspec.json.encode(got[call.path]))
+        if (call.method, call.path) in TOKENIZER_CALLS and config.tokenizer_file:
+            return self._tokenizer_answer(call, "text")
         if config.adapters and call.path.endswith("load_lora_adapter"):
             return self._change_adapters(call)
         if call.method == "POST" and (told := self._control(call)) is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["ModelFacts"]
+__all__ = ["ModelFacts", "TokenizerSample"]
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,3 +26,21 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     sampleable: int | None
     end_of_turn_ids: list[int]
     architecture: dict[str, Any] = {}
+
+
+class TokenizerSample(msgspec.Struct, frozen=True, kw_only=True):
+    """Texts with the ids that a node's tokenizer gives them, to compare another tokenizer with.
+
+    Attributes:
+        model: the folder that the node's tokenizer is from.
+        text: plain text, and markup of many families, which only some tokenizers have tokens for.
+        text_ids: its ids.
+        control: the tokenizer's own added tokens, one after another.
+        control_ids: their ids.
+    """
+
+    model: str
+    text: str
+    text_ids: list[int]
+    control: str
+    control_ids: list[int]

@@ -5,6 +5,7 @@ The real one's /tokenize renders the prompt with the model's own template.
 
 from __future__ import annotations
 
+import os
 import re
 
 import msgspec
@@ -13,6 +14,7 @@ import trio
 
 pytest.register_assert_rewrite("prorl_trio.testing.engine_contract")
 
+from launch.paths import model_dir  # noqa: E402
 from prorl_trio.http.client import HttpClient  # noqa: E402
 from prorl_trio.inference.engines.registry import EngineRegistry  # noqa: E402
 from prorl_trio.inference.engines.vllm import VllmClient  # noqa: E402
@@ -20,6 +22,7 @@ from prorl_trio.testing.engine_contract import EngineContract, EngineUnderTest  
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine  # noqa: E402
 from prorl_trio.testing.fake_sglang import open_fake_sglang  # noqa: E402
 from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine  # noqa: E402
+from prorl_trio.testing.tiny_model import make_tiny_model  # noqa: E402
 
 POLL_S = 0.05
 
@@ -40,6 +43,7 @@ def of_fake(fake, client, *, streams=True, weights_folder=None, adapter_folder=N
         streams=streams,
         weights_folder=weights_folder,
         adapter_folder=adapter_folder,
+        tokenizer_file=fake.config.tokenizer_file or None,
     )
 
 
@@ -52,12 +56,17 @@ class TestFakeEngine(EngineContract):
             await client.aclose()
 
 
+def with_tokenizer(folder, **others):
+    """A fake engine's configuration, with the tokenizer of a tiny model."""
+    end_of_turn_id = make_tiny_model(folder).end_of_turn_id
+    file = str(folder / "tokenizer.json")
+    return FakeEngineConfig(per_token_s=0.002, end_of_turn_id=end_of_turn_id, tokenizer_file=file, **others)
+
+
 class TestFakeEngineInDevelopmentMode(EngineContract):
     @pytest.fixture
-    async def engine(self):
-        async with open_fake_engine(
-            config=FakeEngineConfig(per_token_s=0.002, development=True, adapters=True)
-        ) as fake:
+    async def engine(self, tmp_path):
+        async with open_fake_engine(config=with_tokenizer(tmp_path, development=True, adapters=True)) as fake:
             client = VllmClient(fake.url)
             yield of_fake(fake, client, weights_folder="/weights", adapter_folder="/adapter")
             await client.aclose()
@@ -65,8 +74,8 @@ class TestFakeEngineInDevelopmentMode(EngineContract):
 
 class TestFakeSglang(EngineContract):
     @pytest.fixture
-    async def engine(self):
-        async with open_fake_sglang(config=FakeEngineConfig(per_token_s=0.002, adapters=True)) as fake:
+    async def engine(self, tmp_path):
+        async with open_fake_sglang(config=with_tokenizer(tmp_path, adapters=True)) as fake:
             client = await EngineRegistry().finder("auto")(fake.url, 5)
             yield of_fake(fake, client, adapter_folder="/adapter")
             await client.aclose()
@@ -137,6 +146,7 @@ class TestRealVllm(EngineContract):
             end_of_turn_id=end_of_turn_id,
             wait_running=wait_running,
             count_finished=count_finished,
+            tokenizer_file=None if "PRORL_VLLM_URL" in os.environ else str(model_dir() / "tokenizer.json"),
         )
         await client.aclose()
         http.close()

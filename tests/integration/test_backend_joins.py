@@ -9,10 +9,12 @@ from copy import copy
 import pytest
 import trio
 
+from perf.chat_families import write_family_model
 from prorl_trio.config import BackendConfig, HealthConfig, ModelConfig, NodeConfig, SandboxConfig, StagesConfig
 from prorl_trio.node.core import NO_SESSIONS, open_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 pytestmark = pytest.mark.timeout(90)
@@ -120,3 +122,34 @@ async def test_jobs_go_on_while_backends_join_are_drained_and_cleared(tmp_path):
             assert (first.stats.running, len(late.requests)) == (0, 2)  # the late job's, and that of the probe
     for outcome in trainer.outcomes.values():
         assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome.error
+
+
+async def test_a_backend_of_another_model_gets_no_job(tmp_path):
+    make_tiny_model(tmp_path / "node")
+    other = write_family_model(tmp_path / "other", "qwen3")
+    config = FakeEngineConfig(model=str(other), tokenizer_file=str(other / "tokenizer.json"))
+    async with open_fake_engine(config=config) as engine:
+        async with open_pool_node(tmp_path / "node", [engine.url], health=HealthConfig(interval_s=0)) as node:
+            (row,) = node.statistics()["backends"]["backends"]
+            assert row.state == "down"
+            assert str(other) in row.error
+            assert str(tmp_path / "node") in row.error
+        with pytest.raises(BackendError, match="whose tokenizer is not that of this node's model"):
+            async with open_pool_node(tmp_path / "node", [engine.url], required=True):
+                pass
+        assert engine.stats.completions_total <= 8  # the probes
+
+
+async def test_ids_of_another_model_are_no_work_of_the_policys(tmp_path):
+    """Of an engine that offers no tokenizer: the job fails, and has no reward."""
+    make_tiny_model(tmp_path)
+    ids, trainer = [5, 34_764, 258], Trainer()
+    async with (
+        open_fake_engine(script=lambda _: (ids, [-0.5] * 3, "stop")) as engine,
+        open_pool_node(tmp_path, [engine.url]) as node,
+    ):
+        node.take(job("j"), trainer, 1)
+        await trainer.wait_outcomes(1)
+    outcome = trainer.outcomes["j"]
+    assert (outcome.status, outcome.reward, outcome.error_code) == ("failed", None, "backend_refused")
+    assert "34764" in outcome.error

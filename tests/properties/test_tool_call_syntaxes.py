@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import msgspec
 import pytest
@@ -13,10 +12,11 @@ from hypothesis import strategies as st
 from prorl_trio.chat.families.deepseek import DEEPSEEK
 from prorl_trio.chat.families.gemma import GEMMA_4
 from prorl_trio.chat.families.harmony import HARMONY
+from prorl_trio.chat.families.kimi import KIMI_K2, KIMI_K3
 from prorl_trio.chat.families.llama import LLAMA
 from prorl_trio.chat.families.mistral import MISTRAL
 from prorl_trio.chat.families.syntax import HERMES
-from prorl_trio.chat.families.xml import GLM_XML, QWEN_XML
+from prorl_trio.chat.families.xml import GLM_XML, HUNYUAN, MINIMAX, QWEN_XML, SEED_XML, STEP3
 from prorl_trio.chat.tool_calls import MAX_TOOL_CALLS_PER_TURN, parse_turn
 
 SYNTAXES = {
@@ -28,6 +28,12 @@ SYNTAXES = {
     "llama": LLAMA,
     "gemma": GEMMA_4,
     "harmony": HARMONY,
+    "kimi_k2": KIMI_K2,
+    "kimi_k3": KIMI_K3,
+    "minimax": MINIMAX,
+    "seed": SEED_XML,
+    "step3": STEP3,
+    "hunyuan": HUNYUAN,
 }
 TOOLS = {"f": {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": ["integer", "null"]}}}}
 
@@ -39,8 +45,36 @@ WRITTEN = {
     "mistral": "[TOOL_CALLS]f[CALL_ID]123456789[ARGS]@@",
     "llama": '{"name": "f", "parameters": @@}',
     "harmony": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>@@<|call|>",
+    "kimi_k2": "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>@@<|tool_call_end|>",
+    "hunyuan": '<tool_calls>[{"name": "f", "arguments": @@}]</tool_calls>',
 }
 """Families that write arguments as JSON, which can be anything."""
+
+
+def in_elements(name, tool, *pairs):
+    """A call of a family that writes each argument between tags of its own."""
+    call, argument = {
+        "qwen_xml": ("<tool_call>\n<function={}>\n{}</function>\n</tool_call>", "<parameter={}>\n{}\n</parameter>\n"),
+        "seed": ("<seed:tool_call><function={}>{}</function></seed:tool_call>", "<parameter={}>\n{}\n</parameter>"),
+        "glm": ("<tool_call>{}\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"),
+        "deepseek": (
+            '<｜DSML｜invoke name="{}">{}</｜DSML｜invoke>',
+            '<｜DSML｜parameter name="{}">{}</｜DSML｜parameter>',
+        ),
+        "minimax": ('<invoke name="{}">\n{}</invoke>', '<parameter name="{}">{}</parameter>\n'),
+        "step3": (
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">{}</steptml:invoke><｜tool_call_end｜>',
+            '<steptml:parameter name="{}">{}</steptml:parameter>',
+        ),
+        "kimi_k3": (
+            '<|open|>call tool="{}" index="1"<|sep|>{}<|close|>call<|sep|>',
+            '<|open|>argument key="{}" type="string"<|sep|>{}<|close|>argument<|sep|>',
+        ),
+    }[name]
+    return call.format(tool, "".join(argument.format(*pair) for pair in pairs))
+
+
+IN_ELEMENTS = ("qwen_xml", "seed", "glm", "deepseek", "minimax", "step3", "kimi_k3")
 
 fragments = st.sampled_from(
     [
@@ -53,6 +87,11 @@ fragments = st.sampled_from(
         "</｜DSML｜parameter>", "</｜DSML｜invoke>", "<｜DSML｜function_calls>", "<|python_tag|>", "[f(",
         "f(s=", '<|"|>',
         "<|tool_call>call:f{", "<tool_call|>", "<|channel>thought", "<channel|>", "<|channel|>analysis", "<|message|>",
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+        "<|open|>", "<|close|>", "<|sep|>", "call", "tools", 'call tool="f"', 'argument key="s"', "<tools>", "<tool_calls>",
+        "<minimax:tool_call>", '<invoke name="f">', '<parameter name="s">', "</parameter>", "</invoke>", "<seed:think>",
+        "<seed:tool_call>", "<｜tool_call_begin｜>function<｜tool_sep｜>", '<steptml:invoke name="f">', "</steptml:invoke>",
+        '<steptml:parameter name="s">', "</steptml:parameter>", "<｜tool_call_end｜>", "</tool_calls>", "~~~",
         "<|channel|>commentary to=functions.f", "<|end|>", "<|call|>", "<|start|>assistant", '{"name": "f", ',
         '"arguments": {"s": "x"}}', '"parameters": {', ' "n": 3',
     ]
@@ -103,10 +142,7 @@ values = st.text(st.characters(exclude_categories=["Cs"]), max_size=30).filter(l
 @settings(max_examples=200, deadline=None)
 def test_any_text_comes_through_a_syntax_without_quotes(value):
     written = {
-        "qwen_xml": f"<tool_call>\n<function=f>\n<parameter=s>\n{value}\n</parameter>\n</function>\n</tool_call>",
-        "glm": f"<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
-        "deepseek": f'<｜DSML｜calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="s" string="true">{value}'
-        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜calls>",
+        **{name: in_elements(name, "f", ("s", value)) for name in IN_ELEMENTS},
         "gemma": f'<|tool_call>call:f{{s:<|"|>{value}<|"|>}}<tool_call|>',
         "llama": f"[f(s={value!r})]",
     }
@@ -131,11 +167,9 @@ def test_values_without_quotes_have_the_type_of_the_schema(written, value):
 @pytest.mark.parametrize("name", SYNTAXES)
 def test_an_unknown_tool_is_an_error_that_lists_the_tools(name):
     texts = {
-        **{key: text.replace("@@", "{}").replace('"f"', '"g"').replace(".f ", ".g ") for key, text in WRITTEN.items()},
-        "qwen_xml": "<tool_call><function=g></function></tool_call>",
-        "glm": "<tool_call>g</tool_call>",
+        **{key: text.replace("@@", "{}").replace('"f"', '"g"').replace(".f", ".g") for key, text in WRITTEN.items()},
+        **{name: in_elements(name, "g") for name in IN_ELEMENTS},
         "gemma": "<|tool_call>call:g{}<tool_call|>",
-        "deepseek": '<｜DSML｜invoke name="g"></｜DSML｜invoke>',
         "mistral": "[TOOL_CALLS]g[ARGS]{}",
         "llama": "[g()]",
     }
@@ -145,36 +179,10 @@ def test_an_unknown_tool_is_an_error_that_lists_the_tools(name):
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "<tool_call>", "<function=f>", "<function=", "<parameter=s>", "</parameter> ", "<tool_call>f<arg_key>", " ",
-        "<arg_key>s</arg_key><arg_value>", "[TOOL_CALLS]", "[TOOL_CALLS]f ", "<｜tool▁call▁begin｜>", "\n```json\n",
-        "<｜tool▁calls▁begin｜>", '<｜DSML｜invoke name="f">', "<｜DSML｜", '{"name": "f", ', "[f(",
-        "<|python_tag|>", "[f(s='",
-        "<|tool_call>", "<|tool_call>call:f{s:", '<|"|>', "<|channel|>", "<|end|>", "<|end|> ", "<|start|>assistant",
-        "<|message|>", "<think>", "</think>", "{", "[", "\\", "'", "a",
-    ],
-)  # fmt: skip
-def test_hostile_text_takes_no_quadratic_time(name, unit):
-    started_s = time.process_time()
-    for opening in (
-        "",
-        '{"name"',
-        "[f(s=",
-        "<tool_call><function=f><parameter=s>",
-        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}",
-    ):
-        parse_turn(opening + unit * (100_000 // len(unit)), TOOLS, syntax=SYNTAXES[name])
-    assert time.process_time() - started_s < 5
-
-
-@pytest.mark.parametrize("name", SYNTAXES)
 def test_the_number_of_calls_is_bounded(name):
     many = MAX_TOOL_CALLS_PER_TURN + 5
     text = {
-        "qwen_xml": "<tool_call><function=f></function></tool_call>" * many,
-        "glm": "<tool_call>f</tool_call>" * many,
+        **{name: in_elements(name, "f") * many for name in IN_ELEMENTS},
         "gemma": "<|tool_call>call:f{}<tool_call|>" * many,
         "llama": "[" + ", ".join(["f()"] * many) + "]",
         "mistral": "[TOOL_CALLS][" + ", ".join(['{"name": "f", "arguments": {}}'] * many) + "]",
@@ -189,8 +197,7 @@ def test_the_number_of_calls_is_bounded(name):
 def test_an_argument_given_twice_is_an_error(name):
     texts = {
         **{key: text.replace("@@", '{"s": "a", "s": "b"}') for key, text in WRITTEN.items()},
-        "qwen_xml": "<function=f><parameter=s>a</parameter><parameter=s>b</parameter></function>",
-        "glm": "<tool_call>f" + "<arg_key>s</arg_key><arg_value>a</arg_value>" * 2 + "</tool_call>",
+        **{name: in_elements(name, "f", ("s", "a"), ("s", "b")) for name in IN_ELEMENTS},
         "gemma": '<|tool_call>call:f{s:<|"|>a<|"|>,s:<|"|>b<|"|>}<tool_call|>',
     }
     for text in (texts[name], *(["[f(s='a', s='b')]"] if name == "llama" else [])):

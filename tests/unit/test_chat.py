@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -106,7 +107,7 @@ def test_a_conversation_is_append_only_and_trains_on_sampled_tokens_alone(chat):
 
 
 def test_logprobs_and_ids_reach_the_segment_bit_for_bit(chat):
-    conversation = Conversation(chat, [QUESTION])
+    conversation = Conversation(replace(chat, sampleable=10_000_000), [QUESTION])
     start = len(conversation)
     logprobs = [-0.1, -1e-8, -123.456, float("-inf")]
     conversation.add_completion([3, 0, 9_999_999, 5], logprobs, policy_version="step-7", engine="vllm")
@@ -177,7 +178,8 @@ def test_what_a_turn_says(chat):
 
 
 def test_ids_without_text_do_no_harm(chat):
-    conversation = Conversation(chat, [QUESTION])
+    """Embeddings often have more rows than the tokenizer has tokens."""
+    conversation = Conversation(replace(chat, sampleable=10_000_001), [QUESTION])
     turn = conversation.add_completion([10_000_000, 200, chat.end_of_turn_id], [0, 0, 0], policy_version="", engine="")
     assert turn.ended
     conversation.add_messages([QUESTION])
@@ -232,11 +234,13 @@ def test_an_id_that_the_model_cannot_sample_is_refused(tmp_path, config, samplea
     chat = ChatFormat.load(tmp_path)
     assert chat.sampleable == sampleable
     conversation = Conversation(chat, [QUESTION])
-    if sampleable is not None:
-        with pytest.raises(BackendError, match=f"token id {sampleable}, and the model has ids below {sampleable} only"):
-            conversation.add_completion([5, sampleable], [-1.0, -1.0])
-        assert conversation.completion_ranges == []
-    conversation.add_completion([5, (sampleable or 2**31) - 1], [-1.0, -1.0])
+    below = sampleable or chat.vocab_size
+    with pytest.raises(BackendError, match=f"token id {below}, and the model has ids below {below} only") as caught:
+        conversation.add_completion([5, below], [-1.0, -1.0])
+    assert caught.value.error_code == "backend_refused"
+    assert str(tmp_path) in str(caught.value)
+    assert conversation.completion_ranges == []
+    conversation.add_completion([5, below - 1], [-1.0, -1.0])
 
 
 def test_tokens_changed_behind_our_back_are_drift(chat):

@@ -36,7 +36,15 @@ _LITERALS = {"True": True, "False": False, "None": None}
 
 
 class Malformed(Exception):
-    """A call that cannot be understood; the message is for the policy."""
+    """A call that cannot be understood; the message is for the policy.
+
+    Attributes:
+        at: where it breaks, in the text that was read; 0 where that is not known.
+    """
+
+    def __init__(self, message: str, at: int = 0) -> None:
+        super().__init__(message)
+        self.at = at
 
 
 def skip_space(text: str, position: int) -> int:
@@ -148,6 +156,8 @@ def _kind(value: Any) -> str:
 def decode_json(text: str, start: int) -> tuple[Any, int]:
     """Decode the JSON value at `start`; return it and where it ends. Raises Malformed, with the position in the value.
 
+    A reader that looks for JSON in a text goes on where this one broke (`Malformed.at`), so that no text is read twice.
+
     Stricter than JSON in one way: what could not be sent on in msgpack (64-bit integers, finite floats, valid Unicode)
     is refused here, where the policy can be told.
     """
@@ -156,9 +166,9 @@ def decode_json(text: str, start: int) -> tuple[Any, int]:
     except json.JSONDecodeError as exc:
         line = text.count("\n", start, exc.pos) + 1
         column = exc.pos - max(text.rfind("\n", start, exc.pos), start - 1)
-        raise Malformed(f"invalid JSON at line {line} column {column}: {exc.msg}") from exc
+        raise Malformed(f"invalid JSON at line {line} column {column}: {exc.msg}", exc.pos) from exc
     except RecursionError as exc:
-        raise Malformed(f"invalid JSON: nested deeper than {MAX_ARGUMENT_NESTING} levels") from exc
+        raise Malformed(f"invalid JSON: nested deeper than {MAX_ARGUMENT_NESTING} levels", len(text)) from exc
     _check_portable(value, MAX_ARGUMENT_NESTING)
     return value, end
 

@@ -17,7 +17,7 @@ _HEAD = re.compile(
     f"{_CALL}(?:function<｜tool▁sep｜>([^\\n<]{{1,200}})\\n```json\\n|([^\\n<]{{1,200}})<｜tool▁sep｜>)\\s*"
 )
 _TAIL = re.compile(r"\s*(?:```\s*)?<｜tool▁call▁end｜>")
-_STRAY = re.compile(f"{_END_CALL}|{_END_CALLS}|(?={_CALL})")
+_STRAY = re.compile("<｜tool▁call(?:▁end｜>|s▁end｜>|(?=▁begin｜>))")
 _EXPECTED = f"{_CALLS}{_CALL}function<｜tool▁sep｜>tool\n```json\n{{...}}\n```{_END_CALL}{_END_CALLS}"
 
 

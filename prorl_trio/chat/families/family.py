@@ -8,10 +8,11 @@ from prorl_trio.chat.codec import MARKUP
 from prorl_trio.chat.families.deepseek import DEEPSEEK
 from prorl_trio.chat.families.gemma import GEMMA_4
 from prorl_trio.chat.families.harmony import HARMONY
+from prorl_trio.chat.families.kimi import KIMI_K2, KIMI_K3
 from prorl_trio.chat.families.llama import LLAMA
 from prorl_trio.chat.families.mistral import MISTRAL
 from prorl_trio.chat.families.syntax import HERMES, CallSyntax
-from prorl_trio.chat.families.xml import GLM_XML, QWEN_XML
+from prorl_trio.chat.families.xml import GLM_XML, HUNYUAN, MINIMAX, QWEN_XML, SEED_XML, STEP3
 from prorl_trio.types.errors import ConfigError
 
 __all__ = ["FAMILIES", "Family", "choose_family"]
@@ -36,15 +37,39 @@ class Family(NamedTuple):
     ends: tuple[str, ...] = ()
 
 
+_GLM_MARKUP = MARKUP | {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"}
+
 FAMILIES: tuple[Family, ...] = (
+    Family(
+        "kimi-k3", ("<|open|>", "<|sep|>"), KIMI_K3, MARKUP | {"<|open|>", "<|close|>", "<|sep|>"}, ("<|end_of_msg|>",)
+    ),
+    Family(
+        "kimi-k2",
+        ("<|tool_calls_section_begin|>",),
+        KIMI_K2,
+        MARKUP
+        | {"<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"}
+        | {"<|tool_call_begin|>", "<|tool_call_end|>"},
+    ),
+    Family("minimax", ("<minimax:tool_call>",), MINIMAX, MARKUP | {"<minimax:tool_call>", "</minimax:tool_call>"}),
+    Family(
+        "step3",
+        ("<steptml:invoke",),
+        STEP3,
+        MARKUP | {"<｜tool_sep｜>"} | {f"<｜tool_call{part}｜>" for part in ("s_begin", "s_end", "_begin", "_end")},
+    ),
+    Family(
+        "seed",
+        ("<seed:bos>",),
+        SEED_XML,
+        MARKUP | {"<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"},
+    ),
+    Family("hunyuan", ("<tool_calls>",), HUNYUAN, _GLM_MARKUP | {"<tool_calls>", "</tool_calls>", "<tool_sep>"}),
+    Family("granite", ("<|start_of_role|>",), QWEN_XML),
+    Family("ling", ("<role>",), GLM_XML, _GLM_MARKUP),
     Family("qwen3-coder", ("<|im_start|>", "<function="), QWEN_XML),
     Family("qwen3", ("<|im_start|>", "<tool_call>", "<think>"), HERMES),
-    Family(
-        "glm",
-        ("<|assistant|>", "<arg_key>"),
-        GLM_XML,
-        MARKUP | {"<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"},
-    ),
+    Family("glm", ("<|assistant|>", "<arg_key>"), GLM_XML, _GLM_MARKUP),
     Family(
         "gpt-oss",
         ("<|channel|>", "<|message|>"),

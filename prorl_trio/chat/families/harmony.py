@@ -15,7 +15,11 @@ _HEADER = re.compile(
     r"(?:<\|channel\|>(?P<channel>[^<]{0,300}))?"
     r"(?:<\|constrain\|>[^<]{0,100})?<\|message\|>"
 )
-_END = re.compile(r"(?:<\|end\|>|<\|call\|>|<\|return\|>)(?=\s*(?:<\|start\|>|\Z))")
+_END = re.compile(r"<\|(?:end|call|return)\|>(?=\s*(?:<\|start\|>|<\|channel\|>|\Z))")
+_BROKEN = re.compile(r"(?:<\|start\|>)?[^<]*(?:<\|channel\|>)?")
+"""The beginning of a header that a new one cannot begin in."""
+_NEXT = re.compile(r"(?=<\|start\|>|<\|channel\|>)|<\|(?:end|call|return)\|>")
+_MARKS = re.compile(r"<\|(?:start|channel|constrain|end|call|return)\|>")
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
 _EXPECTED = "<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
 
@@ -28,8 +32,15 @@ def _whole_turn(text: str, tools: Tools) -> SpokenTurn:
     while position < len(text):
         header = _HEADER.match(text, position)
         if header is None:
-            content.append(_headless(text[position:]))
-            break
+            stop, position = position, _after_broken(text, position)
+            broken = text[stop:position]
+            if (called := _broken_call(broken)) is not None:
+                calls.append(failed_call(broken, "there is no <|message|> before the arguments", _EXPECTED, called))
+            elif "<|channel|>analysis" in broken:
+                reasoning.append(_MARKS.sub("", broken).removeprefix("assistant").removeprefix("analysis").strip())
+            elif not _MARKS.match(broken) and not broken.startswith(" to="):
+                content.append(broken)  # a turn without any header
+            continue
         end = _END.search(text, header.end())
         stop = len(text) if end is None else end.start()
         body = text[header.end() : stop]
@@ -43,12 +54,22 @@ def _whole_turn(text: str, tools: Tools) -> SpokenTurn:
         else:
             content.append(body)
         position = len(text) if end is None else end.end()
-    return SpokenTurn("".join(content).strip(), "\n".join(reasoning), calls)
+    return SpokenTurn("".join(content).strip(), "\n".join(filter(None, reasoning)), calls)
 
 
-def _headless(rest: str) -> str:
-    """Return the content of a message with no usable header: none if it was cut short inside one."""
-    return "" if "<|message|>" not in rest and re.match(r"(?:<\|start\|>assistant| to=|<\|channel\|>)", rest) else rest
+def _after_broken(text: str, position: int) -> int:
+    """Return where the next message may begin after one with a broken header: it costs no other."""
+    broken = _BROKEN.match(text, position)
+    following = _NEXT.search(text, max(position + 1, broken.end() if broken else 0))
+    return len(text) if following is None else following.end()
+
+
+def _broken_call(broken: str) -> str | None:
+    """Return the tool that a message without `<|message|>` was to call; None if it has no arguments, or no tool."""
+    called = _RECIPIENT.search(_MARKS.sub(" ", broken))
+    if called is None or not called[1].startswith("functions.") or "{" not in broken:
+        return None
+    return called[1].removeprefix("functions.").partition("{")[0]
 
 
 def _call(name: str, body: str, raw: str, tools: Tools) -> ToolCall:
@@ -63,4 +84,4 @@ def _call(name: str, body: str, raw: str, tools: Tools) -> ToolCall:
     return ToolCall(name=name, arguments=arguments, raw=raw)
 
 
-HARMONY = CallSyntax(HERMES.opening, HERMES.read, whole_turn=_whole_turn)
+HARMONY = CallSyntax(HERMES.opening, HERMES.read, {}, whole_turn=_whole_turn)

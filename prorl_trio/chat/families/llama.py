@@ -1,4 +1,4 @@
-"""Llama's calls: a JSON object as the whole turn, several after one another, or Python calls in a list (Llama 4)."""
+"""Llama's calls: JSON objects, Python calls in a list (Llama 4), or, of models trained on it, others' tags."""
 
 from __future__ import annotations
 
@@ -14,68 +14,124 @@ from prorl_trio.chat.families.call_values import (
     skip_space,
 )
 from prorl_trio.chat.families.literals import PYTHON, read_pairs
-from prorl_trio.chat.families.syntax import HERMES, CallSyntax, SpokenTurn
+from prorl_trio.chat.families.syntax import HERMES, CallSyntax, SpokenTurn, function_of
+from prorl_trio.chat.families.xml import QWEN_XML
 from prorl_trio.types.models import ToolCall
 
 __all__ = ["LLAMA"]
 
-_MARK = re.compile(r"<\|python_tag\|>|<\|python_start\|>")
-_ENDS = ("<|python_end|>", "<|eom_id|>", "<|eom|>")
+_MARK = re.compile(r"(?:<\|python_tag\|>|<\|python_start\|>)\s*")
+_FENCE = re.compile(r"[ \t]*```(?:json)?[ \t]*\n\s*")
+_OPENING = re.compile(
+    rf"{_MARK.pattern}|<tool_call>|<tools>|<function=|(?m:^)(?:[ \t]*```(?:json)?[ \t]*\n\s*|[ \t]*)[\[{{](?=\s*[{{\"])"
+)
+_END = re.compile(r"\s*(?:<\|python_end\|>|<\|eom_id\|>|<\|eom\|>)|\s*\Z")
+_CLOSED_FENCE = re.compile(r"\s*```[ \t]*(?=\n|\Z)")
 _PYTHONIC = re.compile(r"\[\s*[^\W\d][\w.]*\(")
 _CALL = re.compile(r"\s*([^\W\d][\w.-]{0,199})\(")
-_SEPARATORS = re.compile(r"[\s;,]*")
+_SEPARATORS = re.compile(r"[\s;,]*(?:<\|python_tag\|>)?[\s;,]*(?=[\[{])")
+_ATTEMPT = re.compile(r'\[?\s*\{\s*"(?:name|type|function)"\s*:')
+_FUNCTION = re.compile(r"<function=([^<>\n]{1,200})>\s*(?=\{)")
 _EXPECTED = '{"name": "<tool>", "parameters": {...}}'
 _EXPECTED_PYTHONIC = "[tool(key=value)]"
 
 
-def _whole_turn(text: str, tools: Tools) -> SpokenTurn:
-    mark = _MARK.search(text)
-    if mark is None or text.lstrip().startswith("{"):
-        content, body = "", text.strip()
-    else:
-        content, body = text[: mark.start()].strip(), text[mark.end() :].strip()
-    for end in _ENDS:
-        body = body.removesuffix(end).rstrip()
-    body = body.removeprefix("<|python_tag|>").strip()
-    if _PYTHONIC.match(body):
-        calls = _read_pythonic(body, tools)
-    elif body.startswith("{"):
-        calls = _read_objects(body, tools, marked=mark is not None)
-    elif mark is not None:
-        calls = [failed_call(body, "what follows <|python_tag|> is no JSON object", _EXPECTED)] if body else []
-    else:
-        calls = []
+def _read(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
+    """Read the calls at `start`. JSON without a mark is a call where a line begins with it, if it names a tool."""
+    if text.startswith(("<tool_call>", "<tools>"), start):
+        return HERMES.read(text, start, tools)
+    if text.startswith("<function=", start):
+        return _read_function(text, start, tools)
+    mark, fence = _MARK.match(text, start), _FENCE.match(text, start)
+    body = mark.end() if mark else fence.end() if fence else skip_space(text, start)
+    if mark and _PYTHONIC.match(text, body):
+        end = _end_of_mark(text, body)
+        return _read_pythonic(text[body:end].rstrip(), tools), _after_end(text, end)
+    if mark and not text.startswith(("{", "["), body):
+        raw = text[body : _end_of_mark(text, body)].strip()
+        failed = [failed_call(raw, "what follows <|python_tag|> is no JSON object", _EXPECTED)] if raw else []
+        return failed, len(text)
+    calls, end = _read_objects(text, body, tools, marked=mark is not None)
     if not calls:
-        return SpokenTurn(text.strip(), "", [])
-    return SpokenTurn(content, "", calls)
+        return None, end
+    closed = _CLOSED_FENCE.match(text, end) if fence else None
+    return calls, _after_end(text, closed.end() if closed else end)
 
 
-def _read_objects(body: str, tools: Tools, *, marked: bool) -> list[ToolCall]:
-    """Read objects one after another. Without a mark, what is not a tool's call from end to end is none at all."""
+def _read_objects(text: str, position: int, tools: Tools, *, marked: bool) -> tuple[list[ToolCall], int]:
+    """Read objects, or lists of them, one after another. Without calls there is only content up to what is returned."""
     calls: list[ToolCall] = []
-    position = 0
-    while position < len(body):
+    while True:
         start = position
         try:
-            value, position = decode_json(body, position)
-            if not marked and not (isinstance(value, dict) and _names_a_tool(value, tools)):
-                return []
-            name, arguments = read_call(value, tools)
+            value, position = decode_json(text, start)
         except Malformed as exc:
-            if position == start:
-                if not (marked or calls or re.match(r'\{\s*"(?:name|type)"\s*:', body)):
-                    return []
-                return [*calls, failed_call(body[start:], str(exc), _EXPECTED)]
-            calls.append(failed_call(body[start:position], str(exc), _EXPECTED))
-        else:
-            calls.append(ToolCall(name=name, arguments=arguments, raw=body[start:position]))
-        separator = _SEPARATORS.match(body, position)
-        position = separator.end() if separator else position
-    return calls
+            if not (marked or _ATTEMPT.match(text, start)):
+                return calls, start if calls else max(exc.at, start + 1)
+            end = exc.at if text.startswith(("\n{", "\n["), exc.at - 1) else text.find("\n", exc.at)
+            position = len(text) if end < 0 or marked else end
+            return [*calls, failed_call(text[start:position], str(exc), _EXPECTED)], position
+        values = [function_of(each) for each in (value if isinstance(value, list) else [value])]
+        if not marked and not all(isinstance(each, dict) and _names_a_tool(each, tools) for each in values):
+            return calls, start if calls else position
+        for each in values:
+            try:
+                name, arguments = read_call(each, tools)
+            except Malformed as exc:
+                named = each.get("name") if isinstance(each, dict) else None
+                called = named if isinstance(named, str) else ""
+                calls.append(failed_call(text[start:position], str(exc), _EXPECTED, called))
+            else:
+                calls.append(ToolCall(name=name, arguments=arguments, raw=text[start:position]))
+        separator = _SEPARATORS.match(text, position)
+        if separator is None:
+            return calls, position
+        position = separator.end()
 
 
 def _names_a_tool(value: dict[str, object], tools: Tools) -> bool:
     return value.get("name") in tools and bool({"arguments", "parameters"} & value.keys())
+
+
+def _read_function(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
+    """Read `<function=tool>{...}</function>`, or Qwen3-Coder's form, which begins alike."""
+    head = _FUNCTION.match(text, start)
+    if head is None:
+        return QWEN_XML.read(text, start, tools)
+    close = "</function>"
+    try:
+        arguments, end = decode_json(text, head.end())
+        name, arguments = read_call({"name": head[1].strip(), "arguments": arguments}, tools)
+    except Malformed as exc:
+        end = text.find(close, head.end())
+        end = len(text) if end < 0 else end + len(close)
+        return [failed_call(text[start:end], str(exc), "<function=tool>{...}</function>", head[1].strip())], end
+    after = skip_space(text, end)
+    end = after + len(close) if text.startswith(close, after) else end
+    return [ToolCall(name=name, arguments=arguments, raw=text[start:end])], _after_end(text, end)
+
+
+def _end_of_mark(text: str, position: int) -> int:
+    end = text.find("<|python_end|>", position)
+    end = len(text) if end < 0 else end
+    for closing in ("<|eom_id|>", "<|eom|>"):
+        if text.endswith(closing, position, end):
+            end -= len(closing)
+    return end
+
+
+def _after_end(text: str, position: int) -> int:
+    end = _END.match(text, position)
+    return end.end() if end else position
+
+
+def _pythonic_turn(text: str, tools: Tools) -> SpokenTurn | None:
+    """Read a turn that is nothing but Python calls in a list; None for any other."""
+    body = text.strip()
+    if not _PYTHONIC.match(body):
+        return None
+    body = body[: _end_of_mark(body, 0)].rstrip()
+    return SpokenTurn("", "", _read_pythonic(body, tools))
 
 
 def _read_pythonic(body: str, tools: Tools) -> list[ToolCall]:
@@ -103,4 +159,4 @@ def _read_pythonic(body: str, tools: Tools) -> list[ToolCall]:
     return [failed_call(body, "the list of calls does not end with ']'", _EXPECTED_PYTHONIC)]
 
 
-LLAMA = CallSyntax(HERMES.opening, HERMES.read, whole_turn=_whole_turn)
+LLAMA = CallSyntax(_OPENING, _read, whole_turn=_pythonic_turn)

@@ -11,7 +11,7 @@ from prorl_trio.types.models import ToolCall
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["HERMES", "THINK", "CallSyntax", "SpokenTurn", "read_tagged_json"]
+__all__ = ["HERMES", "THINK", "CallSyntax", "SpokenTurn", "function_of", "read_json_list", "read_tagged_json"]
 
 THINK = {"<think>": "</think>"}
 
@@ -30,17 +30,19 @@ class CallSyntax(NamedTuple):
     Attributes:
         opening: matches where a call, or a bracket around calls, begins.
         read: given the text, such a place and the tools, returns the calls there (none for a bracket, one with an error
-            where it cannot be understood) and where the text goes on, which is further on. Never raises.
+            where it cannot be understood) and where the text goes on, which is further on. Never raises. None for the
+            calls: what is between these places is content.
         thoughts: what opens reasoning, and what closes it.
-        whole_turn: for a family whose turns are built otherwise: takes the text and the tools, returns all of it.
+        whole_turn: for turns that are built otherwise: given the text after the reasoning that comes first, and the
+            tools, returns all of it, or None for a turn that is built like others.
         closing: what is sampled last of a call, or of the bracket around calls; empty where nothing but the end of the
             turn marks it. All of them end with `>`.
     """
 
     opening: re.Pattern[str]
-    read: Callable[[str, int, Tools], tuple[list[ToolCall], int]]
+    read: Callable[[str, int, Tools], tuple[list[ToolCall] | None, int]]
     thoughts: Mapping[str, str] = THINK
-    whole_turn: Callable[[str, Tools], SpokenTurn] | None = None
+    whole_turn: Callable[[str, Tools], SpokenTurn | None] | None = None
     closing: str = ""
 
 
@@ -89,6 +91,61 @@ def _broken_end(text: str, body_start: int) -> int:
     return following if following >= 0 else len(text)
 
 
-HERMES = CallSyntax(re.compile(_OPEN), read_tagged_json, closing=_CLOSE)
+def read_json_list(text: str, start: int, body: int, closing: str, tools: Tools) -> tuple[list[ToolCall], int]:
+    """Read the calls of a JSON list, or of one object, at `body`, which begins a bracket at `start`.
+
+    They end with `closing`, or with the text. Where the JSON is broken, none of its calls was made.
+    """
+    try:
+        value, end = decode_json(text, body := skip_space(text, body))
+        end = skip_space(text, end)
+        if end < len(text) and not text.startswith(closing, end):
+            raise Malformed(f"unexpected text after the JSON value: {text[end : end + 20]!r}")
+    except Malformed as exc:
+        close = text.find(closing, body)
+        end = len(text) if close < 0 else close + len(closing)
+        return [failed_call(text[start:end], str(exc), f'[{{"name": "tool", "arguments": {{...}}}}]{closing}')], end
+    end = min(len(text), end + len(closing))
+    calls = []
+    for each in value if isinstance(value, list) else [value]:
+        try:
+            name, arguments = read_call(function_of(each), tools)
+        except Malformed as exc:
+            calls.append(failed_call(text[start:end], str(exc), _EXPECTED, _named(each)))
+        else:
+            calls.append(ToolCall(name=name, arguments=arguments, raw=text[start:end]))
+    return calls, end
+
+
+def function_of(value: Any) -> Any:
+    """Return the call in a decoded object: OpenAI's format has it inside `function`."""
+    inner = value.get("function") if isinstance(value, dict) and "name" not in value else None
+    return inner if isinstance(inner, dict) else value
+
+
+def _named(value: Any) -> str:
+    name = function_of(value).get("name") if isinstance(value, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _read_hermes(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] | None, int]:
+    """Read a call in `<tool_call>`, or in `<tools>`, which Qwen2.5-Coder writes, too; there a schema is no call."""
+    if text.startswith(_OPEN, start):
+        return read_tagged_json(text, start, tools)
+    body = skip_space(text, start + len(_TOOLS))
+    try:
+        value, end = decode_json(text, body)
+        if not isinstance(value, dict) or not value.keys() <= {"name", "arguments", "id", "type"}:
+            raise Malformed("not a call")
+        name, arguments = read_call(value, tools)
+    except Malformed:
+        return None, start + len(_TOOLS)
+    end = skip_space(text, end)
+    end += len(_END_TOOLS) if text.startswith(_END_TOOLS, end) else 0
+    return [ToolCall(name=name, arguments=arguments, raw=text[start:end])], end
+
+
+_TOOLS, _END_TOOLS = "<tools>", "</tools>"
+HERMES = CallSyntax(re.compile(f"{_OPEN}|{_TOOLS}"), _read_hermes, closing=_CLOSE)
 """`<tool_call>` around a JSON object: Qwen2.5, Qwen3, SmolLM, Hermes, and what is written into the system message for a
 template that renders no tools."""

@@ -1,4 +1,4 @@
-"""Calls between tags with one argument in each: Qwen3-Coder's, GLM's, and DeepSeek's DSML. Values are not quoted."""
+"""Calls between tags with one argument in each, whose values are not quoted: Qwen3-Coder's and its relatives'."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from prorl_trio.chat.families.call_values import (
     skip_space,
     typed_value,
 )
-from prorl_trio.chat.families.syntax import CallSyntax, read_tagged_json
+from prorl_trio.chat.families.syntax import THINK, CallSyntax, read_json_list, read_tagged_json
 from prorl_trio.types.models import ToolCall
 
-__all__ = ["GLM_XML", "QWEN_XML", "read_dsml"]
+__all__ = ["GLM_XML", "HUNYUAN", "MINIMAX", "QWEN_XML", "SEED_XML", "STEP3", "read_dsml"]
 
 
 class _Tags(NamedTuple):
@@ -36,20 +36,46 @@ class _Tags(NamedTuple):
     trims_newlines: bool
 
 
-_QWEN = _Tags(
-    head=re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]{1,200})>\s*"),
-    key=re.compile(r"<parameter=([^<>\n]{1,200})>"),
-    value_end=re.compile(
-        r"</parameter>\s*(?=<parameter=|</function>|</tool_call>)"
-        r"|(?=\n<parameter=|\n</function>\s*(?:</tool_call>\s*)?(?:<tool_call>|<function=|\Z))"
-    ),
-    call_end=re.compile(r"</function>(?:\s*</tool_call>)?|</tool_call>"),
-    stray=re.compile(r"</tool_call>|(?=<tool_call>)"),
-    expected="<tool_call>\n<function=tool>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>",
-    trims_newlines=True,
-)
+def _functions(opening: str, closing: str) -> _Tags:
+    """Return Qwen3-Coder's tags, between `opening` and `closing`."""
+    return _Tags(
+        head=re.compile(rf"(?:{opening}\s*)?<function=([^<>\n]{{1,200}})>\s*"),
+        key=re.compile(r"<parameter=([^<>\n]{1,200})>"),
+        value_end=re.compile(
+            rf"</parameter>\s*(?=<parameter=|</function>|{closing})"
+            rf"|(?=\n<parameter=|\n</function>\s*(?:{closing}\s*)?(?:{opening}|<function=|\Z))"
+        ),
+        call_end=re.compile(rf"</function>(?:\s*{closing})?|{closing}"),
+        stray=re.compile(f"{closing}|(?={opening})"),
+        expected=f"{opening}\n<function=tool>\n<parameter=key>\nvalue\n</parameter>\n</function>\n{closing}",
+        trims_newlines=True,
+    )
+
+
+def _invocations(prefix: str, stray: str, opening: str = "") -> _Tags:
+    """Return tags like `<invoke name="tool">`, whose names have a `prefix`, and which may have to follow `opening`."""
+    quoted = r"""(?:"([^"<>\n]{1,200})"|'([^'<>\n]{1,200})'|([^\s"'<>]{1,200}))\s*>"""
+    return _Tags(
+        head=re.compile(rf"{opening}<{prefix}invoke\s+name\s*=\s*{quoted}\s*"),
+        key=re.compile(rf"<{prefix}parameter\s+name\s*=\s*{quoted}"),
+        value_end=re.compile(
+            rf"</{prefix}parameter>\s*(?=<{prefix}parameter|</{prefix}invoke)|(?=</{prefix}invoke>\s*(?:{stray}|\Z))"
+        ),
+        call_end=re.compile(f"</{prefix}invoke>"),
+        stray=re.compile(f"{stray}|(?=<{prefix}invoke)"),
+        expected=f'<{prefix}invoke name="tool">\n<{prefix}parameter name="key">value</{prefix}parameter>\n'
+        f"</{prefix}invoke>",
+        trims_newlines=False,
+    )
+
+
+_QWEN = _functions("<tool_call>", "</tool_call>")
+_SEED = _functions("<seed:tool_call>", "</seed:tool_call>")
+_MINIMAX = _invocations("", "</minimax:tool_call>")
+_STEP3_CALL, _STEP3_END = "<｜tool_call_begin｜>", "<｜tool_call_end｜>"
+_STEP3 = _invocations("steptml:", f"{_STEP3_END}|(?={_STEP3_CALL})", rf"{_STEP3_CALL}\s*function\s*<｜tool_sep｜>\s*")
 _GLM = _Tags(
-    head=re.compile(r"<tool_call>\s*([^<>\s{]{1,200})\s*"),
+    head=re.compile(r"<tool_call>\s*([^<>\s{]{1,200})\s*(?:<tool_sep>\s*)?"),
     key=re.compile(r"<arg_key>([^<>\n]{1,200})</arg_key>\s*<arg_value>"),
     value_end=re.compile(r"</arg_value>\s*(?=<arg_key>|</tool_call>)|(?=</tool_call>\s*(?:<tool_call>|\Z))"),
     call_end=re.compile(r"</tool_call>"),
@@ -75,6 +101,37 @@ def _read_qwen(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int
     return _read(_QWEN, text, start, tools)
 
 
+def _read_seed(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
+    return _read(_SEED, text, start, tools)
+
+
+def _read_minimax(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
+    return _read_in_brackets(_MINIMAX, "<invoke", text, start, tools)
+
+
+def _read_step3(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
+    calls, end = _read_in_brackets(_STEP3, _STEP3_CALL, text, start, tools)
+    after = skip_space(text, end)
+    return calls, after + len(_STEP3_END) if text.startswith(_STEP3_END, after) else end
+
+
+def _read_in_brackets(tags: _Tags, opening: str, text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
+    """Read the call that `opening` begins at `start`, or pass over the bracket that is there instead."""
+    if text.startswith(opening, start):
+        return _read(tags, text, start, tools)
+    return [], text.index(">", start) + 1
+
+
+def _read_hunyuan(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
+    """Read a JSON list in `<tool_calls>`, or calls between GLM's tags in it."""
+    if text.startswith("<tool_call>", start):
+        return _read_glm(text, start, tools)
+    body = text.index(">", start) + 1
+    if text.startswith("<tool_calls>", start) and text.startswith(("[", "{"), skip_space(text, body)):
+        return read_json_list(text, start, body, "</tool_calls>", tools)
+    return [], body
+
+
 def _read_glm(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
     if text.startswith("{", skip_space(text, start + len("<tool_call>"))):
         return read_tagged_json(text, start, tools)
@@ -88,7 +145,7 @@ def read_dsml(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]
 
 def _read(tags: _Tags, text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
     head = tags.head.match(text, start)
-    name = head[1].strip() if head else ""
+    name = _first(head).strip() if head else ""
     try:
         if head is None:
             raise Malformed("the call does not begin with the name of a tool")
@@ -106,7 +163,7 @@ def _arguments(tags: _Tags, text: str, position: int, tools: Tools, name: str) -
     arguments: dict[str, Any] = {}
     while (key := tags.key.match(text, position)) is not None:
         end = tags.value_end.search(text, key.end())
-        parameter = key[1].strip()
+        parameter = _first(key).strip()
         if end is None:
             raise Malformed(f"the value of {parameter!r} does not end")
         value = text[key.end() : end.start()]
@@ -123,6 +180,11 @@ def _arguments(tags: _Tags, text: str, position: int, tools: Tools, name: str) -
     return arguments, close.end()
 
 
+def _first(match: re.Match[str]) -> str:
+    """Return the first group that has matched: names may be in quotes of two kinds, or in none."""
+    return next(group for group in match.groups() if group is not None)
+
+
 def _stated(name: str, key: str, is_string: bool) -> Tools:
     """Return a schema for one parameter whose type the call itself tells."""
     return {name: {"properties": {key: {"type": "string"} if is_string else {}}}}
@@ -133,3 +195,22 @@ QWEN_XML = CallSyntax(re.compile(r"<tool_call>|<function="), _read_qwen, closing
 
 GLM_XML = CallSyntax(re.compile("<tool_call>"), _read_glm, closing="</tool_call>")
 """GLM-4.5 and later: `<tool_call>tool<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`."""
+
+SEED_XML = CallSyntax(
+    re.compile(r"<seed:tool_call>|<function="),
+    _read_seed,
+    {"<seed:think>": "</seed:think>", **THINK},
+    closing="</seed:tool_call>",
+)
+"""Seed-OSS: Qwen3-Coder's calls in `<seed:tool_call>`, reasoning in `<seed:think>`."""
+
+MINIMAX = CallSyntax(re.compile(r"</?minimax:tool_call>|<invoke(?=\s)"), _read_minimax, closing="</minimax:tool_call>")
+"""MiniMax M2: `<invoke name="tool"><parameter name="key">value</parameter></invoke>` in `<minimax:tool_call>`."""
+
+STEP3 = CallSyntax(
+    re.compile(f"<｜tool_calls_(?:begin|end)｜>|{_STEP3_CALL}"), _read_step3, closing="<｜tool_calls_end｜>"
+)
+"""Step3: `<steptml:invoke>` with `<steptml:parameter>`, each call between the family's own tokens."""
+
+HUNYUAN = CallSyntax(re.compile("</?tool_calls>|<tool_call>"), _read_hunyuan, closing="</tool_calls>")
+"""Hunyuan: a JSON list in `<tool_calls>`, or, since V3, `<tool_call>tool<tool_sep>` with GLM's arguments in it."""

@@ -21,6 +21,7 @@ __all__ = [
     "NotStreamed",
     "Prompt",
     "TokenId",
+    "Tokenized",
     "Wanted",
     "checked_completion",
     "context_limit",
@@ -58,6 +59,12 @@ _FINISH_REASONS: dict[str | None, FinishReason] = {
     "tool_call": "tool_call",
 }
 _CONTEXT_LIMIT = re.compile(r"(?:maximum (?:context|model) length|context length)\D*(\d+)")
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The answer of `POST /tokenize`, of vLLM and SGLang."""
+
+    tokens: list[TokenId]
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):

@@ -296,6 +296,23 @@ class HttpEngineClient(EngineClient):
             self._refused("GET", path, response, 0)
         return response.body if response.status == 200 else None
 
+    async def _ask_tokenizer(
+        self, path: str, fields: dict[str, object], kind: type[_Answer], timeout_s: float
+    ) -> _Answer | None:
+        """Post to an endpoint of the server's tokenizer. None where it has none, or answers something else.
+
+        SGLang with `--skip-tokenizer-init`, for one, fails there with status 500.
+        """
+        body = msgspec.json.encode({"model": self._info.model if self._info else "", **fields})
+        try:
+            response = await self._http.request("POST", path, body=body, headers=[JSON_CONTENT], timeout_s=timeout_s)
+        except HttpError as exc:
+            raise self._failed(exc) from exc
+        try:
+            return msgspec.json.decode(response.body, type=kind) if response.status == 200 else None
+        except msgspec.MsgspecError:
+            return None
+
     async def _get_json(self, path: str, kind: type[_Answer], timeout_s: float) -> _Answer | None:
         """Get `path` as `_get` does, and decode it."""
         body = await self._get(path, timeout_s)

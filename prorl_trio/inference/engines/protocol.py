@@ -194,6 +194,22 @@ class EngineClient(abc.ABC):
         await trio.lowlevel.checkpoint()
         return None
 
+    async def tokenize(self, text: str, *, timeout_s: float) -> list[int] | None:
+        """Return the ids that the engine's own tokenizer has for `text`, in which control tokens count as such.
+
+        No token is added. None where the engine does not offer its tokenizer. Default: None.
+
+        Raises:
+            BackendError: it cannot be reached.
+        """
+        await trio.lowlevel.checkpoint()
+        return None
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float) -> str | None:
+        """Return the text that the engine's own tokenizer has for ids, control tokens included. See `tokenize`."""
+        await trio.lowlevel.checkpoint()
+        return None
+
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
         """Have the engine itself stop sampling, for a change of weights. False if it does not offer that.
 

@@ -15,6 +15,7 @@ from prorl_trio.inference.engines.answers import (
     ContractBroken,
     Logprob,
     TokenId,
+    Tokenized,
     Wanted,
     checked_completion,
     context_limit,
@@ -27,6 +28,8 @@ from prorl_trio.inference.engines.vllm_api import ModelList, VersionRun, runs_of
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from prorl_trio.types.backends import PauseMode
 
 __all__ = ["SglangClient"]
@@ -108,6 +111,12 @@ class GenerateResponse(msgspec.Struct, frozen=True):
     output_ids: list[TokenId] | None = None
 
 
+class Detokenized(msgspec.Struct, frozen=True):
+    """The answer of `POST /detokenize`."""
+
+    text: str
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """The answer of `GET /model_info`."""
 
@@ -130,6 +139,18 @@ class SglangClient(HttpEngineClient):
     async def is_there(self, *, timeout_s: float) -> bool:
         """See `EngineClient.is_there`. By SGLang's own endpoints."""
         return await self._first(MODEL_INFO, ModelInfo, timeout_s) is not None
+
+    async def tokenize(self, text: str, *, timeout_s: float) -> list[int] | None:
+        """See `EngineClient.tokenize`. Not with `--skip-tokenizer-init`."""
+        asked: dict[str, object] = {"prompt": text, "add_special_tokens": False}
+        answer = await self._ask_tokenizer("/tokenize", asked, Tokenized, timeout_s)
+        return None if answer is None else answer.tokens
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float) -> str | None:
+        """See `EngineClient.detokenize`."""
+        asked: dict[str, object] = {"tokens": list(token_ids), "skip_special_tokens": False}
+        answer = await self._ask_tokenizer("/detokenize", asked, Detokenized, timeout_s)
+        return None if answer is None else answer.text
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
         """See `EngineClient.pause`. With `abort`, completions in flight are answered with what they have."""

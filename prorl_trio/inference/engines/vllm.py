@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_trio.inference.engines.answers import UNNAMED, label_of
+from prorl_trio.inference.engines.answers import UNNAMED, Tokenized, label_of
 from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
 from prorl_trio.inference.engines.protocol import Completion, EngineInfo, EnginePaused
 from prorl_trio.inference.engines.vllm_api import (
     COMPLETIONS,
     GENERATE,
+    Detokenized,
     ModelList,
     PauseInfo,
     Version,
@@ -26,6 +27,8 @@ from prorl_trio.inference.engines.vllm_api import (
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from prorl_trio.inference.engines.answers import Wanted
     from prorl_trio.types.backends import PauseMode
 
@@ -44,6 +47,17 @@ class VllmClient(HttpEngineClient):
     async def is_there(self, *, timeout_s: float) -> bool:
         """See `EngineClient.is_there`. By a list of models as vLLM has it."""
         return served_model(await self._get_json("/v1/models", ModelList, timeout_s)) is not None
+
+    async def tokenize(self, text: str, *, timeout_s: float) -> list[int] | None:
+        """See `EngineClient.tokenize`."""
+        asked: dict[str, object] = {"prompt": text, "add_special_tokens": False}
+        answer = await self._ask_tokenizer("/tokenize", asked, Tokenized, timeout_s)
+        return None if answer is None else answer.tokens
+
+    async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float) -> str | None:
+        """See `EngineClient.detokenize`."""
+        answer = await self._ask_tokenizer("/detokenize", {"tokens": list(token_ids)}, Detokenized, timeout_s)
+        return None if answer is None else answer.prompt
 
     async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
         """See `EngineClient.pause`. Only a server in development mode (`VLLM_SERVER_DEV_MODE=1`) offers it.

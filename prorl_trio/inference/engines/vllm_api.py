@@ -22,6 +22,7 @@ __all__ = [
     "GENERATE",
     "AnswerPart",
     "CompletionsBody",
+    "Detokenized",
     "GenerateBody",
     "ModelList",
     "PauseInfo",
@@ -179,6 +180,12 @@ def served_model(models: ModelList | None) -> ModelCard | None:
     """
     cards = [] if models is None else models.data
     return next(iter([card for card in cards if card.max_model_len is not None] or cards), None)
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """The answer of `POST /detokenize`."""
+
+    prompt: str
 
 
 class Version(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import Waiting
+    from prorl_trio.inference.pool.same_model import ModelProof
     from prorl_trio.types.backends import PauseMode, UpdateReport
 
 __all__ = ["Backends"]
@@ -53,6 +54,7 @@ class Backends:
         health: HealthConfig | None = None,
         load: LoadConfig | None = None,
         random: Random | None = None,
+        proof: ModelProof | None = None,
     ) -> None:
         """Contact nobody yet.
 
@@ -66,11 +68,13 @@ class Backends:
             load: when a task moves off a backend that has too much to do (by `least_in_flight` only), and how many
                 tasks a backend with a full cache may have.
             random: breaks ties between equally loaded backends.
+            proof: compares each engine's tokenizer with the node's, at every probe; None: nothing is compared.
         """
         random = random or Random()
         self._find_client = find_client
         self._probe_timeout_s = probe_timeout_s
         self._max_backends = max_backends
+        self._proof = proof
         self._listeners: list[Callable[[bool], None]] = []
         self.versions = VersionOrder()
         """Versions that resumes announced or engines came with, in their order."""
@@ -83,7 +87,11 @@ class Backends:
         self._updates = PolicyUpdates(self._placement, self.admission, self.versions)
         self._expected = ExpectedBackends(self._join, random)
         self._watch = PoolWatch(
-            self._placement, self._balancer, health=health or HealthConfig(), probe_timeout_s=probe_timeout_s
+            self._placement,
+            self._balancer,
+            health=health or HealthConfig(),
+            probe_timeout_s=probe_timeout_s,
+            proof=proof,
         )
 
     def __repr__(self) -> str:
@@ -111,7 +119,8 @@ class Backends:
         what the caller knows its weights to be of.
 
         Raises:
-            BackendError: it is down (`retryable`) or not fit for token-exact work, with the reason; or
+            BackendError: it is down (`retryable`) or not fit for token-exact work, with the reason; or it serves
+                another model than the node's (`AnotherModel`); or
                 `max_backends` is reached, or the weight is not above 0; or the policy here is not of `policy_version`,
                 or the engine says that its weights are not.
             BackendsBusy: there is a `policy_version`, and an update of the policy is under way.
@@ -426,6 +435,8 @@ class Backends:
         client = known.client if known else await self._find_client(url, self._probe_timeout_s)
         try:
             info = await client.probe(timeout_s=self._probe_timeout_s)
+            if self._proof is not None:
+                await self._proof.prove(client, info, timeout_s=self._probe_timeout_s)
             if check is not None:
                 check(info)
             self._accept(url, client, info, known, weight)

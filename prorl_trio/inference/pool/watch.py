@@ -9,6 +9,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.inference.engines.protocol import EnginePaused
+from prorl_trio.inference.pool.same_model import AnotherModel
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.balancer import LoadBalancer
     from prorl_trio.inference.pool.placement import Placement
+    from prorl_trio.inference.pool.same_model import ModelProof
 
     Look = Callable[[Backend], Awaitable[None]]
 
@@ -42,13 +44,20 @@ class PoolWatch:
     """
 
     def __init__(
-        self, placement: Placement, balancer: LoadBalancer, *, health: HealthConfig, probe_timeout_s: float
+        self,
+        placement: Placement,
+        balancer: LoadBalancer,
+        *,
+        health: HealthConfig,
+        probe_timeout_s: float,
+        proof: ModelProof | None = None,
     ) -> None:
         self.health = health
         self._placement = placement
         self._balancer = balancer
         self._admission = balancer.admission
         self._probe_timeout_s = probe_timeout_s
+        self._proof = proof
         self._health_rounds = trio.CancelScope()
         self._load_rounds = trio.CancelScope()
 
@@ -131,10 +140,14 @@ class PoolWatch:
         try:
             await backend.engine.unpause(RESUME_TIMEOUT_S)  # if its resume failed
             found = await backend.client.probe(timeout_s=self._probe_timeout_s)
+            if self._proof is not None:
+                await self._proof.prove(backend.client, found, timeout_s=self._probe_timeout_s)
         except BackendError as exc:
             if closings != self._admission.closings:
                 return
             why = str(exc)
+            if isinstance(exc, AnotherModel):
+                backend.breaker.trip()
             backend.probe_failed(held=isinstance(exc, EnginePaused))
         else:
             why = backend.probe_answered(found, since)
