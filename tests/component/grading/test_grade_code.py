@@ -144,7 +144,8 @@ def of(name, *cases, **how):
 
 
 SHARED = (
-    "import unittest\nclass Base:\n    def test_shared(self):\n        self.assertEqual(clip(self.x), min(10, self.x))\n"
+    "import unittest\nclass Base:\n"
+    "    def test_shared(self):\n        self.assertEqual(clip(self.x), min(10, self.x))\n"
     "class TestOne(Base, unittest.TestCase):\n    x = 4\nclass TestTwo(TestOne):\n    x = 12\n"
     "    @unittest.skip('never')\n    def test_skipped(self): pass\n"
     "    @unittest.expectedFailure\n    def test_expected(self): self.fail()\n"
@@ -347,7 +348,8 @@ CHEATS = {
     ),
     "computes_in_children": (
         "import os, time\ndef square(x):\n    end = time.time() + 600\n    while time.time() < end:\n"
-        "        if os.fork() == 0:\n            stop = time.time() + 0.05\n            while time.time() < stop: pass\n"
+        "        if os.fork() == 0:\n            stop = time.time() + 0.05\n"
+        "            while time.time() < stop: pass\n"
         "            os._exit(0)\n        os.wait()\n    return x * x",
         FunctionTests(function="square", cases=SQUARE.cases[:1], test_timeout_s=2.0),
     ),
