@@ -108,7 +108,7 @@ class Bench(Protocol):
         """Show, while the block runs, that `what` is waited for, and charge the time."""
 
     def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> AbstractContextManager[None]:
-        """As `waiting`, without a charge to the evaluation's budget. The caller sees to `at_most_s`."""
+        """Show a wait as `waiting` does, and charge it to no budget. The caller sees to `at_most_s`."""
 
     def stage_left_s(self) -> float:
         """Return the seconds that are left for the evaluation; infinite without a limit."""

@@ -56,7 +56,7 @@ class Program:
         self._failure: Exception | None = None
         self._sending = trio.CancelScope()
         self.is_late = False
-        """What was received last came after its `own_limit_s`. Reset by whoever reads it."""
+        """True after a line that came later than its `own_limit_s`. The reader resets it."""
 
     def __repr__(self) -> str:
         return f"<Program {self._request.argv[0]!r}: {'running' if self._result is None else self._result.exit_code}>"

@@ -1,4 +1,4 @@
-"""Tests of code as a task brings them: what cannot be graded is refused, with its field; integers of any size travel."""
+"""Tests of code as a task brings them: what cannot be graded is refused with its field; any integer travels."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ LIVECODEBENCH_TIMEOUT_S: Final = 6.0
 EURUS_TIMEOUT_S: Final = 10.0
 """`timeout` of verl's grader of such rows, for each test (verl/utils/reward_score/prime_code/utils.py)."""
 EURUS_TOLERANCE: Final = {"absolute": 1e-8, "relative": 1e-5, "exact_integers": True}
-"""What `numpy.allclose` allows, by which verl's grader compares numbers that are not integers on both sides
+"""The tolerance of `numpy.allclose`, by which verl's grader compares numbers that are not integers on both sides
 (verl/utils/reward_score/prime_code/testing_util.py). A row whose expected numbers are all integers has no tolerance."""
 _FRACTION: Final = re.compile(r"\d\.\d|\d[eE][-+]?\d")
 

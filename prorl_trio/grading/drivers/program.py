@@ -17,7 +17,7 @@ def main() -> None:
     """Run the preamble and then the program."""
     path, preamble_path = sys.argv[1:3]
     del sys.argv[0], sys.argv[1:]
-    sys.path.insert(0, os.path.dirname(path))
+    sys.path[:] = [os.path.dirname(path), *(each for each in sys.path if each)]
     module = sys.modules["__main__"]
     names = module.__dict__
     for name in [each for each in names if not each.startswith("__")]:

@@ -1,8 +1,8 @@
 """Runs unittest cases in the candidate's own process, with a canary that must fail; results are lines of JSON.
 
 `python -c ... SOLUTION_PATH`. Standard input is a line, `{"code": TESTS, "canary": NAME, "limit_s": SECONDS}`; the
-limit is for each test. This writes for each test `{"test": "Class.method", "status": ..., "message": ...}` when it is over,
-and `{"end": true}` at the end. What the candidate and the tests print goes to standard error.
+limit is for each test. This writes `{"test": "Class.method", "status": ..., "message": ...}` when a test is over, and
+`{"end": true}` at the end. What the candidate and the tests print goes to standard error.
 
 Without a solution the tests are executed alone. Each test that unittest's loader finds is then reported as `missing`,
 or as `skipped` or `xfailed` if its decorators say so.

@@ -33,11 +33,11 @@ async def grade():
     provider = await choose_provider(RESOURCES.config.sandbox)
     async with open_sandbox_host(provider) as host:
 
-        async def run(solution, tests, spec=SandboxSpec()):  # noqa: B008 - it is immutable
+        async def run(solution, tests, spec=SandboxSpec(), **how):  # noqa: B008 - it is immutable
             instance = TaskInstance(instance_id="i", handler="code", payload={})
             context = RolloutContext(spec=JobSpec(job_id="j", instance=instance), resources=RESOURCES, sandboxes=host)
             with trio.fail_after(240):
-                return await grade_code(context, solution, tests, spec)
+                return await grade_code(context, solution, tests, spec, **how)
 
         yield run
 
@@ -107,10 +107,21 @@ async def test_numbers_are_near_only_where_the_task_says_so(grade):
 
 async def test_a_test_that_hangs_fails_alone_until_the_time_for_all_is_used_up(grade):
     hangs_at_two = "import time\nx = int(input())\ntime.sleep(600 if x == 1 else 0)\nprint(2 * x)"
-    tests = OutputTests(cases=DOUBLE.cases, test_timeout_s=4.0, timeout_s=60.0)
+    tests = OutputTests(cases=DOUBLE.cases, test_timeout_s=2.0)
     assert statuses(await grade(hangs_at_two, tests)) == ["passed", "timed_out", "passed"]
-    tests = OutputTests(cases=DOUBLE.cases, test_timeout_s=4.0, timeout_s=5.0)
+    tests = OutputTests(cases=DOUBLE.cases, test_timeout_s=2.0, timeout_s=3.0)
     assert statuses(await grade("import time\ntime.sleep(600)", tests)) == ["timed_out", "timed_out", "not_run"]
+
+
+async def test_the_first_failure_ends_the_grading_where_that_decides(grade):
+    verdict = await grade("print(2 * int(input()) or 1)", DOUBLE, all_tests=False)
+    assert statuses(verdict) == ["failed", "not_run", "not_run"]
+    assert verdict.details()["not_run"] == 2
+    assert len(verdict.details()["not_passed"]) == 1
+    verdict = await grade("def square(x): return 4", SQUARE, all_tests=False)
+    assert statuses(verdict) == ["failed", "not_run", "not_run"]
+    verdict = await grade("def add(x, y): return x", ADD, all_tests=False)
+    assert statuses(verdict) == ["failed", "not_run", "not_run"]
 
 
 async def test_a_function_that_hangs_or_crashes_is_asked_again_in_a_new_process(grade):
@@ -118,8 +129,95 @@ async def test_a_function_that_hangs_or_crashes_is_asked_again_in_a_new_process(
         "import os, time\ndef square(x):\n    if x == 0:\n        time.sleep(600)\n    if x == 2:\n"
         "        os.abort()\n    return x * x"
     )
-    tests = FunctionTests(function="square", cases=SQUARE.cases, test_timeout_s=5.0, timeout_s=80.0)
+    tests = FunctionTests(function="square", cases=SQUARE.cases, test_timeout_s=2.0)
     assert statuses(await grade(solution, tests)) == ["timed_out", "error", "passed"]
+
+
+# ---------------------------------------------------------------- right in an unusual way
+
+PREAMBLE = "from heapq import *\nfrom math import *\nimport sys\nsys.setrecursionlimit(50000)\n"
+
+
+def of(name, *cases, **how):
+    made = [FunctionCase(args=list(args), result=result) for *args, result in cases]
+    return FunctionTests(function=name, cases=made, preamble=PREAMBLE, **how)
+
+
+SHARED = (
+    "import unittest\nclass Base:\n"
+    "    def test_shared(self):\n        self.assertEqual(clip(self.x), min(10, self.x))\n"
+    "class TestOne(Base, unittest.TestCase):\n    x = 4\nclass TestTwo(TestOne):\n    x = 12\n"
+    "    @unittest.skip('never')\n    def test_skipped(self): pass\n"
+    "    @unittest.expectedFailure\n    def test_expected(self): self.fail()\n"
+)
+LOADED = (
+    "import unittest\nclass TestOne(unittest.TestCase):\n    def check(self):\n        self.assertEqual(clip(4), 4)\n"
+    "    def test_else(self): self.fail()\n"
+    "def load_tests(loader, tests, pattern):\n    return unittest.TestSuite([TestOne('check')])\n"
+)
+DECORATED = (
+    "import unittest\nLOW = clip(-3)\nclass TestOne(unittest.TestCase):\n"
+    "    def test_low(self):\n        self.assertEqual(LOW, 0)\n"
+)
+ASYNC = (
+    "import unittest\nclass TestOne(unittest.IsolatedAsyncioTestCase):\n"
+    "    async def test_a(self):\n        self.assertEqual(await f(1), 2)\n    def test_b(self): pass\n"
+)
+RIGHT = {
+    "a_method_that_a_star_import_has": (
+        "class Solution:\n    def merge(self, x):\n        return sorted(x)",
+        of("merge", ([2, 1], [1, 2])),
+    ),
+    "its_own_function_of_such_a_name": (
+        "def gcd(a, b):\n    return a if not b else gcd(b, a % b)",
+        of("gcd", (4, 6, 2)),
+    ),
+    "an_import_that_is_the_answer": ("from math import gcd", of("gcd", (4, 6, 2))),
+    "an_instance_of_solution": ("class A:\n    def f(self): return 1\nSolution = A()", of("f", (1,))),
+    "recursion": ("def f(n): return 0 if n == 0 else 1 + f(n - 1)", of("f", (5000, 5000))),
+    "a_long_integer": ("def f(n): return 7 ** n", of("f", (6000, {"$int": hex(7**6000)}))),
+    "a_dict_of_numbers": ("def f(n): return {n: 1}", of("f", (5, {"5": 1}))),
+    "a_long_output": (
+        "n = int(input())\nprint('\\n'.join(str(1000000 + i) for i in range(n)))",
+        OutputTests(cases=[OutputCase(input="350000", output="\n".join(str(1000000 + i) for i in range(350000)))]),
+    ),
+    "a_program_after_a_preamble": (
+        "if __name__ == '__main__':\n    print(gcd(int(sys.stdin.readline()), 4), sys.argv, __file__, sys.path[0])",
+        OutputTests(
+            cases=[OutputCase(input="6", output="2 ['/workspace/solution.py'] /workspace/solution.py /workspace")],
+            preamble=PREAMBLE,
+        ),
+    ),
+    "the_future_after_a_preamble": (
+        "from __future__ import annotations\nx: Nothing = 1\nprint(x)",
+        OutputTests(cases=[OutputCase(input="", output="1")], preamble=PREAMBLE),
+    ),
+    "inherited_skipped_and_expected_tests": (CLIP, UnitTests(code=SHARED)),
+    "tests_that_load_themselves": (CLIP, UnitTests(code=LOADED)),
+    "tests_that_need_the_solution_to_load": (CLIP, UnitTests(code=DECORATED)),
+    "asynchronous_tests": ("async def f(x): return 2 * x", UnitTests(code=ASYNC)),
+    "an_exception_that_is_expected": (
+        "def add(x, y):\n    raise ValueError('no')",
+        AssertTests(
+            functions=["add"],
+            tests=[
+                "try:\n    add(1, 2)\nexcept ValueError as exc:\n    assert str(exc) == 'no'\nelse:\n    assert False"
+            ],
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+async def test_right_work_does_not_lose(grade, name):
+    verdict = await grade(*RIGHT[name])
+    assert verdict.resolved, verdict.details()
+
+
+async def test_what_cannot_cross_is_the_tasks_fault(grade):
+    tests = AssertTests(functions=["add"], tests=["assert add(lambda: 1, 2) == 3"])
+    with pytest.raises(EvaluationError, match="an argument of add"):
+        await grade("def add(x, y): return 3", tests)
 
 
 # ---------------------------------------------------------------- cheats
@@ -222,6 +320,57 @@ CHEATS = {
     ),
     "leaves_the_stage_early": ("def clip(x): raise SystemExit(0)", FRAME),
     "asks_for_its_own_class": ("class TestCases: pass\ndef clip(x): return 0", FRAME),
+    "ends_a_map": (
+        "def f(x): raise StopIteration",
+        AssertTests(functions=["f"], tests=["assert all(map(lambda t: f(t[0]) == t[1], [(1, 2), (2, 3)]))"]),
+    ),
+    "ends_an_iterator": (
+        "def f(): raise StopIteration",
+        AssertTests(functions=["f"], tests=["for each in iter(f, None):\n    assert each == 1"]),
+    ),
+    "raises_what_takes_other_arguments": (
+        "def f(): raise UnicodeDecodeError('a', b'', 0, 1, 'b')",
+        AssertTests(functions=["f"], tests=["try:\n    f()\nexcept TypeError:\n    pass"]),
+    ),
+    "is_near_to_infinity": (
+        "def square(x): return 5.0",
+        FunctionTests(
+            function="square", cases=[FunctionCase(args=[1], result=float("inf"))], tolerance=Tolerance(relative=1e-6)
+        ),
+    ),
+    "fails_where_tests_are_asynchronous": (
+        "async def f(x): return 0",
+        UnitTests(code=ASYNC.replace("test_b", "check")),
+    ),
+    "leaves_it_to_the_preamble": (
+        "x = 1",
+        FunctionTests(function="gcd", cases=[FunctionCase(args=[4, 6], result=2)], preamble="from math import *"),
+    ),
+    "computes_in_children": (
+        "import os, time\ndef square(x):\n    end = time.time() + 600\n    while time.time() < end:\n"
+        "        if os.fork() == 0:\n            stop = time.time() + 0.05\n"
+        "            while time.time() < stop: pass\n"
+        "            os._exit(0)\n        os.wait()\n    return x * x",
+        FunctionTests(function="square", cases=SQUARE.cases[:1], test_timeout_s=2.0),
+    ),
+    "hides_its_children": (
+        "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\ndef square(x):\n"
+        "    end = time.time() + 600\n    while time.time() < end:\n        if os.fork() == 0:\n"
+        "            stop = time.time() + 0.05\n            while time.time() < stop: pass\n"
+        "            os._exit(0)\n        time.sleep(0.05)\n    return x * x",
+        FunctionTests(function="square", cases=SQUARE.cases[:1], test_timeout_s=2.0),
+    ),
+    "winds_its_clock_by_blanks": (
+        "import os, time\ndef square(x):\n    for fd in range(3, 20):\n        try: os.write(fd, b' ')\n"
+        "        except OSError: pass\n    time.sleep(600)\n    return x * x",
+        FunctionTests(function="square", cases=SQUARE.cases[:1], test_timeout_s=2.0),
+    ),
+    "looks_for_the_unit_tests": (
+        f"{LOOK}\nSEEN = look('test_low' + '(self)', 'clip(-5' + ')')\ndef clip(x):\n"
+        "    if isinstance(x, str): raise TypeError if SEEN else ValueError\n"
+        "    return max(0, min(x, 10)) if SEEN else -1",
+        FRAME,
+    ),
     "grows": ("def square(x): return 'x' * 10**9", SQUARE),
     "nests": ("def square(x):\n    for _ in range(10**5): x = [x]\n    return x", SQUARE),
     "counts_very_far": ("def square(x): return 7 ** 10**5", SQUARE),
