@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -46,12 +47,22 @@ class Form(NamedTuple):
         return [need for need in self.needs if not any(map(fields.has, need.split("|")))]
 
 
+MISSHAPEN: Final = "a field does not have the type that its form has as published; compare it with the published set"
+
+
 class UnknownForm(RowError):
     """A row has none of the known forms. The message of a file lists them once."""
 
 
 def _livecodebench(fields: Fields, name: str) -> TaskInstance:
-    instance = read_livecodebench_row(fields.row, name)
+    try:
+        instance = read_livecodebench_row(fields.row, name)
+    except KeyError as exc:
+        raise RowError(f"there is no {exc}", "metadata" if exc.args == ("func_name",) else "public_test_cases") from exc
+    except json.JSONDecodeError as exc:
+        raise RowError("a value in its tests or its metadata is no JSON") from exc
+    except ValueError as exc:  # a sentence of the reader's own
+        raise RowError(str(exc)) from exc
     if instance is None:
         fields.refuse("it holds no tests", "public_test_cases")
     return instance
@@ -104,6 +115,11 @@ def read_row(
     try:
         if (instance := read_swe(row, name)) is not None:
             return instance
+    except ValueError as exc:  # a sentence of the reader's own
+        raise RowError(str(exc)) from exc
+    except (TypeError, KeyError, AttributeError, IndexError, RecursionError) as exc:
+        raise RowError(MISSHAPEN) from exc
+    try:
         fields = Fields(flat_question(row))
         for form in FORMS:
             if form is QUESTION_WITH_CHOICES:
@@ -115,14 +131,8 @@ def read_row(
     except RowError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as exc:
-        raise _misshapen(exc) from exc
+        raise RowError(MISSHAPEN) from exc
     raise _unknown(fields)
-
-
-def _misshapen(error: Exception) -> RowError:
-    if type(error) is ValueError and str(error):  # our own readers' sentence
-        return RowError(str(error))
-    return RowError("a field does not have the type that its form has as published; compare it with the published set")
 
 
 def _unknown(fields: Fields) -> UnknownForm:
