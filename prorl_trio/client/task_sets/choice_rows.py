@@ -38,8 +38,8 @@ class _Choices(NamedTuple):
 
 def has_choices(fields: Fields) -> bool:
     """Return whether a row has choices in any published form."""
-    lettered = fields.has("a") and fields.has("b") and fields.has("c")
-    return lettered or any(fields.has(name) for name in (*LISTS, MEDMCQA[0], GPQA[0], SCIQ[0]))
+    lettered = all(name in fields for name in "abc")
+    return lettered or any(name in fields for name in (*LISTS, MEDMCQA[0], GPQA[0], SCIQ[0]))
 
 
 def read_choice_row(fields: Fields, name: str) -> TaskInstance:

@@ -68,7 +68,12 @@ def _livecodebench(fields: Fields, name: str) -> TaskInstance:
     return instance
 
 
+def _no_reader(fields: Fields, name: str) -> TaskInstance:
+    raise NotImplementedError
+
+
 QUESTION_WITH_CHOICES: Final = Form("MMLU, MMLU-Pro, ARC, GPQA, MedQA", ("question|input", "options"), read_choice_row)
+TASK_INSTANCE: Final = Form("a task instance", ("instance_id", "handler", "payload"), _no_reader)
 FORMS: Final = (
     Form("LiveCodeBench", ("question_content", "public_test_cases"), _livecodebench),
     Form("verl, Eurus-2-RL-Data, DAPO-Math-17k", ("prompt", "reward_model"), read_verl_row),
@@ -88,8 +93,11 @@ FORMS: Final = (
 
 def known_forms() -> str:
     """Return the list of forms, for messages."""
-    known = [f"{form.name} ({', '.join(need.replace('|', ' or ') for need in form.needs)})" for form in FORMS]
-    return "; ".join(["a task instance (instance_id, handler, payload)", *known, "SWE-bench and its relatives"])
+    known = [
+        f"{form.name} ({', '.join(need.replace('|', ' or ') for need in form.needs)})"
+        for form in (TASK_INSTANCE, *FORMS)
+    ]
+    return "; ".join([*known, "SWE-bench and its relatives"])
 
 
 def read_row(
@@ -138,9 +146,10 @@ def read_row(
 def _unknown(fields: Fields) -> UnknownForm:
     shown = ", ".join(f"`{name}`" for name in list(fields.row)[:8]) or "none"
     problem = f"its form is unknown; its fields are {shown}"
-    nearest = max(FORMS, key=lambda form: 1 - len(form.missing(fields)) / len(form.needs))
+    forms = (TASK_INSTANCE, *reversed(FORMS))  # of forms that are equally near, the more general
+    nearest = max(forms, key=lambda form: 1 - len(form.missing(fields)) / len(form.needs))
     missing = nearest.missing(fields)
     if len(missing) < len(nearest.needs):
         needed = ", ".join(f"`{need.replace('|', '` or `')}`" for need in missing)
-        problem += f"; the nearest form is that of {nearest.name}, for which {needed} is missing"
+        problem += f"; the nearest form is {nearest.name}, for which {needed} is missing"
     return UnknownForm(problem)
