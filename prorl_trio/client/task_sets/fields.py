@@ -8,19 +8,19 @@ from typing import Any, Final, NoReturn
 __all__ = ["Fields", "RowError"]
 
 HARMLESS: Final = frozenset({
-    "__index_level_0__", "answer_source", "answer_type", "author", "author_name", "canary", "canary_string", "category",
-    "chain_of_thought", "choice_type", "citation", "class", "competition", "contest", "cot", "cot_content",
-    "created_at", "data_source", "dataset", "date", "difficulty", "discipline", "domain", "equation_solution",
-    "error", "error_type", "exam", "exp", "explanation", "family", "field", "generated_solution", "generation",
-    "generations", "grade", "grade_level", "id", "idx", "index", "is_calculation", "label_type", "lang", "language",
-    "level", "license", "link", "meta", "meta_info", "metadata", "metamap_phrases", "metrics", "modality_type",
-    "model_answer", "name", "origin", "original_solution", "part", "platform", "potential_reason", "prediction",
-    "problem_number", "problem_type", "problem_url", "provenance", "question_concept", "question_id",
-    "question_source", "question_type", "question_url", "r1_solution_1", "r1_solution_2", "r1_solution_3",
-    "rationale", "raw_subject", "reasoning", "record_id", "reference_solution", "solution", "solution_source", "solutions",
-    "source", "source_file", "source_url", "split", "src", "steps", "sub_field", "subdomain", "subfield", "subject",
-    "subject_name", "subset", "tag", "tags", "title", "topic", "topic_name", "type", "uid", "unnamed:_0", "url",
-    "uuid", "version", "worked_solution", "year",
+    "__index_level_0__", "answer_source", "answer_type", "author", "author_name", "canary", "canary_string",
+    "category", "chain_of_thought", "choice_type", "citation", "class", "competition", "contest", "cot",
+    "cot_content", "created_at", "data_source", "dataset", "date", "difficulty", "discipline", "domain",
+    "equation_solution", "error", "error_type", "exam", "exp", "explanation", "family", "field",
+    "generated_solution", "generation", "generations", "grade", "grade_level", "id", "idx", "index",
+    "is_calculation", "label_type", "lang", "language", "level", "license", "link", "meta", "meta_info", "metadata",
+    "metamap_phrases", "metrics", "modality_type", "model_answer", "name", "origin", "original_solution", "part",
+    "platform", "potential_reason", "prediction", "problem_number", "problem_type", "problem_url", "provenance",
+    "question_concept", "question_id", "question_source", "question_type", "question_url", "r1_solution_1",
+    "r1_solution_2", "r1_solution_3", "rationale", "raw_subject", "reasoning", "record_id", "reference_solution",
+    "solution", "solution_source", "solutions", "source", "source_file", "source_url", "split", "src", "steps",
+    "sub_field", "subdomain", "subfield", "subject", "subject_name", "subset", "tag", "tags", "title", "topic",
+    "topic_name", "type", "uid", "unnamed:_0", "url", "uuid", "version", "worked_solution", "year",
 })  # fmt: skip
 """Fields that say where a question comes from or how it is solved, in the published sets of `docs/tasks.md`."""
 _HARMLESS_FORM: Final = re.compile(
