@@ -478,7 +478,11 @@ def _encode_spec(spec: JobSpec, limit_bytes: int) -> tuple[Rejected | None, byte
         encoded = msgspec.msgpack.encode(spec)
     except (TypeError, ValueError, OverflowError, RecursionError) as exc:
         found = unsendable(spec.instance.payload, "$.instance.payload")
-        message, path = (f"spec cannot be encoded: {exc}", "$") if found is None else (found.problem, found.path)
+        message, path = (
+            (f"spec cannot be encoded: {exc}", "$")
+            if found is None
+            else (f"spec cannot be encoded: {found.problem}", found.path)
+        )
     else:
         if len(encoded) <= limit_bytes:
             return None, encoded

@@ -18,14 +18,14 @@ QUESTION: Final = ("question", "question_stem", "input", "problem")
 LISTS: Final = ("options", "choices", "endings")
 GOLDS: Final = (
     "answer_letter", "answerkey", "answer_key", "answer_idx", "answer_index", "answer", "cop", "target",
-    "correct_answer", "correct_option", "gold", "label",
+    "correct_answer", "correct_option", "correct", "gold", "label",
 )  # fmt: skip
 NAME: Final = ("uuid", "question_id", "record_id", "id")
 FAMILY: Final = ("family", "high_level_domain", "discipline", "category", "subject", "subject_name")
 GPQA: Final = ("incorrect_answer_1", "incorrect_answer_2", "incorrect_answer_3")
 SCIQ: Final = ("distractor1", "distractor2", "distractor3")
 MEDMCQA: Final = ("opa", "opb", "opc", "opd")
-_OWN_LETTER: Final = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s+")
+_OWN_LETTER: Final = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s*")
 _DRESSED: Final = re.compile(r"\s*\(?([A-Za-z0-9])[.)]?\s*")
 
 
@@ -38,8 +38,8 @@ class _Choices(NamedTuple):
 
 def has_choices(fields: Fields) -> bool:
     """Return whether a row has choices in any published form."""
-    lettered = fields.has("a") and fields.has("b") and fields.has("c")
-    return lettered or any(fields.has(name) for name in (*LISTS, MEDMCQA[0], GPQA[0], SCIQ[0]))
+    lettered = all(name in fields for name in "abc")
+    return lettered or any(name in fields for name in (*LISTS, MEDMCQA[0], GPQA[0], SCIQ[0]))
 
 
 def read_choice_row(fields: Fields, name: str) -> TaskInstance:

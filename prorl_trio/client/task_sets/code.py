@@ -251,7 +251,7 @@ def _stored_tests(stored: str) -> list[dict[str, str]]:
             stored = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(stored)))).load()
         return msgspec.json.decode(stored, type=list[dict[str, str]])
     except (ValueError, TypeError, zlib.error, pickle.UnpicklingError, EOFError, AttributeError) as exc:
-        raise ValueError(f"its tests cannot be read: {exc}") from exc
+        raise ValueError("its tests are stored neither as JSON nor as LiveCodeBench stores them") from exc
 
 
 class _TextUnpickler(pickle.Unpickler):

@@ -32,7 +32,9 @@ def read_humaneval_row(fields: Fields, name: str) -> TaskInstance:
     """
     prompt, entry_point, test = fields.text("prompt"), fields.text("entry_point"), fields.text("test")
     fields.ignore("canonical_solution", "task_id", "contract", "base_input", "plus_input", "atol")
-    fields.finish(prompt)
+    fields.finish()
+    if not entry_point.isidentifier():
+        fields.refuse(f"{entry_point[:40]!r} is no name of a Python function", "entry_point")
     if "check" not in _defined(test, fields, "test"):
         fields.refuse("it defines no function `check(candidate)`", "test")
     return TaskInstance(
@@ -61,8 +63,8 @@ def read_mbpp_row(fields: Fields, name: str) -> TaskInstance:
     setup = "\n".join([str(fields.take("test_setup_code") or ""), *map(str, imports)]).strip()
     decisive = [fields.text("test")] if "test" in fields else tests
     fields.ignore("task_id", "source_file", "challenge_test_list")
-    fields.finish(text)
-    used = {each.id for test in (*tests, *decisive) for each in ast.walk(_parsed(test, fields, "test_list"))
+    fields.finish()
+    used = {each.id for test in (setup, *tests, *decisive) for each in ast.walk(_parsed(test, fields, "test_list"))
             if isinstance(each, ast.Name)}  # fmt: skip
     defined = _defined(code, fields, "code")
     functions = [each for each, kind in defined.items() if each in used and kind == "function"]
@@ -90,7 +92,7 @@ def read_bigcodebench_row(fields: Fields, name: str) -> TaskInstance:
         "canonical_solution", "code_prompt", "complete_prompt", "doc_struct", "entry_point", "libs", "question", "q_idx"
     )
     found = fields.label("task_id")
-    fields.finish(prompt)
+    fields.finish()
     _parsed(test, fields, "test")
     tests = {"kind": "unittest", "code": test, "test_timeout_s": BIGCODEBENCH_TEST_TIMEOUT_S}
     return TaskInstance(instance_id=found or name, handler="code", payload={"prompt": prompt, "tests": tests})
@@ -115,7 +117,7 @@ def read_apps_row(fields: Fields, name: str) -> TaskInstance:
         "memory_limit",
     )  # fmt: skip
     found, family = fields.label("problem_id", "id"), fields.label("difficulty")
-    fields.finish(question)
+    fields.finish()
     how = (
         "Write the function that is asked for."
         if tests.get("fn_name")

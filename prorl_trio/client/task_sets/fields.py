@@ -8,24 +8,31 @@ from typing import Any, Final, NoReturn
 __all__ = ["Fields", "RowError"]
 
 HARMLESS: Final = frozenset({
-    "__index_level_0__", "answer_type", "author", "canary", "canary_string", "category", "chain_of_thought",
-    "citation", "class", "competition", "contest", "cot", "cot_content", "created_at", "dataset", "date",
-    "difficulty", "discipline", "domain", "error_type", "exam", "exp", "explanation", "family", "field",
-    "generation", "generations", "grade", "id", "idx", "index", "is_calculation", "label_type", "lang", "language",
-    "level", "license", "link", "messages", "meta", "meta_info", "metadata", "metamap_phrases", "metrics",
-    "model_answer", "name", "origin", "original_solution", "part", "platform", "prediction", "problem_number",
-    "provenance", "question_concept", "question_id", "r1_solution_1", "r1_solution_2", "r1_solution_3", "rationale",
-    "reasoning", "record_id", "reference", "reference_solution", "row", "solution", "solutions", "source", "split",
-    "src", "steps", "sub_field", "subdomain", "subfield", "subject", "subset", "tag", "tags", "title", "topic",
-    "type", "uid", "unnamed:_0", "url", "uuid", "version", "worked_solution", "year",
+    "__index_level_0__", "answer_source", "answer_type", "author", "author_name", "canary", "canary_string",
+    "category", "chain_of_thought", "choice_type", "citation", "class", "competition", "contest", "cot",
+    "cot_content", "created_at", "data_source", "dataset", "date", "difficulty", "discipline", "domain",
+    "equation_solution", "error", "error_type", "exam", "exp", "explanation", "family", "field",
+    "generated_solution", "generation", "generations", "grade", "grade_level", "id", "idx", "index",
+    "is_calculation", "label_type", "lang", "language", "level", "license", "link", "meta", "meta_info", "metadata",
+    "metamap_phrases", "metrics", "modality_type", "model_answer", "name", "origin", "original_solution", "part",
+    "platform", "potential_reason", "prediction", "problem_number", "problem_type", "problem_url", "provenance",
+    "question_concept", "question_id", "question_source", "question_type", "question_url", "r1_solution_1",
+    "r1_solution_2", "r1_solution_3", "rationale", "raw_subject", "reasoning", "record_id", "reference_solution",
+    "solution", "solution_source", "solutions", "source", "source_file", "source_url", "split", "src", "steps",
+    "sub_field", "subdomain", "subfield", "subject", "subject_name", "subset", "tag", "tags", "title", "topic",
+    "topic_name", "type", "uid", "unnamed:_0", "url", "uuid", "version", "worked_solution", "year",
 })  # fmt: skip
 """Fields that say where a question comes from or how it is solved, in the published sets of `docs/tasks.md`."""
 _HARMLESS_FORM: Final = re.compile(
-    r".*(?:_id|_ids|_idx|_index|_name|_url|_type|_level|_source|_rate|_count|_score|_difficulty|_solution|_solutions"
-    r"|_domain|_date|_valid|_metrics)|(?:is|has|num|n)_.*"
+    r".*_(?:ids?|idx|index|rate|count|score|difficulty|level|solutions?|domain|date|valid|metrics)|(?:is|has|num|n)_.*"
 )
+_MATERIAL: Final = re.compile(
+    r"image|img|picture|photo|figure|diagram|chart|audio|video|media|file|attachment|document|passage|context|article"
+    r"|paragraph|evidence|table|body|tool"
+)
+"""A field with such a name belongs to the question, whatever it holds."""
 _PICTURE: Final = re.compile(
-    r"<(?:image|video|audio)(?:[ _]?\d+)?>|!\[[^\]]*\]\([^)]*\)|\\includegraphics", re.IGNORECASE
+    r"<(?:image|video|audio)(?:[ _]?\d+)?>|<img\b|!\[[^\]]*\]\([^)]*\)|\\includegraphics", re.IGNORECASE
 )
 
 
@@ -152,6 +159,10 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_harmless(key: str, value: Any) -> bool:
-    if _is_empty(value) or isinstance(value, bool | int | float):
+    if _is_empty(value) or key in HARMLESS:
         return True
-    return key in HARMLESS or _HARMLESS_FORM.fullmatch(key) is not None
+    if _MATERIAL.search(key):
+        return value in (False, 0)
+    if isinstance(value, bool | int | float):
+        return True
+    return _HARMLESS_FORM.fullmatch(key) is not None

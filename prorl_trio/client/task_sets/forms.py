@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -46,18 +47,33 @@ class Form(NamedTuple):
         return [need for need in self.needs if not any(map(fields.has, need.split("|")))]
 
 
+MISSHAPEN: Final = "a field does not have the type that its form has as published; compare it with the published set"
+
+
 class UnknownForm(RowError):
     """A row has none of the known forms. The message of a file lists them once."""
 
 
 def _livecodebench(fields: Fields, name: str) -> TaskInstance:
-    instance = read_livecodebench_row(fields.row, name)
+    try:
+        instance = read_livecodebench_row(fields.row, name)
+    except KeyError as exc:
+        raise RowError(f"there is no {exc}", "metadata" if exc.args == ("func_name",) else "public_test_cases") from exc
+    except json.JSONDecodeError as exc:
+        raise RowError("a value in its tests or its metadata is no JSON") from exc
+    except ValueError as exc:  # a sentence of the reader's own
+        raise RowError(str(exc)) from exc
     if instance is None:
         fields.refuse("it holds no tests", "public_test_cases")
     return instance
 
 
+def _no_reader(fields: Fields, name: str) -> TaskInstance:
+    raise NotImplementedError
+
+
 QUESTION_WITH_CHOICES: Final = Form("MMLU, MMLU-Pro, ARC, GPQA, MedQA", ("question|input", "options"), read_choice_row)
+TASK_INSTANCE: Final = Form("a task instance", ("instance_id", "handler", "payload"), _no_reader)
 FORMS: Final = (
     Form("LiveCodeBench", ("question_content", "public_test_cases"), _livecodebench),
     Form("verl, Eurus-2-RL-Data, DAPO-Math-17k", ("prompt", "reward_model"), read_verl_row),
@@ -77,8 +93,11 @@ FORMS: Final = (
 
 def known_forms() -> str:
     """Return the list of forms, for messages."""
-    known = [f"{form.name} ({', '.join(need.replace('|', ' or ') for need in form.needs)})" for form in FORMS]
-    return "; ".join(["a task instance (instance_id, handler, payload)", *known, "SWE-bench and its relatives"])
+    known = [
+        f"{form.name} ({', '.join(need.replace('|', ' or ') for need in form.needs)})"
+        for form in (TASK_INSTANCE, *FORMS)
+    ]
+    return "; ".join([*known, "SWE-bench and its relatives"])
 
 
 def read_row(
@@ -104,6 +123,11 @@ def read_row(
     try:
         if (instance := read_swe(row, name)) is not None:
             return instance
+    except ValueError as exc:  # a sentence of the reader's own
+        raise RowError(str(exc)) from exc
+    except (TypeError, KeyError, AttributeError, IndexError, RecursionError) as exc:
+        raise RowError(MISSHAPEN) from exc
+    try:
         fields = Fields(flat_question(row))
         for form in FORMS:
             if form is QUESTION_WITH_CHOICES:
@@ -115,22 +139,17 @@ def read_row(
     except RowError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as exc:
-        raise _misshapen(exc) from exc
+        raise RowError(MISSHAPEN) from exc
     raise _unknown(fields)
-
-
-def _misshapen(error: Exception) -> RowError:
-    if type(error) is ValueError and str(error):  # our own readers' sentence
-        return RowError(str(error))
-    return RowError("a field does not have the type that its form has as published; compare it with the published set")
 
 
 def _unknown(fields: Fields) -> UnknownForm:
     shown = ", ".join(f"`{name}`" for name in list(fields.row)[:8]) or "none"
     problem = f"its form is unknown; its fields are {shown}"
-    nearest = max(FORMS, key=lambda form: 1 - len(form.missing(fields)) / len(form.needs))
+    forms = (TASK_INSTANCE, *reversed(FORMS))  # of forms that are equally near, the more general
+    nearest = max(forms, key=lambda form: 1 - len(form.missing(fields)) / len(form.needs))
     missing = nearest.missing(fields)
     if len(missing) < len(nearest.needs):
         needed = ", ".join(f"`{need.replace('|', '` or `')}`" for need in missing)
-        problem += f"; the nearest form is that of {nearest.name}, for which {needed} is missing"
+        problem += f"; the nearest form is {nearest.name}, for which {needed} is missing"
     return UnknownForm(problem)

@@ -11,9 +11,10 @@ from prorl_trio.types.models import TaskInstance
 __all__ = ["gold_of", "read_math_row"]
 
 PROBLEM: Final = ("problem", "question")
-ANSWER: Final = ("answer", "expected_answer", "final_answer", "ground_truth", "target")
+ANSWER: Final = ("answer", "expected_answer", "final_answer", "final_ans", "answer_number", "ground_truth", "target")
 NAME: Final = ("id", "unique_id", "problem_id", "uuid")
 FAMILY: Final = ("family", "subject", "source", "data_source", "type")
+MAX_INTEGER_BITS: Final = 10_000
 _BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*(\{|\d)")
 _GROUPED: Final = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _SENTENCES: Final = re.compile(r"[a-z]{2}[.;:!?]\s+[A-Z]\w* ")
@@ -67,6 +68,8 @@ def gold_of(value: Any, field: str) -> str:
         raise RowError(f"it is {kind_of(value)}, where a text or a number is needed", field)
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
+    if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
+        raise RowError(f"it is an integer of more than {MAX_INTEGER_BITS} bits", field)
     text = str(value).strip()
     if "####" in text:
         text = text.rpartition("####")[2].strip()
@@ -77,7 +80,7 @@ def gold_of(value: Any, field: str) -> str:
         raise RowError("it is empty", field)
     if why := _NO_ANSWER.get(text.lower()):
         raise RowError(f"it says {text!r}: {why}, so that nothing can be graded; leave the row out", field)
-    if _SENTENCES.search(text):
+    if _SENTENCES.search(text) or ("\n" in text and "\\begin" not in text):
         raise RowError(
             "it is prose; the final answer alone is needed, or `#### answer` or \\boxed{answer} in it", field
         )

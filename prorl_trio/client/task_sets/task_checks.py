@@ -59,7 +59,9 @@ def check_instances(instances: Sequence[TaskInstance]) -> dict[int, RowError]:
     for name, handler in handlers.items():
         if handler is None:
             count = sum(each.handler == name for each in instances)
-            logger.warning("handler %r is not installed here: the node alone checks its %d tasks", name, count)
+            known = ", ".join(sorted(entry.name for entry in entry_points(group=GROUP)))
+            told = "handler %r is not installed here (installed: %s): the node alone checks its %d tasks"
+            logger.warning(told, name, known, count)
     golds: list[int] = []
     for place, instance in enumerate(instances):
         handler = handlers[instance.handler]

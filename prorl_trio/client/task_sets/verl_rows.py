@@ -33,7 +33,9 @@ def read_verl_row(fields: Fields, name: str) -> TaskInstance:
     system, question = _dialogue(fields)
     family = fields.label("data_source")
     ability = str(fields.take("ability") or "")
-    reward_model = fields.take("reward_model")
+    reward_model = _decoded(fields.take("reward_model"))
+    if not isinstance(reward_model, dict):
+        fields.refuse(f"it is {kind_of(reward_model)}, where an object with `ground_truth` is needed", "reward_model")
     style = str(reward_model.get("style") or "rule")
     if not style.startswith("rule"):
         raise RowError(f"it is {style!r}: answers would be graded by a model, not by a rule", "reward_model.style")
