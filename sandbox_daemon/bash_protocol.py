@@ -61,7 +61,7 @@ _REPORT = (
     r"""|| { \builtin exit "${__prorl[1]}"; \builtin exit "${__prorl[1]}"; };; esac; """
     r"""\builtin enable builtin enable eval exit printf read return set shopt trap unset; """
     rf"""\builtin set +{NEUTRAL}; \builtin trap - DEBUG ERR RETURN; """
-    r"""\builtin printf -v PS0 %s ""; \builtin printf -v PS1 %s ""; \builtin printf -v PS2 %s ""; @PROMPT@"""
+    r"""case ${PS0+x} in x) \builtin unset PS0;; esac; \builtin printf -v PS1 %s ""; \builtin printf -v PS2 %s ""; @PROMPT@"""
     r"""\builtin printf %s "${__prorl[7]-}" >&52; case ${__prorl[3]-} in 1) ;; """
     r"""*) \builtin read -r -u 54 "__prorl[6]"; \builtin printf "\n" >&54; __prorl[3]=1;; esac; """
     r"""\builtin unset -f __prorl_r; __prorl[1]= __prorl[2]= __prorl[5]=; } </dev/null >/dev/null 2>&1 """
@@ -113,8 +113,6 @@ class Bash(Dialect):
     def lay_ready(self, command: str, nonce: str, last: CommandEnd) -> None:
         assert len(nonce) == NONCE_CHARS
         restore = _restore(last)
-        if command.endswith("\\"):
-            command += "\n"  # bash would look for the next line, and show a prompt that it has freed
         replace_content(self.files.command, f"{restore}\n{command}" if restore else command)
         replace_content(self.files.nonce, nonce + nonce)
         os.lseek(self.files.hook, 0, os.SEEK_SET)

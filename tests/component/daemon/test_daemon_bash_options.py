@@ -85,7 +85,7 @@ async def _keeps_shell(sandbox, options, label):
     first = await _run(sandbox, f"x={label}; cd /usr; {_turned('-', options)}; ls /usr >/dev/null; echo good")
     assert (first.exit_code, first.output.splitlines()[-1]) == (0, "good"), (options, first)
     second = await _run(sandbox, 'echo "$x $PWD $- $SHELLOPTS"')
-    kept, folder, letters, names = second.output.splitlines()[-1].split()
+    kept, folder, letters, names = second.output.splitlines()[-1].split(" ")
     assert (second.exit_code, kept, folder) == (0, label, "/usr"), (options, second)
     for option in options:
         assert option in NOT_KEPT or option in (letters if len(option) == 1 else names.split(":")), (options, second)
