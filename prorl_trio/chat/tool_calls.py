@@ -25,6 +25,9 @@ __all__ = ["MAX_ARGUMENT_NESTING", "MAX_TOOL_CALLS_PER_TURN", "SpokenTurn", "par
 MAX_TOOL_CALLS_PER_TURN = 64
 """Calls parsed of one turn. What follows is one more call, with an error."""
 
+MAX_TAGS_PER_TURN = 500
+"""What may begin a call or a thought, in one turn. What follows is one more call, with an error."""
+
 _EXPECTED = 'a JSON object {"name": "<tool>", "arguments": {...}}'
 _FENCE_LINE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^`\r\n]*)\r?$", re.MULTILINE)
 MAX_FENCES = 1000
@@ -64,8 +67,13 @@ def parse_turn(
     if (call := _bare_call(rest, known_tools)) is not None:  # whatever tags its strings contain
         return SpokenTurn("", "\n".join(reader.reasoning), [call])
     calls: list[ToolCall] = []
+    tags = 0
     while (match := reader.next_tag()) is not None:
-        if (opened := reader.thought_at(match.start())) is not None:
+        tags += 1
+        if tags > MAX_TAGS_PER_TURN:
+            calls.append(_unread(text[match.start() :]))
+            reader.position = len(text)
+        elif (opened := reader.thought_at(match.start())) is not None:
             reader.think(opened, match.start())
         elif len(calls) >= MAX_TOOL_CALLS_PER_TURN:
             calls.append(_too_many(text[match.start() :]))
@@ -117,6 +125,11 @@ class _TurnReader:
 
 def _too_many(raw: str) -> ToolCall:
     error = f"more than {MAX_TOOL_CALLS_PER_TURN} tool calls in one turn; these and what follows were not run"
+    return ToolCall(name="", arguments={}, raw=raw, error=error)
+
+
+def _unread(raw: str) -> ToolCall:
+    error = f"more than {MAX_TAGS_PER_TURN} tags in one turn; what follows was not read"
     return ToolCall(name="", arguments={}, raw=raw, error=error)
 
 

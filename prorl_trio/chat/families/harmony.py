@@ -20,6 +20,8 @@ _BROKEN = re.compile(r"(?:<\|start\|>)?[^<]*(?:<\|channel\|>)?")
 """The beginning of a header that a new one cannot begin in."""
 _NEXT = re.compile(r"(?=<\|start\|>|<\|channel\|>)|<\|(?:end|call|return)\|>")
 _MARKS = re.compile(r"<\|(?:start|channel|constrain|end|call|return)\|>")
+MAX_MESSAGES = 500
+"""Messages of one turn that are read, broken ones included."""
 _RECIPIENT = re.compile(r"(?:^|\s)to=(\S+)")
 _EXPECTED = "<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
 
@@ -28,8 +30,13 @@ def _whole_turn(text: str, tools: Tools) -> SpokenTurn:
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
-    position = 0
+    position = messages = 0
     while position < len(text):
+        messages += 1
+        if messages > MAX_MESSAGES:
+            error = f"more than {MAX_MESSAGES} messages in one turn; what follows was not read"
+            calls.append(ToolCall(name="", arguments={}, raw=text[position:], error=error))
+            break
         header = _HEADER.match(text, position)
         if header is None:
             stop, position = position, _after_broken(text, position)

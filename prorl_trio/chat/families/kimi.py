@@ -22,7 +22,7 @@ from prorl_trio.types.models import ToolCall
 __all__ = ["KIMI_K2", "KIMI_K3"]
 
 _CALL, _END_CALL = "<|tool_call_begin|>", "<|tool_call_end|>"
-_HEAD = re.compile(r"<\|tool_call_begin\|>\s*([^<\s][^<\n]{0,199}?)\s*<\|tool_call_argument_begin\|>\s*")
+_HEAD = re.compile(r"<\|tool_call_begin\|>\s*([^<\s]{1,200})\s*<\|tool_call_argument_begin\|>\s*")
 _STRAY = re.compile(r"<\|tool_call(?:_end\|>|(?=_begin\|>)|(?=s_section_end\|>))")
 _EXPECTED = f"{_CALL}functions.tool:0<|tool_call_argument_begin|>{{...}}{_END_CALL}"
 

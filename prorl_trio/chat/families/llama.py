@@ -23,13 +23,14 @@ __all__ = ["LLAMA"]
 _MARK = re.compile(r"(?:<\|python_tag\|>|<\|python_start\|>)\s*")
 _FENCE = re.compile(r"[ \t]*```(?:json)?[ \t]*\n\s*")
 _OPENING = re.compile(
-    rf"{_MARK.pattern}|<tool_call>|<tools>|<function=|(?m:^)(?:[ \t]*```(?:json)?[ \t]*\n\s*|[ \t]*)[\[{{](?=\s*[{{\"])"
+    rf"{_MARK.pattern}|<tool_call>|<tools>|<function="
+    r"|(?m:^)(?:[ \t]*```(?:json)?[ \t]*\n\s*|[ \t]*)(?=\[?\s*\{\s*\"(?:name|type|function|arguments|parameters)\"\s*:)"
 )
 _END = re.compile(r"\s*(?:<\|python_end\|>|<\|eom_id\|>|<\|eom\|>)|\s*\Z")
 _CLOSED_FENCE = re.compile(r"\s*```[ \t]*(?=\n|\Z)")
 _PYTHONIC = re.compile(r"\[\s*[^\W\d][\w.]*\(")
 _CALL = re.compile(r"\s*([^\W\d][\w.-]{0,199})\(")
-_SEPARATORS = re.compile(r"[\s;,]*(?:<\|python_tag\|>)?[\s;,]*(?=[\[{])")
+_SEPARATORS = re.compile(r"[\s;,]*+(?:<\|python_tag\|>[\s;,]*+)?(?=[\[{])")
 _ATTEMPT = re.compile(r'\[?\s*\{\s*"(?:name|type|function)"\s*:')
 _FUNCTION = re.compile(r"<function=([^<>\n]{1,200})>\s*(?=\{)")
 _EXPECTED = '{"name": "<tool>", "parameters": {...}}'

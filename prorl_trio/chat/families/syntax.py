@@ -146,6 +146,6 @@ def _read_hermes(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] | 
 
 
 _TOOLS, _END_TOOLS = "<tools>", "</tools>"
-HERMES = CallSyntax(re.compile(f"{_OPEN}|{_TOOLS}"), _read_hermes, closing=_CLOSE)
+HERMES = CallSyntax(re.compile(rf"{_OPEN}|{_TOOLS}(?=\s*\{{\s*\")"), _read_hermes, closing=_CLOSE)
 """`<tool_call>` around a JSON object: Qwen2.5, Qwen3, SmolLM, Hermes, and what is written into the system message for a
 template that renders no tools."""
