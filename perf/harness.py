@@ -39,10 +39,11 @@ _BEGAN_S = time.monotonic()
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line. `quick`: under a minute in all, on a small machine."""
+    """The command line. `quick`: under a minute in all, on a small machine. `beside`: a checkout to compare with."""
 
     quick: bool
     json_path: Path | None
+    beside: Path | None = None
 
 
 def tell(doing: str) -> None:
@@ -250,8 +251,12 @@ def _measure(benchmark: Callable[[Options], Awaitable[Report]], options: Options
     return None
 
 
-def run_benchmark(benchmark: Callable[[Options], Awaitable[Report]], argv: Sequence[str] | None = None) -> int:
+def run_benchmark(
+    benchmark: Callable[[Options], Awaitable[Report]], argv: Sequence[str] | None = None, *, compares: bool = False
+) -> int:
     """Parse the command line, run, print the table, write the files asked for. Returns 0, or 130 after Ctrl-C.
+
+    A benchmark that `compares` checkouts has the option `--beside`.
 
     A missed target is said, but is no error: it may be the machine's doing. What the benchmark raises flies.
     """
@@ -260,8 +265,13 @@ def run_benchmark(benchmark: Callable[[Options], Awaitable[Report]], argv: Seque
     )
     parser.add_argument("--quick", action="store_true", help="fewer samples: under 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help='write {"metric": number}, and a plot beside it')
+    if compares:
+        parser.add_argument(
+            "--beside", type=Path, metavar="CHECKOUT", help="measure another checkout in alternation, and the ratios"
+        )
     arguments = parser.parse_args(argv)
-    options = Options(quick=arguments.quick, json_path=arguments.json)
+    beside = arguments.beside.resolve(strict=True) if compares and arguments.beside else None
+    options = Options(quick=arguments.quick, json_path=arguments.json, beside=beside)
     report = _measure(benchmark, options)
     if report is None:
         print("ended by Ctrl-C: nothing is reported, nothing was written", file=sys.stderr)

@@ -193,3 +193,18 @@ def test_help_shows_the_benchmarks_own_words(capsys: pytest.CaptureFixture[str])
         run_benchmark(tools.benchmark, ["--help"])
     assert exit_info.value.code == 0
     assert "beside a bare pty" in capsys.readouterr().out
+
+
+def test_a_benchmark_that_compares_takes_another_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    seen: list[Options] = []
+
+    async def benchmark(options: Options) -> Report:
+        await trio.lowlevel.checkpoint()
+        seen.append(options)
+        return Report(title="t", series=[])
+
+    assert run_benchmark(benchmark, ["--quick", "--beside", str(tmp_path)], compares=True) == 0
+    assert seen[0].beside == tmp_path.resolve()
+    with pytest.raises(SystemExit):
+        run_benchmark(benchmark, ["--beside", str(tmp_path)])
+    assert "unrecognized arguments" in capsys.readouterr().err
