@@ -17,12 +17,14 @@ import mpmath
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Formula", "Point", "Undefined", "Unreadable", "agree", "parse", "same", "wide"]
+__all__ = ["NAMES", "Formula", "Point", "Undefined", "Unreadable", "agree", "parse", "same", "wide"]
 
 DIGITS: Final = 120
 mpmath.mp.dps = DIGITS
 MAX_BITS: Final = 200_000
 """Bits of an exact number; a formula with a larger one is not read."""
+MAX_ROOT: Final = 99
+"""The highest odd root of a negative number that is real; the exponents of unknowns at points are none."""
 MAX_FACTORIAL: Final = 5_000
 MAX_EXPONENT: Final = 10**6
 """Natural logarithm of the largest number that is evaluated."""
@@ -37,7 +39,7 @@ class Undefined(Exception):
 
 
 class Point(NamedTuple):
-    """Where a formula is evaluated: the values of its unknowns, whether only real numbers count, and the base of log."""
+    """Where a formula is evaluated: the values of its unknowns, whether only real numbers count, the base of log."""
 
     values: Mapping[str, Fraction]
     real: bool = True
@@ -133,6 +135,7 @@ def _points(names: list[str]) -> list[dict[str, Fraction]]:
 
 
 def wide(x: Number) -> Number:
+    """Return a number as mpmath has it, with `DIGITS` digits."""
     return mpmath.mpf(x.numerator) / x.denominator if isinstance(x, Fraction) else x
 
 
@@ -181,8 +184,8 @@ def _power(p: Point, a: Number, b: Number) -> Number:
             return a ** int(b) if abs(a) != 1 else (a if b % 2 else Fraction(1))
         sign = 1
         if a < 0 and p.real:  # the real root, as schools have it
-            if b.denominator % 2 == 0:
-                raise Undefined("an even root of a negative number")
+            if b.denominator % 2 == 0 or b.denominator > MAX_ROOT:
+                raise Undefined("a root of a negative number")
             sign, a = (-1 if b.numerator % 2 else 1), -a
         if a >= 0 and (over := _root(a.numerator, b.denominator)) is not None:
             under = _root(a.denominator, b.denominator)
@@ -270,11 +273,15 @@ _ALIASES: Final = {
 }  # fmt: skip
 _CONSTANTS: Final = {"pi": lambda: +mpmath.pi, "infty": lambda: mpmath.inf, "e": lambda: +mpmath.e}
 _GREEK: Final = frozenset(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon"
-    " phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar".split()
+    """
+    alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau
+    upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar
+    """.split()  # noqa: SIM905 - a list of strings is harder to read
 )
 _DECORATIONS: Final = frozenset(
-    "vec hat bar overline underline tilde widehat widetilde overrightarrow overleftarrow dot ddot mathbb mathcal mathfrak".split()
+    """
+    vec hat bar overline underline tilde widehat widetilde overrightarrow overleftarrow dot ddot mathbb mathcal
+    """.split()  # noqa: SIM905 - a list of strings is harder to read
 )
 _TIMES: Final = frozenset({"*", r"\cdot", r"\times", r"\ast"})
 _CLOSING: Final = {
@@ -286,7 +293,7 @@ _WRAPPED: Final = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs", r"\
 _TOKEN: Final = re.compile(
     r"(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d{1,4}(?![\w.]))?|\.\d+)|\\[A-Za-z]+|\\.|[A-Za-z]+|\*\*|\S", re.DOTALL
 )
-_NAMES: Final = frozenset({*_FUNCTIONS, *_ALIASES, *_CONSTANTS, *_GREEK} - {"i", "e"})
+NAMES: Final = frozenset({*_FUNCTIONS, *_ALIASES, *_CONSTANTS, *_GREEK} - {"i", "e"})
 _NAME_FIRST: Final = re.compile(
     "|".join(sorted((n for n in _FUNCTIONS if n not in ("Re", "Im", "max", "min", "lg", "abs")), key=len, reverse=True))
 )
@@ -311,7 +318,7 @@ def tokens_of(text: str) -> list[str]:
             continue
         while token:
             head = _NAME_FIRST.match(token)
-            if token in _NAMES:
+            if token in NAMES:
                 tokens.append("\\" + token)
                 break
             if head is None or len(head[0]) < 2:
@@ -416,7 +423,7 @@ class _Parser:
         name = token[1:]
         return (
             token.isalpha() or token in _CLOSING or token in (r"\frac", r"\mathrm")
-            or (token[:1] == "\\" and (name in _NAMES or name in _DECORATIONS or name in ("e", "i")))
+            or (token[:1] == "\\" and (name in NAMES or name in _DECORATIONS or name in ("e", "i")))
         )  # fmt: skip
 
     def _power(self) -> Any:

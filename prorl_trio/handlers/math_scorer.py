@@ -271,6 +271,9 @@ def _equal_items(gold: Items, answer: Items) -> bool:
         return False
     if len(gold.items) != len(answer.items):
         return False
+    names = {item.name for item in (*gold.items, *answer.items) if isinstance(item, Named)}
+    if "{}" in (gold.brackets, answer.brackets) and len(names) > 1:
+        return False  # values of several unknowns are no set
     if in_order:
         return all(_equal(g, a) for g, a in zip(gold.items, answer.items, strict=True))
     left = list(answer.items)
@@ -327,7 +330,7 @@ def _equal_relations(gold: Relation | None, answer: Relation | None) -> bool:
 
 
 def _proportional(gold: Relation, answer: Relation) -> bool:
-    """Return whether both differences are 0 together: one is a multiple of the other, by a positive factor unless `=`."""
+    """Return whether one difference is a multiple of the other, by a positive factor unless both are equations."""
     a, b = gold.difference, answer.difference
     names = sorted(a.unknowns | b.unknowns)
     if not names:
