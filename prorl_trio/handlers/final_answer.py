@@ -1,4 +1,4 @@
-"""Where in a text its final answer is. Pure, and linear in the text; read on the node's event loop."""
+"""Find the final answer in a text. Pure, and linear in the text, since it also runs on the node's event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 __all__ = ["extract_boxed", "find_final_answer", "last_number"]
 
 MAX_TAIL_CHARS: Final = 32_768
-"""A final answer is looked for in so much of a text's end."""
+"""A final answer is searched in this many characters at the end of a text."""
 
 _BOX: Final = re.compile(r"\\f?box(?:ed)?\s*(?P<open>\{)|\\boxed\s+(?P<bare>[^\s{}\\$]+)|\\.|[{}]", re.DOTALL)
 _BETWEEN: Final = re.compile(r"(?:[\s$,;]|\\[()]|\\q?quad|\\text(?:rm)?\s*\{\s*(?:and|or|,)\s*\}|and|or)*")

@@ -22,16 +22,16 @@ __all__ = ["NAMES", "Formula", "Point", "Undefined", "Unreadable", "agree", "par
 DIGITS: Final = 120
 mpmath.mp.dps = DIGITS
 MAX_BITS: Final = 200_000
-"""Bits of an exact number; a formula with a larger one is not read."""
+"""A formula with an exact number of more bits than this is not read."""
 MAX_ROOT: Final = 99
-"""The highest odd root of a negative number that is real; the exponents of unknowns at points are none."""
+"""Higher odd roots of negative numbers are not real: the values of unknown exponents have large denominators."""
 MAX_FACTORIAL: Final = 5_000
 MAX_EXPONENT: Final = 10**6
 """Natural logarithm of the largest number that is evaluated."""
 
 
 class Unreadable(Exception):
-    """The text is no formula of the grammar, or its numbers are too large."""
+    """The text is not a formula of the grammar, or its numbers are too large."""
 
 
 class Undefined(Exception):
@@ -39,7 +39,7 @@ class Undefined(Exception):
 
 
 class Point(NamedTuple):
-    """Where a formula is evaluated: the values of its unknowns, whether only real numbers count, the base of log."""
+    """A point for evaluation: the values of the unknowns, whether only real numbers count, the base of log (0: e)."""
 
     values: Mapping[str, Fraction]
     real: bool = True
@@ -164,7 +164,7 @@ def _whole(x: Number) -> int:
 
 
 def _root(n: int, degree: int) -> int | None:
-    """The exact root of a natural number, if it is whole."""
+    """Return the exact root of a natural number, if it is whole."""
     if degree == 2:
         root = math.isqrt(n)
     elif degree > 64 or n.bit_length() > 4_000:
@@ -231,7 +231,7 @@ def _log(p: Point, x: Number, base: Number = None) -> Number:
 
 
 def _plain(function: Callable[..., Number]) -> Callable[..., Number]:
-    """A function of mpmath, kept from arguments for which it would need more memory than there is."""
+    """Wrap a function of mpmath that needs too much memory for large arguments."""
 
     def checked(p: Point, x: Number) -> Number:
         x = wide(x)
@@ -376,7 +376,7 @@ class _Parser:
         return True
 
     def whole(self) -> Any:
-        """A sum, or what TeX's \\over and \\choose make of two."""
+        """Parse a sum, or two sums with TeX's \\over or \\choose between them."""
         node = self.sum()
         if self._next in (r"\over", r"\choose"):
             node = _node(_divide if self._take() == r"\over" else _binomial, node, self.sum())
@@ -414,7 +414,7 @@ class _Parser:
         return self._power()
 
     def _starts_factor(self) -> bool:
-        """Whether the next token may be multiplied without a sign; two numbers beside each other may not."""
+        """Return whether the next token may be multiplied without a sign; two adjacent numbers may not."""
         token = self._next
         if token[:1].isdigit():
             return self.tokens[self.at - 1] in ("}", ")")
@@ -438,7 +438,7 @@ class _Parser:
         return node
 
     def _argument(self, *, signed: bool = False) -> Any:
-        """What stands behind `^` or a command: a group, or one thing."""
+        """Parse the argument of `^` or of a command: a group, or one thing."""
         if signed and self._next in ("-", "+"):
             return _node(_multiply, _number(-1 if self._take() == "-" else 1), self._argument(signed=True))
         node = self._postfixed()
@@ -487,7 +487,7 @@ class _Parser:
         return _node(_FUNCTIONS[_WRAPPED[opening]], node) if opening in _WRAPPED else node
 
     def _one(self) -> Any:
-        """An argument of \\frac: a group, or a single digit, letter or command."""
+        """Parse an argument of \\frac: a group, or a single digit, letter or command."""
         token = self._next
         if len(token) > 1 and token.isdigit():
             self.tokens[self.at] = token[1:]
@@ -528,7 +528,7 @@ class _Parser:
         return node if power is None else _node(_power, node, power)
 
     def _arguments(self) -> list[Any]:
-        """The arguments of a function: in brackets, or factors without a sign up to the next function."""
+        """Parse the arguments of a function: in brackets, or factors without a sign up to the next function."""
         if self._next in ("(", "[", "{"):
             opening = self._take()
             before, self._bars = self._bars, 0
@@ -548,7 +548,7 @@ class _Parser:
         return [node]
 
     def _raw(self) -> str:
-        """The text of a group or of one token, which is part of a name."""
+        """Return the text of a group or of one token, which is part of a name."""
         token = self._take()
         if token != "{":
             return token

@@ -113,13 +113,13 @@ def number(text: str) -> Number:
 
 
 def significant_digits(text: str) -> int:
-    """Return the significant digits of a decimal; 0 for what is none."""
+    """Return the number of significant digits of a decimal; 0 if the text is not a decimal."""
     found = _DECIMAL.fullmatch(text.strip())
     return len(found[1].replace(".", "").lstrip("0")) if found else 0
 
 
 def _measure(phrase: str, *, attached: bool) -> tuple[int, str] | None:
-    """A multiple and a unit that the words behind a number are; None if they may mean something else."""
+    """Return the multiple and the unit that the words behind a number are; None if they may mean something else."""
     first, _, rest = phrase.partition(" ")
     multiple = _MULTIPLES.get(first.casefold().removesuffix("s"))
     if multiple is not None and not attached:
@@ -131,7 +131,7 @@ def _measure(phrase: str, *, attached: bool) -> tuple[int, str] | None:
 
 
 def _is_noun_phrase(phrase: str) -> bool:
-    """Return whether words are no product of unknowns, and no name of a function or a constant."""
+    """Return whether words can be a noun: not a product of unknowns, a function or a constant."""
     first, *others = (word.strip(".").casefold() for word in re.sub(r"\s*\^.*|[./]+$", "", phrase).split())
     if first not in _SHORT_NOUNS and (len(first) < 4 or not re.search("[aeiouy]", first)):
         return False
@@ -139,7 +139,7 @@ def _is_noun_phrase(phrase: str) -> bool:
 
 
 def _unit(text: str) -> str:
-    """The unit that all of `text` is, in a form to be compared; empty if it is none that is known."""
+    """Return the unit that all of `text` is, in a form to compare; empty if it is unknown."""
     text = re.sub(r"\b(square|cubic|sq|cu)\.?\s+([A-Za-z]+)", lambda f: f"{f[2]}^{2 if f[1][0] == 's' else 3}", text)
     text = re.sub(r"\s+per\s+(?:an?\s+)?", "/", text.strip().strip(".")).replace("{", "").replace("}", "")
     known: list[str] = []
