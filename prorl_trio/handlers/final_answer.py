@@ -1,4 +1,4 @@
-"""Where in a text its final answer is. Pure, and linear in the text; read on the node's event loop."""
+"""Find the final answer in a text. Pure, and linear in the text, since it also runs on the node's event loop."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Final
 __all__ = ["extract_boxed", "find_final_answer", "last_number"]
 
 MAX_TAIL_CHARS: Final = 32_768
-"""A final answer is looked for in so much of a text's end."""
+"""A final answer is searched in this many characters at the end of a text."""
 
 _BOX: Final = re.compile(r"\\f?box(?:ed)?\s*(?P<open>\{)|\\boxed\s+(?P<bare>[^\s{}\\$]+)|\\.|[{}]", re.DOTALL)
 _BETWEEN: Final = re.compile(r"(?:[\s$,;]|\\[()]|\\q?quad|\\text(?:rm)?\s*\{\s*(?:and|or|,)\s*\}|and|or)*")
 _ANCHOR: Final = re.compile(
-    r"(?:\banswer\b[*_ \t]*(?:(?:is|are|equals|(?:should|must|will|would) be)\b\s*:?|[:=])|final answer[*_ \t]*\n|####)[\s*_}]*",
+    r"(?:\banswer\b[*_ \t]*(?:(?:is|are|equals|(?:should|must|will|would) be)\b\s*:?|[:=])"
+    r"|final answer[*_ \t]*\n|####)[\s*_}]*",
     re.IGNORECASE,
 )
 _TAGGED: Final = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.IGNORECASE | re.DOTALL)
@@ -21,7 +22,8 @@ _DISPLAY: Final = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$)", re.DOTALL)
 _SENTENCE_END: Final = re.compile(r"(?<=[^\s.])[.!?](?=\s+[A-Z]|\s*$)|\n")
 _REASON: Final = re.compile(
     r"(?:,\s*(?:as|since|because|which|where|so|for)\b|\s+(?:because|since)\b|;\s+[a-z]{3,}|,\s*not\b)(?=.).*"
-    r"|(?<=[\w}$%])\s+\((?:(?:since|because|as|i\.e\.|that is|rounded|approx\w*|about|≈)\b.*|[\d\s.+*/×·÷=-]*[+*/×·÷-][\d\s.+*/×·÷=-]*)\)$",
+    r"|(?<=[\w}$%])\s+\((?:(?:since|because|as|i\.e\.|that is|rounded|approx\w*|about)\b.*"
+    r"|[\d\s.+*/=\u00d7\u00b7\u00f7-]*[+*/\u00d7\u00b7\u00f7-][\d\s.+*/=\u00d7\u00b7\u00f7-]*)\)$",
     re.DOTALL,
 )
 _STANDING_ALONE: Final = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")

@@ -17,19 +17,21 @@ import mpmath
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Formula", "Point", "Undefined", "Unreadable", "agree", "parse", "same", "wide"]
+__all__ = ["NAMES", "Formula", "Point", "Undefined", "Unreadable", "agree", "parse", "same", "wide"]
 
 DIGITS: Final = 120
 mpmath.mp.dps = DIGITS
 MAX_BITS: Final = 200_000
-"""Bits of an exact number; a formula with a larger one is not read."""
+"""A formula with an exact number of more bits than this is not read."""
+MAX_ROOT: Final = 99
+"""Higher odd roots of negative numbers are not real: the values of unknown exponents have large denominators."""
 MAX_FACTORIAL: Final = 5_000
 MAX_EXPONENT: Final = 10**6
 """Natural logarithm of the largest number that is evaluated."""
 
 
 class Unreadable(Exception):
-    """The text is no formula of the grammar, or its numbers are too large."""
+    """The text is not a formula of the grammar, or its numbers are too large."""
 
 
 class Undefined(Exception):
@@ -37,7 +39,7 @@ class Undefined(Exception):
 
 
 class Point(NamedTuple):
-    """Where a formula is evaluated: the values of its unknowns, whether only real numbers count, and the base of log."""
+    """A point for evaluation: the values of the unknowns, whether only real numbers count, the base of log (0: e)."""
 
     values: Mapping[str, Fraction]
     real: bool = True
@@ -133,6 +135,7 @@ def _points(names: list[str]) -> list[dict[str, Fraction]]:
 
 
 def wide(x: Number) -> Number:
+    """Return a number as mpmath has it, with `DIGITS` digits."""
     return mpmath.mpf(x.numerator) / x.denominator if isinstance(x, Fraction) else x
 
 
@@ -161,7 +164,7 @@ def _whole(x: Number) -> int:
 
 
 def _root(n: int, degree: int) -> int | None:
-    """The exact root of a natural number, if it is whole."""
+    """Return the exact root of a natural number, if it is whole."""
     if degree == 2:
         root = math.isqrt(n)
     elif degree > 64 or n.bit_length() > 4_000:
@@ -181,8 +184,8 @@ def _power(p: Point, a: Number, b: Number) -> Number:
             return a ** int(b) if abs(a) != 1 else (a if b % 2 else Fraction(1))
         sign = 1
         if a < 0 and p.real:  # the real root, as schools have it
-            if b.denominator % 2 == 0:
-                raise Undefined("an even root of a negative number")
+            if b.denominator % 2 == 0 or b.denominator > MAX_ROOT:
+                raise Undefined("a root of a negative number")
             sign, a = (-1 if b.numerator % 2 else 1), -a
         if a >= 0 and (over := _root(a.numerator, b.denominator)) is not None:
             under = _root(a.denominator, b.denominator)
@@ -228,7 +231,7 @@ def _log(p: Point, x: Number, base: Number = None) -> Number:
 
 
 def _plain(function: Callable[..., Number]) -> Callable[..., Number]:
-    """A function of mpmath, kept from arguments for which it would need more memory than there is."""
+    """Wrap a function of mpmath that needs too much memory for large arguments."""
 
     def checked(p: Point, x: Number) -> Number:
         x = wide(x)
@@ -270,11 +273,15 @@ _ALIASES: Final = {
 }  # fmt: skip
 _CONSTANTS: Final = {"pi": lambda: +mpmath.pi, "infty": lambda: mpmath.inf, "e": lambda: +mpmath.e}
 _GREEK: Final = frozenset(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon"
-    " phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar".split()
+    """
+    alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau
+    upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar
+    """.split()  # noqa: SIM905 - a list of strings is harder to read
 )
 _DECORATIONS: Final = frozenset(
-    "vec hat bar overline underline tilde widehat widetilde overrightarrow overleftarrow dot ddot mathbb mathcal mathfrak".split()
+    """
+    vec hat bar overline underline tilde widehat widetilde overrightarrow overleftarrow dot ddot mathbb mathcal
+    """.split()  # noqa: SIM905 - a list of strings is harder to read
 )
 _TIMES: Final = frozenset({"*", r"\cdot", r"\times", r"\ast"})
 _CLOSING: Final = {
@@ -286,7 +293,7 @@ _WRAPPED: Final = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs", r"\
 _TOKEN: Final = re.compile(
     r"(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d{1,4}(?![\w.]))?|\.\d+)|\\[A-Za-z]+|\\.|[A-Za-z]+|\*\*|\S", re.DOTALL
 )
-_NAMES: Final = frozenset({*_FUNCTIONS, *_ALIASES, *_CONSTANTS, *_GREEK} - {"i", "e"})
+NAMES: Final = frozenset({*_FUNCTIONS, *_ALIASES, *_CONSTANTS, *_GREEK} - {"i", "e"})
 _NAME_FIRST: Final = re.compile(
     "|".join(sorted((n for n in _FUNCTIONS if n not in ("Re", "Im", "max", "min", "lg", "abs")), key=len, reverse=True))
 )
@@ -311,7 +318,7 @@ def tokens_of(text: str) -> list[str]:
             continue
         while token:
             head = _NAME_FIRST.match(token)
-            if token in _NAMES:
+            if token in NAMES:
                 tokens.append("\\" + token)
                 break
             if head is None or len(head[0]) < 2:
@@ -369,7 +376,7 @@ class _Parser:
         return True
 
     def whole(self) -> Any:
-        """A sum, or what TeX's \\over and \\choose make of two."""
+        """Parse a sum, or two sums with TeX's \\over or \\choose between them."""
         node = self.sum()
         if self._next in (r"\over", r"\choose"):
             node = _node(_divide if self._take() == r"\over" else _binomial, node, self.sum())
@@ -407,7 +414,7 @@ class _Parser:
         return self._power()
 
     def _starts_factor(self) -> bool:
-        """Whether the next token may be multiplied without a sign; two numbers beside each other may not."""
+        """Return whether the next token may be multiplied without a sign; two adjacent numbers may not."""
         token = self._next
         if token[:1].isdigit():
             return self.tokens[self.at - 1] in ("}", ")")
@@ -416,7 +423,7 @@ class _Parser:
         name = token[1:]
         return (
             token.isalpha() or token in _CLOSING or token in (r"\frac", r"\mathrm")
-            or (token[:1] == "\\" and (name in _NAMES or name in _DECORATIONS or name in ("e", "i")))
+            or (token[:1] == "\\" and (name in NAMES or name in _DECORATIONS or name in ("e", "i")))
         )  # fmt: skip
 
     def _power(self) -> Any:
@@ -431,7 +438,7 @@ class _Parser:
         return node
 
     def _argument(self, *, signed: bool = False) -> Any:
-        """What stands behind `^` or a command: a group, or one thing."""
+        """Parse the argument of `^` or of a command: a group, or one thing."""
         if signed and self._next in ("-", "+"):
             return _node(_multiply, _number(-1 if self._take() == "-" else 1), self._argument(signed=True))
         node = self._postfixed()
@@ -480,7 +487,7 @@ class _Parser:
         return _node(_FUNCTIONS[_WRAPPED[opening]], node) if opening in _WRAPPED else node
 
     def _one(self) -> Any:
-        """An argument of \\frac: a group, or a single digit, letter or command."""
+        """Parse an argument of \\frac: a group, or a single digit, letter or command."""
         token = self._next
         if len(token) > 1 and token.isdigit():
             self.tokens[self.at] = token[1:]
@@ -521,7 +528,7 @@ class _Parser:
         return node if power is None else _node(_power, node, power)
 
     def _arguments(self) -> list[Any]:
-        """The arguments of a function: in brackets, or factors without a sign up to the next function."""
+        """Parse the arguments of a function: in brackets, or factors without a sign up to the next function."""
         if self._next in ("(", "[", "{"):
             opening = self._take()
             before, self._bars = self._bars, 0
@@ -541,7 +548,7 @@ class _Parser:
         return [node]
 
     def _raw(self) -> str:
-        """The text of a group or of one token, which is part of a name."""
+        """Return the text of a group or of one token, which is part of a name."""
         token = self._take()
         if token != "{":
             return token

@@ -1,12 +1,11 @@
 """Read a number or a formula with its unit, percent sign or noun, and the one number of a sentence. Pure."""
 
-# ruff: noqa: RUF001 - signs that look alike are what this is about
 from __future__ import annotations
 
 import re
 from typing import Final, NamedTuple
 
-from prorl_trio.handlers.math_formula import Formula, Unreadable, parse
+from prorl_trio.handlers.math_formula import NAMES, Formula, Unreadable, parse
 
 __all__ = ["Number", "number", "number_in_prose", "only_formula", "significant_digits"]
 
@@ -39,29 +38,32 @@ _MULTIPLES: Final = {
     "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
 }  # fmt: skip
 _CHANGES: Final = frozenset(
-    "not no never isnt isn't cannot can't wasn't doesn't neither nor none minus negative plus half halves third thirds"
-    " quarter quarters twice double triple times squared cubed root factorial divided multiplied least most more less"
-    " fewer greater smaller larger above below over under between or and either except but unless without maybe perhaps"
-    " possibly wrong incorrect false if when for until power reciprocal inverse opposite hundred hundreds thousand"
-    " thousands million millions billion billions trillion trillions dozen dozens score ten tens percentile modulo mod"
-    " base per-cent unlike instead excluding percent think guess whenever provided given assuming where otherwise while such with".split()
+    """
+    not no never isnt isn't cannot can't wasn't doesn't neither nor none minus negative plus half halves third thirds
+    quarter quarters twice double triple times squared cubed root factorial divided multiplied least most more less
+    fewer greater smaller larger above below over under between or and either except but unless without maybe perhaps
+    possibly wrong incorrect false if when for until power reciprocal inverse opposite hundred hundreds thousand
+    thousands million millions billion billions trillion trillions dozen dozens score ten tens percentile modulo mod
+    base per-cent unlike instead excluding percent think guess whenever provided given assuming where otherwise while
+    such with quadrillion quintillion lakh crore gross fifth fifths sixth sixths seventh sevenths eighth eighths
+    ninth ninths tenth tenths twelfth twelfths hundredth hundredths thousandth thousandths factorials squares cubes
+    roots percentiles cis choose
+    """.split()  # noqa: SIM905 - a list of strings is harder to read
 )
 """A word beside a number that makes another number of it, or none, or a condition."""
-_CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {
-    "square",
-    "cube",
-    "other",
-    "than",
-    "different",
-    "log",
-    "sin",
-}
+_CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {"square", "cube", "other", "than", "different", "log", "sin"}
 _NEGATIVE: Final = re.compile(r"^(?:minus|negative)\s+", re.IGNORECASE)
 _PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?P<currency>[$€£¥₹₽₩])\s*(?P<inner>-?)\s*(?=[\d.])")
 _BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z$€£¥₹]")
 _PHRASE: Final = re.compile(r"[A-Za-z$€£¥₹][A-Za-z$€£¥₹./^{}'\s\d-]*")
 _ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[CF]?$")
 _QUOTIENT: Final = re.compile(r"\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+(?:\^\{?2\}?)?)\s*\}$")
+_SHORT_NOUNS: Final = frozenset(
+    """
+    a.m p.m am pm of egg men cup day car cat dog pen box bag way pie toy kid boy hen cow pig bus key hat jar can bar
+    sq ft gal tie set row job fan map
+    """.split()  # noqa: SIM905 - a list of strings is harder to read
+)
 _TRIGONOMETRIC: Final = re.compile("sin|cos|tan|cot|sec|csc")
 _IN_PROSE: Final = re.compile(
     r"(?<![\w.,\\^{-])(?P<currency>[$€£¥₹₽₩])?(?P<number>-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?)(?<=\d)(?![\d^/*+=:])"
@@ -111,13 +113,13 @@ def number(text: str) -> Number:
 
 
 def significant_digits(text: str) -> int:
-    """Return the significant digits of a decimal; 0 for what is none."""
+    """Return the number of significant digits of a decimal; 0 if the text is not a decimal."""
     found = _DECIMAL.fullmatch(text.strip())
     return len(found[1].replace(".", "").lstrip("0")) if found else 0
 
 
 def _measure(phrase: str, *, attached: bool) -> tuple[int, str] | None:
-    """A multiple and a unit that the words behind a number are; None if they may mean something else."""
+    """Return the multiple and the unit that the words behind a number are; None if they may mean something else."""
     first, _, rest = phrase.partition(" ")
     multiple = _MULTIPLES.get(first.casefold().removesuffix("s"))
     if multiple is not None and not attached:
@@ -125,19 +127,19 @@ def _measure(phrase: str, *, attached: bool) -> tuple[int, str] | None:
         return None if beyond is None or beyond[0] != 1 else (multiple, beyond[1])
     if (unit := _unit(phrase)) and not (attached and len(first) == 1 and first.isalpha()):
         return 1, unit
-    return None if attached or not _harmless(phrase, _CHANGES) or not _is_noun(first) else (1, "")
+    return None if attached or not _harmless(phrase, _CHANGES) or not _is_noun_phrase(phrase) else (1, "")
 
 
-def _is_noun(word: str) -> bool:
-    return (
-        len(word) > 2
-        and re.search("[aeiouy]", word.casefold()) is not None
-        or word.casefold().rstrip(".") in ("a.m", "p.m", "am", "pm", "of")
-    )
+def _is_noun_phrase(phrase: str) -> bool:
+    """Return whether words can be a noun: not a product of unknowns, a function or a constant."""
+    first, *others = (word.strip(".").casefold() for word in re.sub(r"\s*\^.*|[./]+$", "", phrase).split())
+    if first not in _SHORT_NOUNS and (len(first) < 4 or not re.search("[aeiouy]", first)):
+        return False
+    return not any((len(word) == 1 and word != "a") or word in NAMES for word in (first, *others))
 
 
 def _unit(text: str) -> str:
-    """The unit that all of `text` is, in a form to be compared; empty if it is none that is known."""
+    """Return the unit that all of `text` is, in a form to compare; empty if it is unknown."""
     text = re.sub(r"\b(square|cubic|sq|cu)\.?\s+([A-Za-z]+)", lambda f: f"{f[2]}^{2 if f[1][0] == 's' else 3}", text)
     text = re.sub(r"\s+per\s+(?:an?\s+)?", "/", text.strip().strip(".")).replace("{", "").replace("}", "")
     known: list[str] = []
@@ -158,7 +160,7 @@ def _harmless(words: str, changes: frozenset[str]) -> bool:
 
 
 def only_formula(text: str) -> str | None:
-    """Return the one formula in math mode that a sentence has, if the rest has no number and no word that changes it."""
+    """Return the one formula in math mode of a sentence without other numbers, and without a word that changes it."""
     found = list(_IN_MATH_MODE.finditer(text))
     if len(found) != 1:
         return None

@@ -25,7 +25,7 @@ MAX_CHARS: Final = 2_000
 
 
 class Text(NamedTuple):
-    """What was not understood, or words: its normalised text."""
+    """Text that was not understood, or words: in its normalised form."""
 
     text: str
 
@@ -51,7 +51,7 @@ class Named(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """An equation or inequality that is no solution yet: `difference` compared with 0 by `sign` (`=`, `<`, `≤`, `≠`).
+    """An equation or inequality that is not solved: `difference` compared with 0 by `sign` (`=`, `<`, `≤`, `≠`).
 
     `total` is the right side where a sum of unknowns is on the left: `m + n = 73`.
     """
@@ -70,7 +70,7 @@ class Congruence(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """`a : b : c`; what may be a time of day (`10:30`) is no quotient."""
+    """A ratio `a : b : c`. If it may be a time of day (`10:30`), it is not a quotient."""
 
     parts: tuple[Formula, ...]
     time: bool = False
@@ -183,7 +183,7 @@ def _value(text: str) -> Reading:
 
 
 def _split(pattern: re.Pattern[str], text: str) -> tuple[list[str], list[str]]:
-    """The parts of `text` and the separators between them that stand outside of all brackets."""
+    """Split `text` at the separators outside of all brackets; return the parts and the separators."""
     parts, separators, depth, start = [], [], 0, 0
     for found in pattern.finditer(text):
         depth += bool(found["open"]) - bool(found["close"])
@@ -213,7 +213,7 @@ def _several(parts: list[str], words: list[str]) -> Reading:
 
 
 def _bracketed(text: str) -> Reading | None:
-    """What stands in the one pair of brackets around all of `text`; None if there is no such pair."""
+    """Read the inside of one pair of brackets around all of `text`; None if there is no such pair."""
     opening = r"\{" if text.startswith(r"\{") else text[0]
     closing = r"\}" if text.endswith(r"\}") else text[-1]
     if opening not in ("(", "[", "{", r"\{") or closing not in (")", "]", "}", r"\}"):
@@ -295,7 +295,7 @@ def _compared(sides: list[str], signs: list[str]) -> Reading:
 
 
 def _equation(sides: list[str]) -> Reading:
-    """`x = 5`, `9 * 2 = 18`, `A = 2 * 9 = 18` have a value: the last side. Sides that differ have none."""
+    """Read `x = 5`, `9 * 2 = 18`, `A = 2 * 9 = 18`: the value is the last side. Numbers that differ have no value."""
     first, *others = sides
     if _WORDS.fullmatch(first) and re.search("[A-Za-z]{3}", first) and not _NAME.fullmatch(first):
         return _equation(others) if len(others) > 1 else _value(others[0])
@@ -338,7 +338,7 @@ def _inequality(left: str, sign: str, right: str) -> Reading:
 
 
 def _solved(difference: Formula, sign: str) -> Ranges | None:
-    """Where a linear difference compares with 0; None if it is not linear."""
+    """Return where a linear difference compares with 0 as `sign` says; None if it is not linear."""
     (name,) = difference.unknowns
     zero, one, five = (difference.value(Point({name: Fraction(x)})) for x in (0, 1, 5))
     slope = one - zero
@@ -354,7 +354,7 @@ def _beside(root: Any, sign: str) -> Ranges:
 
 
 def _distance(inside: Formula, sign: str, bound: Any) -> Ranges | None:
-    """Where `|inside| sign bound` holds, for a linear `inside`."""
+    """Return where `|inside| sign bound` holds; None if `inside` is not linear."""
     high_end, low_end = Formula(lambda p: bound, frozenset()), Formula(lambda p: -bound, frozenset())
     if bound < 0 or sign == "≠":
         return None
@@ -365,7 +365,11 @@ def _distance(inside: Formula, sign: str, bound: Any) -> Ranges | None:
 
 
 def as_ranges(value: Any) -> Ranges:
-    """The set of real numbers that `value` is."""
+    """Return the set of real numbers that `value` is.
+
+    Raises:
+        Unreadable: `value` is something else.
+    """
     if isinstance(value, Named):
         value = value.value
     if isinstance(value, Number):
@@ -382,7 +386,7 @@ def as_ranges(value: Any) -> Ranges:
 
 
 def _united(sets: list[Ranges], signs: list[str]) -> Ranges:
-    """Sets joined by union, intersection or difference, from the left."""
+    """Join sets by union, intersection or difference, from the left."""
     result = sets[0]
     for other, sign in zip(sets[1:], signs, strict=True):
         result = _combined(result, other, sign)
@@ -390,7 +394,7 @@ def _united(sets: list[Ranges], signs: list[str]) -> Ranges:
 
 
 def _combined(a: Ranges, b: Ranges, sign: str) -> Ranges:
-    """Both sets, cut at all their ends: each end and each gap between two is inside or outside as a whole."""
+    """Cut both sets at all their ends: each end and each gap between two is inside or outside as a whole."""
     ends: list[Any] = []
     for x in sorted(x for low, _, high, _ in (*a.ranges, *b.ranges) for x in (low, high)):
         if not ends or not same(ends[-1], x):

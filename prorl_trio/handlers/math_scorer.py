@@ -30,11 +30,11 @@ from prorl_trio.handlers.math_text import normalised
 __all__ = ["check_gold", "score"]
 
 MAX_SHOWN_CHARS: Final = 500
-"""Characters of an answer that a result shows."""
+"""A result shows this many characters of an answer."""
 MIN_DIGITS: Final = 6
-"""Significant digits from which on a decimal also stands for a number that it is rounded from."""
+"""A decimal of this many significant digits also stands for numbers that round to it."""
 FLOAT_DIGITS: Final = 15
-"""Significant digits from which on a decimal may be a printed float, of which `SHOWN_DIGITS` are sure."""
+"""A decimal of this many significant digits may be a printed float, of which `SHOWN_DIGITS` are sure."""
 SHOWN_DIGITS: Final = 12
 MAX_GOLD_WORDS: Final = 8
 _PLACEHOLDERS: Final = frozenset(
@@ -134,7 +134,7 @@ _read_gold = lru_cache(maxsize=256)(read)
 
 
 def _key(text: str) -> str:
-    """A text as texts are compared: words without case and articles, formulas without spaces and idle braces."""
+    """Return the key by which texts are compared: words without case and articles, formulas without idle spaces."""
     if re.fullmatch(r"\(?[A-Za-z]\)?", text):
         return text.strip("()").casefold()
     if re.fullmatch(r"[A-Za-z' .!-]+", text) and re.search(r"[A-Za-z]{2}", text) and " - " not in text:
@@ -210,7 +210,7 @@ def _hundredth(number: Number) -> Number:
 
 
 def _renamed(formula: Formula, values: dict[str, Any]) -> Formula:
-    """The formula with some unknowns replaced: by a number, or by another unknown."""
+    """Return the formula with some unknowns replaced by a number or by another unknown."""
 
     def value(p: Point) -> Any:
         more = {name: p.values[v] if isinstance(v, str) else v for name, v in values.items()}
@@ -271,6 +271,9 @@ def _equal_items(gold: Items, answer: Items) -> bool:
         return False
     if len(gold.items) != len(answer.items):
         return False
+    names = {item.name for item in (*gold.items, *answer.items) if isinstance(item, Named)}
+    if "{}" in (gold.brackets, answer.brackets) and len(names) > 1:
+        return False  # values of several unknowns are no set
     if in_order:
         return all(_equal(g, a) for g, a in zip(gold.items, answer.items, strict=True))
     left = list(answer.items)
@@ -294,7 +297,7 @@ def _equal_ranges(gold: Ranges, answer: Ranges) -> bool:
 
 
 def _rows(value: Reading) -> tuple[tuple[Any, ...], ...]:
-    """The rows of a matrix, of Python's list of lists, or of a column that is written as a tuple."""
+    """Return the rows of a matrix, of a list of lists, or of a column that is written as a tuple."""
     if isinstance(value, Matrix):
         return value.rows
     if isinstance(value, Items) and value.brackets == "[]" and all(isinstance(row, Items) for row in value.items):
@@ -327,7 +330,7 @@ def _equal_relations(gold: Relation | None, answer: Relation | None) -> bool:
 
 
 def _proportional(gold: Relation, answer: Relation) -> bool:
-    """Return whether both differences are 0 together: one is a multiple of the other, by a positive factor unless `=`."""
+    """Return whether one difference is a multiple of the other, by a positive factor unless both are equations."""
     a, b = gold.difference, answer.difference
     names = sorted(a.unknowns | b.unknowns)
     if not names:

@@ -13,15 +13,16 @@ _SIGNS: Final = {
     "−": "-", "–": "-", "﹣": "-", "－": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
     "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ", "½": " 1/2", "⅓": " 1/3", "¼": " 1/4",
-    "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ", "∛": r"\sqrt[3]",
-    "…": r"\ldots ", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}", "（": "(", "）": ")", "，": ",",
-    "≦": r"\le ", "≧": r"\ge ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
+    "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ",
+    "∛": r"\sqrt[3]", "…": r"\ldots ", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}",
+    "（": "(", "）": ")", "，": ",", "≦": r"\le ", "≧": r"\ge ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
 }  # fmt: skip
 _SIGN: Final = re.compile("|".join(sorted(_SIGNS, key=len, reverse=True)))
 _RAISED: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 _LOWERED: Final = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _SYNONYMS: Final = {
-    **dict.fromkeys((r"\leq", r"\leqslant", r"\leqq"), r"\le"), **dict.fromkeys((r"\geq", r"\geqslant", r"\geqq"), r"\ge"),
+    **dict.fromkeys((r"\leq", r"\leqslant", r"\leqq"), r"\le"),
+    **dict.fromkeys((r"\geq", r"\geqslant", r"\geqq"), r"\ge"),
     **dict.fromkeys((r"\neq", r"\not="), r"\ne"), r"\lt": "<", r"\gt": ">", r"\varnothing": r"\emptyset",
     **dict.fromkeys((r"\lbrace",), r"\{"), r"\rbrace": r"\}", r"\lparen": "(", r"\rparen": ")", r"\lbrack": "[",
     r"\rbrack": "]", **dict.fromkeys((r"\dots", r"\cdots", r"\dotsc", r"\dotsb", "..."), r"\ldots"),
@@ -32,7 +33,10 @@ _SYNONYMS: Final = {
 _SYNONYM: Final = re.compile(
     "|".join(re.escape(key) + ("(?![A-Za-z])" if key[-1].isalpha() else "") for key in _SYNONYMS)
 )
-_FONT: Final = r"\\(?:text(?:bf|it|rm|normal|sf|tt|color\s*\{[a-z]+\})?|mathrm|mathbf|mathit|mathsf|bf|rm|it|sf|bm|boldsymbol|mbox|hbox|operatorname\*?|color\s*\{[a-z]+\}|f?boxed|fbox)(?![A-Za-z])"
+_FONT: Final = (
+    r"\\(?:text(?:bf|it|rm|normal|sf|tt|color\s*\{[a-z]+\})?|math(?:rm|bf|it|sf)|bf|rm|it|sf|bm|boldsymbol|[mh]box"
+    r"|operatorname\*?|color\s*\{[a-z]+\}|boxed|fbox)(?![A-Za-z])"
+)
 _FONT_GROUP: Final = re.compile(rf"(?P<script>[\^_]\s*)?{_FONT}\s*\{{(?P<text>[^{{}}]*)\}}")
 _FONT_ALONE: Final = re.compile(_FONT)
 _MATH_MODE: Final = re.compile(
@@ -43,7 +47,9 @@ _SPACE: Final = re.compile(r"(?:\\,|(?<!\\)\\(?=\s)|~(?!~)|\s)+")
 _QUAD: Final = re.compile(r"(?:\s*[,;]\s*)?(?:\\q?quad(?![A-Za-z])\s*)+(?:[,;]\s*)?")
 _MARKDOWN: Final = re.compile(r"(?<![\w)}\]])(\*\*|__|``?|~~|\*)(?=\S)(.+?)(?<=\S)\1(?![\w({\[])", re.DOTALL)
 _LEADING: Final = re.compile(
-    r"^(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:it(?:'s|\s+is)\s+)?(?:the\s+)?(?:(?:final\s+)?answer(?:\s+is\b|\s*:)\s*:?\s*)?(?:(?:option|choice)\s+(?=\(?[A-Z]\)?$))?(?:we\s+(?:get|have|find|obtain)\s+)?(?:(?:=|\\approx|\\sim|≈|~|is|are|approximately|about|exactly|roughly|equals?|equal to)\s+|=|\\approx"
+    r"^(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:it(?:'s|\s+is)\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?"
+    r"(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*:)\s*:?\s*)?(?:(?:option|choice)\s+(?=\(?[A-Z]\)?$))?"
+    r"(?:(?:=|\\approx|\\sim|≈|~|is|are|approximately|about|exactly|roughly|equals?|equal to)\s+|=|\\approx"
     r"|(?:the\s+|an?\s+)?(?:ordered\s+|open\s+|closed\s+)?(?:points?|coordinates?|pairs?|triples?|vectors?|intervals?|sets?"
     r"|solutions?|roots?|matrix|values?|numbers?|ratio|no\.(?=\s*\d))\s*(?:(?:is|are|of)\s+)?:?\s*(?=[^\s,.a-z])|)",
     re.IGNORECASE,
