@@ -47,7 +47,9 @@ _LOGIC: Final = re.compile(
 )
 _FORMULA: Final = re.compile(r"[\w\\(){}\[\]^+\-*/·×÷√|'′.°%Å⟨⟩ ]*", re.DOTALL)
 _OF: Final = re.compile(r"(?<=[^\s]) of (?:the )?[A-Za-z][\w()+]{0,20}(?: [A-Za-z][a-z]{0,20}){0,2}$")
-_ALSO: Final = re.compile(r"\s*[,;]?\s\((?:or|i\.e\.,?|that is,?|=|≈|~|about|approximately|\s)*([-+]?[\d.√π][^()]*(?:\([^()]*\)[^()]*)?)\)$")
+_ALSO: Final = re.compile(
+    r"\s*[,;]?\s\((?:or|i\.e\.,?|that is,?|=|≈|~|about|approximately|\s)*([-+]?[\d.√π][^()]*(?:\([^()]*\)[^()]*)?)\)$"
+)
 _SIDES: Final = re.compile(r"==|[=≈]|,?\s+or\s+|,\s*i\.e\.,?\s+")
 
 
@@ -97,7 +99,9 @@ def read_quantities(text: str) -> list[Quantity]:
 
 def _stripped(text: str) -> str:
     text = text.strip().strip("`").strip()
-    while len(text) > 1 and text[0] in "([{\"'" and text[-1] in ")]}\"'" and "()[]{}\"\"''".find(text[0] + text[-1]) >= 0:
+    while (
+        len(text) > 1 and text[0] in "([{\"'" and text[-1] in ")]}\"'" and "()[]{}\"\"''".find(text[0] + text[-1]) >= 0
+    ):
         inner = text[1:-1]
         if any(sign in inner for sign in "()[]{}\"'"):
             break

@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from prorl_trio.handlers.stem.choice import read_choice
+from prorl_trio.handlers.stem.generated import check_family
 from prorl_trio.handlers.stem.payload import Choice, Generated, Grader, Number, ShortAnswer, read_payload
 from prorl_trio.handlers.stem.quantity import Quantity, read_number, read_quantities
 from prorl_trio.handlers.stem.short_answer import compare_short_answer
@@ -167,7 +168,10 @@ def _problem_of_choices(grader: Choice) -> tuple[str, str] | None:
             return f"choices {grader.answer} and {letter} are the same text: leave one of them out", "choices"
     for answer in (grader.answer, f"{grader.answer}. {texts[right]}"):
         if read_choice(answer, grader.choices) != grader.answer:
-            return f"the right answer {answer[:80]!r} is not read as {grader.answer}: write the choices otherwise", "choices"
+            return (
+                f"the right answer {answer[:80]!r} is not read as {grader.answer}: write the choices otherwise",
+                "choices",
+            )
     return None
 
 
@@ -193,10 +197,11 @@ def _problem_of_number(grader: Number) -> tuple[str, str] | None:
 
 
 def _problem_of_generated(grader: Generated, question: str) -> tuple[str, str] | None:
-    from prorl_trio.handlers.stem.verifier import score as verify  # here, since reasoning-gym is an extra
-
     task = {"family": grader.family, "seed": grader.seed, "version": grader.version, "question": question}
     try:
+        check_family(grader.family)
+        from prorl_trio.handlers.stem.verifier import score as verify  # here, since reasoning-gym is an extra
+
         found = verify({**task, "answer": None})["score"]
     except Exception as exc:  # whatever its verifier raises
         return f"reasoning-gym cannot verify its own answer: {exc}", "family"

@@ -113,7 +113,9 @@ def _registry() -> Any:
     import pint  # here, since the package is an extra, and takes half a second
 
     registry: Any = pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
-    registry.define("field_gauss = 1e-4 * tesla")  # pint's is of the Gaussian system, where a tesla has other dimensions
+    registry.define(
+        "field_gauss = 1e-4 * tesla"
+    )  # pint's is of the Gaussian system, where a tesla has other dimensions
     registry.define("part_per_billion = 1e-9")
     registry.define("part_per_trillion = 1e-12")
     return registry
