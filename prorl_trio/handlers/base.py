@@ -50,11 +50,12 @@ class AgentHandler(abc.ABC):
     """The name by which `TaskInstance.handler` asks for it."""
     after_run: ClassVar[AfterRun] = "release"
     gold_check: ClassVar[str] = ""
-    """The scorer, `module:function`, that grades a payload's gold answer by itself before a rollout; empty for none.
+    """The scorer `module:function` that reads a task's gold answer with the grader's own reader; empty for none.
 
-    It runs in a scoring process, as those of `agent.scoring`. Its argument is `{"payload": ...}`. It returns `error`,
-    empty if the task can be graded, else one sentence with what is wrong and the remedy; and `path`, the payload's
-    field, as `$.instance.payload.answer`.
+    It is called with `{"payload": {...}}` in a scoring process (see `prorl_trio.agent.scoring`), after `validate`, when
+    a task set is loaded and when a job is submitted. It grades the gold answer against itself, and returns
+    `{"error": "", "path": ""}` if the task can be graded. Otherwise `error` is one sentence that names the problem and
+    the remedy, and `path` is the field (`$.instance.payload.answer`). If it raises, the task is refused as well.
     """
 
     async def prepare(self, resources: Resources) -> None:  # noqa: B027 - a hook, not an obligation

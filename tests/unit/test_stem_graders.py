@@ -695,7 +695,6 @@ CHOICE = {"kind": "choice", "choices": ["+", "-", "×"], "answer": "C"}
         ({**CHOICE, "choices": ["×", "-", "×"]}, "choices", "choices C and A are the same text"),
         ({"kind": "text", "answer": ["x", " "]}, "grader", "answer is empty"),
         ({"kind": "text", "answer": "x" * 20_001}, "answer", "20000 at most"),
-        ({"kind": "reasoning_gym", "family": "no_such", "seed": 1, "version": "0"}, "family", "cannot verify"),
     ],
 )
 def test_a_gold_answer_that_cannot_be_graded_is_named_with_its_field_and_a_remedy(grader, field, says):

@@ -13,7 +13,7 @@ from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed
 from prorl_trio.handlers.restoring import restored_text
-from prorl_trio.handlers.stem.generated import SOLVED, check_family
+from prorl_trio.handlers.stem.generated import REFUSED, SOLVED, check_family
 from prorl_trio.handlers.stem.payload import Generated, Number, ShortAnswer, StemPayload, read_payload
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import BashTool, FinishTool, IpythonTool, SearchTool, ToolSet
@@ -48,15 +48,18 @@ class StemHandler(AgentHandler):
     gold_check = "prorl_trio.handlers.stem.scorer:check_gold"
 
     def __init__(self) -> None:
-        self._search_is_there = False
+        self._search_is_there: bool | None = None
 
     async def prepare(self, resources: Resources) -> None:
         """Note whether the node has a search."""
         self._search_is_there = resources.search is not None
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`. A task is refused that asks for what this node has not: search, or a package."""
+        """See `AgentHandler.validate`. A node, where `prepare` was called, also refuses what it lacks: search, packages."""
         found = read_payload(payload)
+        _check_family(found.grader)
+        if self._search_is_there is None:
+            return
         _check_packages(found.grader)
         if "search" in (found.tools or ()) and not self._search_is_there:
             raise MalformedJob(
@@ -142,6 +145,14 @@ class StemHandler(AgentHandler):
             else:
                 made.append(BashTool() if name == "bash" else IpythonTool())
         return made
+
+
+def _check_family(grader: Grader) -> None:
+    if isinstance(grader, Generated) and grader.family in REFUSED:
+        raise MalformedJob(
+            f"reasoning-gym's family {grader.family} is refused: {REFUSED[grader.family]}",
+            "$.instance.payload.grader.family",
+        )
 
 
 def _check_packages(grader: Grader) -> None:
