@@ -177,8 +177,8 @@ def _refuse_cut(path: Path, content: bytes) -> None:
     while (length := length_of(view[place:])) is not None and whole < count:
         whole, place = whole + 1, place + length
     raise ConfigError(
-        f"{path} is cut off: it counts {count} outcomes, and {whole} of them are whole. Nothing that a killed run leaves "
-        "looks so: copy the file again from where it was recorded, or start a new run"
+        f"{path} is cut off: it counts {count} outcomes, and {whole} of them are whole. A killed run leaves no such "
+        "file: copy the file again from where it was recorded, or start a new run"
     )
 
 

@@ -233,7 +233,7 @@ async def test_graded_rewards_are_shown_and_counted_as_correct_from_the_reward_t
 
 
 async def test_a_failure_is_shown_by_its_reason(tmp_path):
-    trace = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    raise ValueError("bad gold")\nValueError: bad gold'
+    trace = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    raise error\nValueError: bad gold'
 
     def broken(spec):
         errors = [f"scorer s failed: {trace}", f"scorer s failed: ValueError: bad gold\n{trace}"]

@@ -126,7 +126,7 @@ def test_a_file_that_is_cut_within_what_it_counts_is_named_with_what_is_left_and
             file.append(an_outcome(str(n)))
     path.write_bytes(path.read_bytes()[:-20])
     for use in (lambda: read_outcomes(path), lambda: OutcomeFile(path, go_on=True)):
-        with pytest.raises(ConfigError, match="counts 3 outcomes, and 2 of them are whole.*copy the file again"):
+        with pytest.raises(ConfigError, match=r"counts 3 outcomes, and 2 of them are whole.*copy the file again"):
             use()
 
 

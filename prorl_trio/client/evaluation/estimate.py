@@ -51,9 +51,9 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
 
     It is Wilson's interval of the mean, with a task as a trial: rollouts of one task are not independent, tasks are.
     Scores of 0 and 1 are such trials. Scores between them, as of graded rewards or of several rollouts, vary less than
-    right and wrong ones of the same mean, whose variance p (1 - p) is the largest in [0, 1] (Bhatia and Davis, "A better
-    bound on the variance", 2000): for them it is wider than it need be, and never too narrow. A better score never has
-    a lower interval.
+    right and wrong ones of the same mean p, whose variance p (1 - p) is the largest in [0, 1] (Bhatia and Davis, "A
+    better bound on the variance", 2000): for them it is wider than it need be, and not too narrow. A better score never
+    has a lower interval.
     """
     if not scores or min(scores) < 0.0 or max(scores) > 1.0:
         return None

@@ -36,7 +36,8 @@ Figure = str | int | float | None
 def figures(folder: EvaluationFolder, scores: Sequence[FamilyScore]) -> dict[str, Figure]:
     """Return the report as one flat mapping; those of a family begin with its name and `/`.
 
-    Shares are in [0, 1]. `reward_mean` is the mean over tasks of a task's mean reward. `pass@K`, its interval (`_low`, `_high`) and its `_tasks` are of rollouts with a reward;
+    Shares are in [0, 1]. `reward_mean` is the mean over tasks of a task's mean reward. `pass@K`, its interval (`_low`,
+    `_high`) and its `_tasks` are of rollouts with a reward;
     `_if_failed` and `_if_passed` are of all tasks, with rollouts that have none taken as wrong and as correct.
     """
     plan = folder.plan
@@ -133,8 +134,9 @@ def print_report(folder: EvaluationFolder, scores: Sequence[FamilyScore], out: C
     out.print(score_table(scores))
     few = any(passed.tasks < score.tasks for score in scores for passed in score.passes)
     lines = [
-        f"means over tasks, of rollouts with a reward, with {100 * LEVEL:g} % intervals (Wilson, tasks as trials); correct "
-        f"from a reward of {folder.plan.correct_from:g}; bounds: rollouts without a reward as all wrong .. all right"
+        f"means over tasks, of rollouts with a reward, with {100 * LEVEL:g} % intervals (Wilson, tasks as trials)",
+        f"correct: from a reward of {folder.plan.correct_from:g}; bounds: rollouts without a reward as all "
+        "wrong .. all right",
     ]
     if few:
         lines.append("some tasks have fewer than k rollouts with a reward: they are in the bounds alone")
@@ -148,7 +150,7 @@ def print_report(folder: EvaluationFolder, scores: Sequence[FamilyScore], out: C
 
 
 def print_unsolved(folder: EvaluationFolder, out: Console) -> int:
-    """Print which tasks' rewards are not correct, with the end of their verifiers' logs, and return how many there are."""
+    """Print the tasks whose solution is not correct, with the end of their verifiers' logs; return their number."""
     unsolved = [each for each in folder.outcomes if each.reward is not None and each.reward < folder.plan.correct_from]
     for outcome in unsolved[:MAX_UNSOLVED]:
         said = f"{outcome.instance_id}: its solution earned {outcome.reward:g}"

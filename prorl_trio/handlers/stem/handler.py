@@ -55,7 +55,7 @@ class StemHandler(AgentHandler):
         self._search_is_there = resources.search is not None
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`. A node, where `prepare` was called, also refuses what it lacks: search, packages."""
+        """See `AgentHandler.validate`. A node (after `prepare`) also refuses tasks that need what it lacks."""
         found = read_payload(payload)
         _check_family(found.grader)
         if self._search_is_there is None:

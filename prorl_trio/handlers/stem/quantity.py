@@ -69,9 +69,9 @@ def read_number(text: str) -> float | None:
 def read_quantities(text: str) -> list[Quantity]:
     """Return the quantity that a text states, and after it the same in other units; empty if it states none.
 
-    Decimals, thousands in groups, `1.2e-3`, `1.2 \\times 10^{-3}`, fractions, `\\pi`, `\\sqrt{2}`; LaTeX or Python. Before
-    it `v = ...`, `the speed is ...` or `about`; behind it the same once more: `500 nm = 0.5 µm`, `500 nm (0.5 µm)`.
-    The caller checks that these agree. Ranges, sums and products (`5-6`, `6*7`) are no numbers. Raises nothing.
+    Decimals, thousands in groups, `1.2e-3`, `1.2 \\times 10^{-3}`, fractions, `\\pi`, `\\sqrt{2}`; LaTeX or Python.
+    Before it `v = ...`, `the speed is ...` or `about`; behind it the same once more: `500 nm = 0.5 µm`, `500 nm (0.5
+    µm)`. The caller checks that these agree. Ranges, sums and products (`5-6`, `6*7`) are no numbers. Raises nothing.
     """
     if len(text) > MAX_QUANTITY_CHARS:
         return []
@@ -133,7 +133,7 @@ def _quantity(text: str, *, first: bool) -> Quantity | None:
     if unit and (unit[0] in "+-–,^_*=<>.±!:" or (unit[0].isdigit() and not re.match(r"1\s?/\s?[^\W\d]", unit))):
         return None
     unit = _OF.sub("", unit)
-    return Quantity(value, "" if not unit else unit)
+    return Quantity(value, unit)
 
 
 class _Reader:

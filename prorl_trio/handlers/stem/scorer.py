@@ -13,7 +13,7 @@ from prorl_trio.handlers.stem.choice import read_choice
 from prorl_trio.handlers.stem.payload import Choice, Generated, Grader, Number, ShortAnswer, read_payload
 from prorl_trio.handlers.stem.quantity import Quantity, read_number, read_quantities
 from prorl_trio.handlers.stem.short_answer import compare_short_answer
-from prorl_trio.handlers.stem.stated import stated_answers
+from prorl_trio.handlers.stem.stated import place_of_box, stated_answers
 from prorl_trio.handlers.stem.units import Unit, convert, read_unit
 from prorl_trio.types.errors import MalformedJob
 
@@ -93,7 +93,7 @@ def _near(first: float, second: float) -> bool:
 
 def _unit_behind(boxed: str, answer: str) -> str:
     """Return the unit that stands behind a box with a bare number, `\\boxed{5} km`; empty if there is none."""
-    behind = answer[answer.rfind(boxed) + len(boxed) :].partition("\n")[0].removeprefix("}").strip()
+    behind = answer[place_of_box(answer, boxed)[1] :].partition("\n")[0].removeprefix("}").strip()
     text = behind.strip("$ ").removesuffix(".").removeprefix("\\)").strip("$ ")
     return text if text and len(text) <= 80 and any(read_unit(text)) else ""
 
