@@ -158,6 +158,13 @@ class _Worker:
                 await stream.aclose()
 
 
+def _reason_first(trace: str) -> str:
+    """Return a traceback with the exception that it ends with also before it."""
+    lines = trace.rstrip().splitlines()
+    last_frame = max((place for place, line in enumerate(lines) if line.startswith(" ")), default=-1)
+    return "\n".join([*lines[last_frame + 1 :], trace]) if trace else ""
+
+
 class ScorerPool:
     """At most `max_workers` scoring processes; a call beyond that waits. Use `open_scorer_pool`."""
 
@@ -223,7 +230,7 @@ class ScorerPool:
             self._idle.setdefault(module, []).append(worker)
         if reply.result is None:
             raise EvaluationError(
-                f"scorer {function} failed: {reply.error or 'it returned no dict'}",
+                f"scorer {function} failed: {_reason_first(reply.error) or 'it returned no dict'}",
                 error_code="evaluator_crashed" if reply.error else "evaluator_malformed",
             )
         return reply.result

@@ -34,7 +34,7 @@ __all__ = ["eval"]
 
 OF_THE_PLAN = (
     "tasks", "specs", "skip_bad", "oracle", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns",
-    "max_output_tokens", "attempts", "seed", "model", "out",
+    "max_output_tokens", "attempts", "model", "out",
 )  # fmt: skip
 """Options that say what is evaluated: with --resume the folder says it."""
 
@@ -57,7 +57,11 @@ OF_THE_PLAN = (
 @click.option("--max-turns", type=click.IntRange(min=1), default=8, show_default=True, help="Per rollout.")
 @click.option("--max-output-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Per turn.")
 @click.option("--attempts", type=click.IntRange(1, 100), default=3, show_default=True, help="If infrastructure fails.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the confidence intervals.")
+@click.option(
+    "--correct-from",
+    type=click.FloatRange(-1e9, 1e9),
+    help="Least reward of a correct rollout, for pass@k; also with --resume. [1]",
+)
 @click.option("--model", default="", help="Folder of the model, with which `show` turns tokens into text.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record below it."
@@ -65,10 +69,20 @@ OF_THE_PLAN = (
 @click.option("--resume", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Go on with this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as flat JSON; the rest on standard error.")
 @click.pass_context
-def eval(context: click.Context, /, node: Node, resume: Path | None, as_json: bool, out: Path, **options: Any) -> None:
-    """Score the policy on a task set. Pass@1 and pass@k with confidence intervals, by family.
+def eval(
+    context: click.Context,
+    /,
+    node: Node,
+    resume: Path | None,
+    as_json: bool,
+    out: Path,
+    correct_from: float | None,
+    **options: Any,
+) -> None:
+    """Score the policy on a task set. Mean reward, pass@1 and pass@k with confidence intervals, by family.
 
-    N rollouts are sampled of each task, and recorded one by one. Pass@k is the unbiased estimate over the rollouts that
+    N rollouts are sampled of each task, and recorded one by one. A rollout is correct if its reward is at least 1, or
+    what --correct-from says. Pass@k is the unbiased estimate over the rollouts that
     have a reward. Those that have none (failed, timed out, cancelled, rejected by the node, or not run) are counted
     beside it, and the bounds say what the score would be, had all of them been wrong, or right.
 
@@ -97,6 +111,8 @@ def eval(context: click.Context, /, node: Node, resume: Path | None, as_json: bo
         new = None
     people = Console(stderr=True) if as_json else progress.console
     with open_evaluation(resume or run_folder(out), new) as folder:
+        if correct_from is not None:
+            folder.count_correct_from(correct_from)
         try:
             is_over = with_client(node, lambda client: _run(client, folder, people), folder.plan.session_id)
         except ServiceError:
@@ -145,7 +161,6 @@ def _new_plan(
     max_turns: int,
     max_output_tokens: int,
     attempts: int,
-    seed: int,
     model: str,
 ) -> tuple[EvaluationPlan, list[TaskInstance]]:
     if tasks is None:
@@ -163,7 +178,6 @@ def _new_plan(
         sampling=SamplingParams(temperature=temperature or 0.0, top_p=top_p, max_output_tokens=max_output_tokens),
         max_turns=max_turns,
         attempts=attempts,
-        seed=seed,
         model=model,
         oracle=oracle,
     )

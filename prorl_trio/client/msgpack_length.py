@@ -21,7 +21,7 @@ _EXTENSIONS: Final = (0xC7, 0xC8, 0xC9)
 _MAPS: Final = (0xDE, 0xDF)
 
 
-def length_of(content: bytes) -> int | None:
+def length_of(content: bytes | memoryview) -> int | None:
     """Return the bytes that the value at the start of `content` takes; None if it is cut off, or is no msgpack."""
     position, pending = 0, 1
     while pending:

@@ -141,8 +141,11 @@ def read_outcomes(path: Path) -> list[Outcome]:
         ConfigError: it cannot be read, or is not such a file.
     """
     content = _content(path)
+    end = length_of(content)
+    if end is None:
+        _refuse_cut(path, content)
     try:  # what is behind the array was being written when the run was killed
-        return msgspec.msgpack.decode(content[: length_of(content)], type=list[Outcome])
+        return msgspec.msgpack.decode(content[:end], type=list[Outcome])
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path} is no file of trajectories: {exc}") from exc
 
@@ -158,9 +161,25 @@ def _extent(path: Path) -> tuple[int, int]:
     """Return how many outcomes a file has, and where the last whole one ends. Raises ConfigError."""
     content = _content(path)
     end = length_of(content)
+    if end is None:
+        _refuse_cut(path, content)
     if end is None or not content or content[0] != _ARRAY32:
         raise ConfigError(f"{path} is no file of trajectories")
     return _HEADER.unpack_from(content)[1], end
+
+
+def _refuse_cut(path: Path, content: bytes) -> None:
+    """Raise ConfigError if a file of trajectories ends before the last outcome that it counts."""
+    if len(content) < _HEADER.size or content[0] != _ARRAY32:
+        return
+    count, whole, place = _HEADER.unpack_from(content)[1], 0, _HEADER.size
+    view = memoryview(content)
+    while (length := length_of(view[place:])) is not None and whole < count:
+        whole, place = whole + 1, place + length
+    raise ConfigError(
+        f"{path} is cut off: it counts {count} outcomes, and {whole} of them are whole. A killed run leaves no such "
+        "file: copy the file again from where it was recorded, or start a new run"
+    )
 
 
 def read_run_info(folder: Path) -> RunInfo | None:

@@ -111,8 +111,19 @@ def _end_of(outcome: Outcome) -> str:
 
 def errors(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the `MAX_ERRORS` most frequent errors, one line each, with their counts."""
-    counts = Counter(one_line(f"{outcome.cause}: {outcome.error}").plain for outcome in outcomes if outcome.error)
+    counts = Counter(one_line(f"{each.cause}: {_reason(each.error)}").plain for each in outcomes if each.error)
     return [f"{count} x {error[:MAX_ERROR_CHARS]}" for error, count in counts.most_common(MAX_ERRORS)]
+
+
+def _reason(error: str) -> str:
+    """Return an error without the traceback in it. A traceback that comes before its reason leaves the reason."""
+    head, found, trace = error.partition("Traceback (most recent call last):")
+    head = head.rstrip()
+    if not found or (head and not head.endswith(":")):
+        return head
+    lines = trace.rstrip().splitlines()
+    last_frame = max((place for place, line in enumerate(lines) if line.startswith(" ")), default=-1)
+    return f"{head} {' '.join(lines[last_frame + 1 :])}".strip()
 
 
 def outcome_list(outcomes: Sequence[Outcome]) -> Table:

@@ -212,6 +212,39 @@ async def test_the_command_prints_a_table_or_flat_json(tmp_path):
         assert "12 of 12 rollouts are recorded" in result.stderr
 
 
+async def test_graded_rewards_are_shown_and_counted_as_correct_from_the_reward_that_is_asked_for(tmp_path):
+    def judged(spec):
+        return msgspec.structs.replace(make_outcome(spec), reward=0.75 if spec.instance.payload["n"] else 0.25)
+
+    async with open_service(FakeNode(judged)) as service:
+        options = ("--tasks", write_tasks(tmp_path), "--out", str(tmp_path / "runs"))
+        result = await command(service, *options, "--correct-from", "0.5")
+        rows = [line.split() for line in result.stdout.splitlines()]
+        assert ["all", "reward", "4", "0.625", "0.219", "..", "0.908"] in rows
+        assert ["all", "pass@1", "4", "75.0", "30.1", "..", "95.4", "75.0", "..", "75.0"] in rows
+        assert "correct from a reward of 0.5" in result.stdout
+        (folder,) = (tmp_path / "runs").iterdir()
+        report = json.loads((folder / "report.json").read_bytes())
+        assert (report["correct_from"], report["reward_mean"], report["even/pass@1"]) == (0.5, 0.625, 0.5)
+        result = await command(service, "--resume", str(folder), "--json")
+        assert json.loads(result.stdout) == report, "it is kept"
+        result = await command(service, "--resume", str(folder), "--correct-from", "1", "--json")
+        assert json.loads(result.stdout)["pass@1"] == 0.0
+
+
+async def test_a_failure_is_shown_by_its_reason(tmp_path):
+    trace = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    raise error\nValueError: bad gold'
+
+    def broken(spec):
+        errors = [f"scorer s failed: {trace}", f"scorer s failed: ValueError: bad gold\n{trace}"]
+        error = errors[spec.instance.payload["n"] % 2]
+        return msgspec.structs.replace(make_outcome(spec), status="failed", reward=None, cause="evaluator", error=error)
+
+    async with open_service(FakeNode(broken)) as service:
+        result = await command(service, "--tasks", write_tasks(tmp_path), "--out", str(tmp_path / "runs"))
+    assert "4 x evaluator: scorer s failed: ValueError: bad gold\n" in result.stdout
+
+
 async def test_a_whole_evaluation_has_the_exit_code_0(tmp_path):
     node = FakeNode(make_outcome)
     async with open_service(node) as service:

@@ -31,27 +31,54 @@ def test_wilsons_interval_is_that_of_the_textbooks():
     assert wilson(1.0, 30) == pytest.approx((0.8865, 1.0), abs=1e-4)
 
 
-def test_the_interval_is_that_of_the_mean_over_tasks():
-    scores = np.random.default_rng(1).random(400).tolist()
-    low, high = mean_interval(scores, seed=0)
-    half = 1.96 * np.std(scores) / len(scores) ** 0.5
-    assert (low, high) == pytest.approx((np.mean(scores) - half, np.mean(scores) + half), abs=half / 10)
-    assert mean_interval(scores, seed=0) == (low, high)
-    assert mean_interval(scores, seed=1) != (low, high)
+def test_of_right_and_wrong_tasks_it_is_wilsons_interval_and_grows_with_each_right_one():
+    intervals = [mean_interval([1.0] * right + [0.0] * (30 - right)) for right in range(31)]
+    assert intervals == [wilson(right / 30, 30) for right in range(31)]
+    assert [each.low for each in intervals] == sorted({each.low for each in intervals})
+    assert [each.high for each in intervals] == sorted({each.high for each in intervals})
+
+
+@pytest.mark.parametrize("rollouts", [2, 4, 8])
+def test_a_rollout_more_that_is_right_never_makes_the_score_look_worse(rollouts):
+    generator = np.random.default_rng(rollouts)
+    correct = generator.binomial(rollouts, generator.beta(0.5, 0.5, size=20))
+    before = mean_interval((correct / rollouts).tolist())
+    while (wrong := np.flatnonzero(correct < rollouts)).size:
+        correct[generator.choice(wrong)] += 1
+        after = mean_interval((correct / rollouts).tolist())
+        assert after.low > before.low
+        assert after.high > before.high
+        before = after
 
 
 def test_equal_tasks_are_no_proof_of_certainty():
-    assert mean_interval([1.0] * 30, seed=0) == wilson(1.0, 30)
-    assert mean_interval([], seed=0) is None
+    assert mean_interval([1.0] * 30) == wilson(1.0, 30)
+    assert mean_interval([0.5] * 30) == wilson(0.5, 30)
+    assert mean_interval([]) is None
+    assert mean_interval([0.5, 2.0]) is None
 
 
-def test_the_interval_holds_the_truth_about_as_often_as_it_says():
-    generator = np.random.default_rng(2)
+@pytest.mark.parametrize("tasks", [5, 30, 100])
+@pytest.mark.parametrize("rollouts", [1, 4])
+@pytest.mark.parametrize("chances", [(0.3, 0.3), (0.95, 0.95), (0.05, 0.95), (0.1, 0.6)])
+def test_the_interval_holds_the_truth_about_as_often_as_it_says(tasks, rollouts, chances):
+    """Tasks of two kinds, half of each, in 400 evaluations: 95 % of the intervals hold the mean chance, or more."""
+    generator = np.random.default_rng(tasks)
     hits = 0
-    for trial in range(200):
-        low, high = mean_interval((generator.binomial(4, 0.3, size=60) / 4).tolist(), seed=trial)
-        hits += low <= 0.3 <= high
-    assert hits >= 180
+    for _ in range(400):
+        chance = generator.choice(chances, size=tasks)
+        low, high = mean_interval((generator.binomial(rollouts, chance) / rollouts).tolist())
+        hits += low <= np.mean(chances) <= high
+    assert hits >= 0.9 * 400
+
+
+def test_graded_rewards_have_an_interval_that_holds_their_mean_as_often():
+    generator = np.random.default_rng(3)
+    hits = 0
+    for _ in range(400):
+        low, high = mean_interval(generator.beta(2, 1, size=25).tolist())
+        hits += low <= 2 / 3 <= high
+    assert hits >= 0.95 * 400
 
 
 def tally(family, correct, wrong, **lost):
@@ -65,11 +92,12 @@ def tally(family, correct, wrong, **lost):
 
 def test_what_has_no_reward_is_beside_the_score_and_bounds_it():
     tallies = [tally("a", 2, 2), tally("a", 1, 1, failed=2), tally("b", 0, 1, timed_out=1, rejected=2)]
-    every, first, second = score_families(tallies, (1, 4), 0)
+    every, first, second = score_families(tallies, (1, 4))
     assert [score.family for score in (every, first, second)] == ["", "a", "b"]
     assert (every.tasks, every.rollouts, every.graded) == (3, 12, 7)
     assert every.lost == {"failed": 2, "timed_out": 1, "cancelled": 0, "rejected": 2, "missing": 0}
-    assert every.reward_mean == pytest.approx((3 + 4 * 0.5) / 7)
+    assert (every.reward.tasks, every.reward.value) == (3, pytest.approx((0.75 + 0.75 + 0.5) / 3))
+    assert every.reward.low < every.reward.value < every.reward.high
     at_1, at_4 = every.passes
     assert (at_1.tasks, at_1.value) == (3, pytest.approx((0.5 + 0.5 + 0.0) / 3))
     assert (at_1.if_failed, at_1.if_passed) == (pytest.approx((2 + 1 + 0) / 12), pytest.approx((2 + 3 + 3) / 12))
@@ -77,5 +105,15 @@ def test_what_has_no_reward_is_beside_the_score_and_bounds_it():
     assert (second.passes[1].tasks, second.passes[1].value, second.passes[1].low) == (0, None, None)
 
 
+def test_a_graded_reward_is_correct_from_the_reward_that_is_asked_for():
+    for correct_from, correct in ((1.0, 0), (0.75, 2), (0.5, 2), (0.8, 0)):
+        counted = TaskTally(family="judged")
+        for _ in range(2):
+            counted.add(make_outcome(make_spec("job"), reward=0.75), correct_from)
+        assert counted.correct == correct
+        (score,) = score_families([counted], (1,))
+        assert (score.reward.value, score.passes[0].value) == (0.75, correct / 2)
+
+
 def test_one_family_is_not_told_twice():
-    assert [score.family for score in score_families([tally("math", 1, 0)] * 2, (1,), 0)] == [""]
+    assert [score.family for score in score_families([tally("math", 1, 0)] * 2, (1,))] == [""]

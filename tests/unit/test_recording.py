@@ -119,6 +119,17 @@ def test_a_file_of_something_else_is_named(tmp_path, content):
         read_outcomes(path)
 
 
+def test_a_file_that_is_cut_within_what_it_counts_is_named_with_what_is_left_and_the_way_on(tmp_path):
+    path = tmp_path / "trajectories.msgpack"
+    with OutcomeFile(path) as file:
+        for n in range(3):
+            file.append(an_outcome(str(n)))
+    path.write_bytes(path.read_bytes()[:-20])
+    for use in (lambda: read_outcomes(path), lambda: OutcomeFile(path, go_on=True)):
+        with pytest.raises(ConfigError, match=r"counts 3 outcomes, and 2 of them are whole.*copy the file again"):
+            use()
+
+
 def test_two_runs_in_one_second_get_folders_of_their_own(tmp_path):
     assert run_folder(tmp_path) != run_folder(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -14,9 +15,6 @@ __all__ = ["LEVEL", "Interval", "mean_interval", "pass_at_k", "wilson"]
 
 LEVEL: Final = 0.95
 """Confidence of every interval."""
-RESAMPLES: Final = 10_000
-_AT_ONCE: Final = 1_000_000
-"""Numbers that are drawn at once."""
 
 
 class Interval(NamedTuple):
@@ -48,23 +46,15 @@ def wilson(share: float, trials: int) -> Interval:
     return Interval(max(0.0, middle - half), min(1.0, middle + half))
 
 
-def mean_interval(scores: Sequence[float], seed: int) -> Interval | None:
-    """Return the interval of the mean of the tasks' `scores`, each in [0, 1]; None without a task.
+def mean_interval(scores: Sequence[float]) -> Interval | None:
+    """Return the interval of the mean of the tasks' `scores`; None without a task, or if a score is beyond [0, 1].
 
-    It is the percentile bootstrap over tasks: rollouts of one task are not independent, tasks are. Where all tasks have
-    the same score, resampling would say that there is no doubt: there it is Wilson's interval, with a task as a trial.
-    The same scores and `seed` give the same interval.
+    It is Wilson's interval of the mean, with a task as a trial: rollouts of one task are not independent, tasks are.
+    Scores of 0 and 1 are such trials. Scores between them, as of graded rewards or of several rollouts, vary less than
+    right and wrong ones of the same mean p, whose variance p (1 - p) is the largest in [0, 1] (Bhatia and Davis, "A
+    better bound on the variance", 2000): for them it is wider than it need be, and not too narrow. A better score never
+    has a lower interval.
     """
-    values = np.asarray(scores, dtype=np.float64)
-    if not len(values):
+    if not scores or min(scores) < 0.0 or max(scores) > 1.0:
         return None
-    if values.min() == values.max():
-        return wilson(float(values[0]), len(values))
-    generator = np.random.default_rng(seed)
-    rows = max(1, _AT_ONCE // len(values))
-    means = [
-        values[generator.integers(len(values), size=(min(rows, RESAMPLES - done), len(values)))].mean(axis=1)
-        for done in range(0, RESAMPLES, rows)
-    ]
-    low, high = np.quantile(np.concatenate(means), ((1.0 - LEVEL) / 2.0, (1.0 + LEVEL) / 2.0))
-    return Interval(float(low), float(high))
+    return wilson(math.fsum(scores) / len(scores), len(scores))

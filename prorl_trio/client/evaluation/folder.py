@@ -78,6 +78,15 @@ class EvaluationFolder:
         self._outcomes[outcome.job_id] = msgspec.structs.replace(outcome, trajectory=None)
         return True
 
+    def count_correct_from(self, reward: float) -> None:
+        """Count rollouts as correct from this reward on, from now on and after a resume.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        self.plan = msgspec.structs.replace(self.plan, correct_from=reward)
+        write_json(self.path / PLAN, self.plan)
+
     def todo(self) -> list[JobSpec]:
         """Return the jobs of the rollouts that are not over, in the order of the plan."""
         jobs: list[JobSpec] = []
@@ -98,7 +107,7 @@ class EvaluationFolder:
     def _count(self, tally: TaskTally, rollout: Rollout) -> None:
         last = self.plan.last_try(self.instances[rollout.place], rollout, self._outcomes)
         if last.is_over:
-            tally.add(self._outcomes[last.job_id])
+            tally.add(self._outcomes[last.job_id], self.plan.correct_from)
         elif last.job_id in self.rejected:
             tally.lost["rejected"] += 1
         else:

@@ -46,7 +46,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
         ks: the k of each pass@k that is reported.
         max_turns: of a rollout.
         attempts: of a rollout that the infrastructure failed.
-        seed: of the intervals.
+        correct_from: the least reward of a correct rollout.
         model: the folder whose tokenizer decodes the tokens; empty if that is not known.
         oracle: the tasks bring their solutions, and no policy is asked.
     """
@@ -59,7 +59,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     max_turns: int
     attempts: int = 1
-    seed: int = 0
+    correct_from: float = 1.0
     model: str = ""
     oracle: bool = False
 

@@ -14,14 +14,12 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome
 
-__all__ = ["LOST", "FamilyScore", "Lost", "PassAtK", "TaskTally", "score_families", "score_tasks"]
+__all__ = ["LOST", "FamilyScore", "Lost", "MeanReward", "PassAtK", "TaskTally", "score_families", "score_tasks"]
 
 Lost = Literal["failed", "timed_out", "cancelled", "rejected", "missing"]
 """The reason for which a rollout has no reward: `rejected` by the node, `missing` where it was not run yet; else its
 status."""
 LOST: Final[tuple[Lost, ...]] = ("failed", "timed_out", "cancelled", "rejected", "missing")
-CORRECT: Final = 1.0
-"""Least reward of a correct rollout."""
 
 
 class TaskTally(msgspec.Struct):
@@ -33,14 +31,14 @@ class TaskTally(msgspec.Struct):
     rewards: float = 0.0
     lost: Counter[Lost] = msgspec.field(default_factory=Counter)
 
-    def add(self, outcome: Outcome) -> None:
-        """Count a rollout by its outcome."""
+    def add(self, outcome: Outcome, correct_from: float = 1.0) -> None:
+        """Count a rollout by its outcome; it is correct if its reward is at least `correct_from`."""
         if outcome.reward is None:
             assert outcome.status != "completed"
             self.lost[outcome.status] += 1
             return
         self.graded += 1
-        self.correct += outcome.reward >= CORRECT
+        self.correct += outcome.reward >= correct_from
         self.rewards += outcome.reward
 
 
@@ -66,6 +64,22 @@ class PassAtK(msgspec.Struct, frozen=True, kw_only=True):
     if_passed: float
 
 
+class MeanReward(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean over tasks of the mean reward of a task's graded rollouts.
+
+    Attributes:
+        tasks: the tasks with a graded rollout.
+        value: the mean; None if there is no such task.
+        low: lower end of its interval; see `estimate.mean_interval`. None if a task's mean is beyond [0, 1].
+        high: upper end.
+    """
+
+    tasks: int
+    value: float | None
+    low: float | None
+    high: float | None
+
+
 class FamilyScore(msgspec.Struct, frozen=True, kw_only=True):
     """The score of a family, or of all tasks (`family` is empty). `rollouts` is `graded` and all of `lost` together."""
 
@@ -74,20 +88,18 @@ class FamilyScore(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: int
     graded: int
     lost: dict[Lost, int]
-    reward_mean: float | None
+    reward: MeanReward
     passes: list[PassAtK]
 
 
-def score_families(tallies: Sequence[TaskTally], ks: Iterable[int], seed: int) -> list[FamilyScore]:
+def score_families(tallies: Sequence[TaskTally], ks: Iterable[int]) -> list[FamilyScore]:
     """Return the score of all tasks, then, where there are several families, of each in alphabetical order."""
     families = sorted({tally.family for tally in tallies})
-    named = [
-        score_tasks(family, [tally for tally in tallies if tally.family == family], ks, seed) for family in families
-    ]
-    return [score_tasks("", tallies, ks, seed), *(named if len(families) > 1 else [])]
+    named = [score_tasks(family, [tally for tally in tallies if tally.family == family], ks) for family in families]
+    return [score_tasks("", tallies, ks), *(named if len(families) > 1 else [])]
 
 
-def score_tasks(family: str, tallies: Sequence[TaskTally], ks: Iterable[int], seed: int) -> FamilyScore:
+def score_tasks(family: str, tallies: Sequence[TaskTally], ks: Iterable[int]) -> FamilyScore:
     """Return the score of `tallies`, at least one, under the name `family`."""
     graded = sum(tally.graded for tally in tallies)
     lost = {why: sum(tally.lost[why] for tally in tallies) for why in LOST}
@@ -97,15 +109,27 @@ def score_tasks(family: str, tallies: Sequence[TaskTally], ks: Iterable[int], se
         rollouts=graded + sum(lost.values()),
         graded=graded,
         lost=lost,
-        reward_mean=sum(tally.rewards for tally in tallies) / graded if graded else None,
-        passes=[_pass_at_k(tallies, k, seed) for k in ks],
+        reward=_mean_reward(tallies),
+        passes=[_pass_at_k(tallies, k) for k in ks],
     )
 
 
-def _pass_at_k(tallies: Sequence[TaskTally], k: int, seed: int) -> PassAtK:
+def _mean_reward(tallies: Sequence[TaskTally]) -> MeanReward:
+    graded = [tally for tally in tallies if tally.graded]
+    means = [tally.rewards / tally.graded for tally in graded]
+    interval = mean_interval(means)
+    return MeanReward(
+        tasks=len(means),
+        value=_mean(means) if means else None,
+        low=interval.low if interval else None,
+        high=interval.high if interval else None,
+    )
+
+
+def _pass_at_k(tallies: Sequence[TaskTally], k: int) -> PassAtK:
     estimates = (pass_at_k(tally.graded, tally.correct, k) for tally in tallies)
     known = [estimate for estimate in estimates if estimate is not None]
-    interval = mean_interval(known, seed)
+    interval = mean_interval(known)
     return PassAtK(
         k=k,
         tasks=len(known),

@@ -30,14 +30,14 @@ MAX_REJECTIONS: Final = 5
 MAX_UNSOLVED: Final = 20
 """Limit of the tasks that are named one by one."""
 MAX_LOG_LINES: Final = 10
-SOLVED: Final = 1.0
 Figure = str | int | float | None
 
 
 def figures(folder: EvaluationFolder, scores: Sequence[FamilyScore]) -> dict[str, Figure]:
     """Return the report as one flat mapping; those of a family begin with its name and `/`.
 
-    Shares are in [0, 1]. `pass@K`, its interval (`_low`, `_high`) and its `_tasks` are of rollouts with a reward;
+    Shares are in [0, 1]. `reward_mean` is the mean over tasks of a task's mean reward. `pass@K`, its interval (`_low`,
+    `_high`) and its `_tasks` are of rollouts with a reward;
     `_if_failed` and `_if_passed` are of all tasks, with rollouts that have none taken as wrong and as correct.
     """
     plan = folder.plan
@@ -45,14 +45,15 @@ def figures(folder: EvaluationFolder, scores: Sequence[FamilyScore]) -> dict[str
         "task_set": plan.tasks,
         "rollouts_per_task": plan.rollouts,
         "temperature": plan.sampling.temperature,
+        "correct_from": plan.correct_from,
         "confidence": LEVEL,
-        "seed": plan.seed,
     }
     for score in scores:
         prefix = f"{score.family}/" if score.family else ""
         flat |= {f"{prefix}tasks": score.tasks, f"{prefix}rollouts": score.rollouts, f"{prefix}graded": score.graded}
         flat |= {f"{prefix}{why}": count for why, count in score.lost.items()}
-        flat[f"{prefix}reward_mean"] = score.reward_mean
+        flat |= {f"{prefix}reward_mean": score.reward.value, f"{prefix}reward_mean_tasks": score.reward.tasks}
+        flat |= {f"{prefix}reward_mean_low": score.reward.low, f"{prefix}reward_mean_high": score.reward.high}
         for passed in score.passes:
             flat |= {f"{prefix}{name}": value for name, value in _pass_figures(passed).items()}
     return flat
@@ -71,8 +72,11 @@ def _pass_figures(passed: PassAtK) -> dict[str, Figure]:
 
 
 def score_table(scores: Sequence[FamilyScore]) -> Table:
-    """Return the table of the scores, in per cent: with intervals, and between the bounds that lost rollouts leave."""
-    table = Table(title="scores, %", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    """Return the table of the scores, with intervals, and between the bounds that lost rollouts leave.
+
+    Pass@k is in per cent, the mean reward as it is.
+    """
+    table = Table(title="scores (pass@k in %)", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("family", overflow="fold")
     table.add_column("", no_wrap=True)
     table.add_column("tasks", justify="right", no_wrap=True)
@@ -80,10 +84,13 @@ def score_table(scores: Sequence[FamilyScore]) -> Table:
     table.add_column(f"{100 * LEVEL:g} % interval", no_wrap=True)
     table.add_column("bounds", no_wrap=True)
     for score in scores:
+        name, style = one_line(score.family or ALL), "" if score.family else "bold"
+        reward = score.reward
+        mean, low, high = map(_reward, (reward.value, reward.low, reward.high))
+        table.add_row(name, "reward", str(reward.tasks), mean, f"{low} .. {high}", "", style=style)
         for passed in score.passes:
             known, low, high = map(_per_cent, (passed.value, passed.low, passed.high))
             bounds = f"{_per_cent(passed.if_failed)} .. {_per_cent(passed.if_passed)}"
-            name, style = one_line(score.family or ALL), "" if score.family else "bold"
             table.add_row(name, f"pass@{passed.k}", str(passed.tasks), known, f"{low} .. {high}", bounds, style=style)
     return table
 
@@ -104,13 +111,17 @@ def _per_cent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
+def _reward(reward: float | None) -> str:
+    return "-" if reward is None else f"{reward:.3f}"
+
+
 def write_report(folder: EvaluationFolder) -> tuple[list[FamilyScore], bytes]:
     """Compute the scores, write them to `report.json` in the folder, and return them, also as that JSON.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    scores = score_families(folder.tallies(), folder.plan.ks, folder.plan.seed)
+    scores = score_families(folder.tallies(), folder.plan.ks)
     encoded = msgspec.json.format(msgspec.json.encode(figures(folder, scores)), indent=2)
     with named_path(folder.path / REPORT):
         (folder.path / REPORT).write_bytes(encoded)
@@ -123,8 +134,9 @@ def print_report(folder: EvaluationFolder, scores: Sequence[FamilyScore], out: C
     out.print(score_table(scores))
     few = any(passed.tasks < score.tasks for score in scores for passed in score.passes)
     lines = [
-        f"pass@k over rollouts with a reward, with its {100 * LEVEL:g} % interval (bootstrap over tasks, seed "
-        f"{folder.plan.seed}; Wilson where all tasks are equal); bounds: rollouts without one as all wrong .. all right"
+        f"means over tasks, of rollouts with a reward, with {100 * LEVEL:g} % intervals (Wilson, tasks as trials)",
+        f"correct: from a reward of {folder.plan.correct_from:g}; bounds: rollouts without a reward as all "
+        "wrong .. all right",
     ]
     if few:
         lines.append("some tasks have fewer than k rollouts with a reward: they are in the bounds alone")
@@ -138,8 +150,8 @@ def print_report(folder: EvaluationFolder, scores: Sequence[FamilyScore], out: C
 
 
 def print_unsolved(folder: EvaluationFolder, out: Console) -> int:
-    """Print which tasks' rewards are below 1, with the end of their verifiers' logs, and return how many there are."""
-    unsolved = [each for each in folder.outcomes if each.reward is not None and each.reward < SOLVED]
+    """Print the tasks whose solution is not correct, with the end of their verifiers' logs; return their number."""
+    unsolved = [each for each in folder.outcomes if each.reward is not None and each.reward < folder.plan.correct_from]
     for outcome in unsolved[:MAX_UNSOLVED]:
         said = f"{outcome.instance_id}: its solution earned {outcome.reward:g}"
         out.print(one_line(said), style="red", markup=False, highlight=False, soft_wrap=True)

@@ -20,11 +20,12 @@ MAX_BEYOND_CHARS: Final = 600
 _LEAD: Final = re.compile(
     r"(?:(?:so|thus|hence|therefore|then|the|correct|right|best|final|most|likely|appropriate|suitable|accurate|answer|"
     r"option|choice|letter|statement|is|it|its|it's|that|would|be|must|should|we|i(?=\s+[a-z]{2})|choose|chose|pick|select|"
-    r"think|believe|go|with|going|my|to|this|question)(?![A-Za-z'])[\s:,]*|[=:\s]|-\s)*",
+    r"say|think|believe|go|with|going|my|to|this|question)(?![A-Za-z'])[\s:,]*|[=:\s]|-\s)*",
     re.IGNORECASE,
 )
 _LETTER: Final = re.compile(
-    r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])(?P<close>\s?[)\]}>\"'][)\]}>\"']*)?(?P<mark>\s?[.:,;]|\s?[-–](?=\s))?(?P<rest>(?![\w+#^_'*/=&%-]).*)?",
+    r"(?P<open>[(\[{<\"']*)\s*(?P<letter>[A-Za-z])(?P<close>\s?[)\]}>\"'][)\]}>\"']*)?(?P<mark>\s?[.:,;]|\s?[-–](?=\s))?"  # noqa: RUF001
+    r"(?P<rest>(?![\w+#^_'*/=&%-]).*)?",
     re.DOTALL,
 )
 _LONE: Final = re.compile(r"[(\[{<\"'*`\s]*([A-Za-z])\s?[)\]}>\"'*`]*\s?[.,:;]?[*\s]*")
@@ -37,6 +38,8 @@ _IS_RIGHT: Final = re.compile(
     r"(?:(?:correct|right|best|final|true|accurate|appropriate|likely)\s*)?(?:one|answer|option|choice|statement)?[.!]?\s*",
     re.IGNORECASE,
 )
+_BEHIND: Final = re.compile(r"(.+\S)\s?[(\[]([A-Z])[)\]]\.?", re.DOTALL)
+"""The text of a choice, and its letter behind it."""
 _ALSO: Final = re.compile(r"(?<![A-Za-z])(?:or|but|wait|actually|maybe|perhaps)[\s,]+[(\[]?[A-Z](?![A-Za-z])")
 """Another letter that may be right as well."""
 _OTHER_LETTER: Final = re.compile(r"(?<![A-Za-z'])(?:[(\[]([A-Za-z])[)\]]|([B-HJ-Z])(?![A-Za-z'’]))")  # noqa: RUF001
@@ -71,20 +74,23 @@ class _Texts:
         alone = _alone(bare)
         if len(alone) == 1 and alone in LETTERS[: self._count]:
             return LETTERS.index(alone)
-        strict = self._same(said, _FORMS[:4])
+        strict = self._same(said, STRICT)
         if len(alone) == 1 and (place := LETTERS.find(alone.upper())) in range(self._count):
             return place if strict in (None, place) else None
         if strict is not None:
             return strict
-        place, is_named = self._lettered(bare)
+        named, is_named = self._lettered(bare)
         if is_named:
-            return place
-        place = self._same(said, _FORMS)
-        return self._same(first_sentence(without_reason(bare)), _FORMS) if place is None else place
+            return named
+        if (named := self._same(said)) is not None:
+            return named
+        if (behind := _BEHIND.fullmatch(bare)) is not None and (place := LETTERS.find(behind[2])) in range(self._count):
+            return place if self._same(behind[1]) == place else None
+        return self._same(first_sentence(without_reason(bare)))
 
-    def _same(self, said: str, forms: Sequence[object]) -> int | None:
-        """Return the one choice with this text, by the first form in which there is any; None if there are several."""
-        for form, texts in zip(_FORMS[: len(forms)], self._forms, strict=False):
+    def _same(self, said: str, forms: int | None = None) -> int | None:
+        """Return the one choice with this text, by the first of `forms` in which there is any; None for several."""
+        for form, texts in list(zip(_FORMS, self._forms, strict=True))[:forms]:
             wanted = form(said)
             same = [place for place, text in enumerate(texts) if text and are_same(text, wanted)]
             if same:
@@ -110,11 +116,11 @@ class _Texts:
 
     def _agrees(self, rest: str, own: int) -> bool:
         """Return whether what stands behind a letter says nothing else than the choice of that letter."""
-        said = self._same(rest, _FORMS)
+        said = self._same(rest)
         rest = re.sub(r"^[-–]\s", "", rest).strip(" .()[]{}\"':,;")  # noqa: RUF001
         if not rest or _IS_RIGHT.fullmatch(rest):
             return said in (None, own)
-        said = self._same(rest, _FORMS) if said is None else said
+        said = self._same(rest) if said is None else said
         if said is not None:
             return said == own
         texts = self._forms[-1]
@@ -182,5 +188,7 @@ def _folded(text: str) -> str:
     return normalise(_trimmed(text), articles=True)
 
 
+STRICT: Final = 4
+"""Forms in which an article counts: `A Green` may be the letter A."""
 _FORMS: Final = (_exact, _undressed, _cased, _folded, lambda text: normalise(_trimmed(text)))
 """From the text as it is to its loosest form."""

@@ -49,17 +49,19 @@ class StemHandler(AgentHandler):
 
     def __init__(self) -> None:
         self._search_is_there: bool | None = None
-        """None until `prepare`: a loader on another machine need not have what a node has."""
 
     async def prepare(self, resources: Resources) -> None:
         """Note whether the node has a search."""
         self._search_is_there = resources.search is not None
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`. A node refuses a task that asks for search or a package that it lacks."""
+        """See `AgentHandler.validate`. A node (after `prepare`) also refuses tasks that need what it lacks."""
         found = read_payload(payload)
-        _check_packages(found.grader, is_node=self._search_is_there is not None)
-        if "search" in (found.tools or ()) and self._search_is_there is False:
+        _check_family(found.grader)
+        if self._search_is_there is None:
+            return
+        _check_packages(found.grader)
+        if "search" in (found.tools or ()) and not self._search_is_there:
             raise MalformedJob(
                 "this node has no search: set search.backend in its node.toml, or leave `tools` out",
                 "$.instance.payload.tools",
@@ -145,9 +147,17 @@ class StemHandler(AgentHandler):
         return made
 
 
-def _check_packages(grader: Grader, *, is_node: bool) -> None:
-    """Raise MalformedJob if such answers are not graded anywhere, or if this is a node and lacks what grades them."""
-    if isinstance(grader, Generated) and (is_node or grader.family in REFUSED):
+def _check_family(grader: Grader) -> None:
+    if isinstance(grader, Generated) and grader.family in REFUSED:
+        raise MalformedJob(
+            f"reasoning-gym's family {grader.family} is refused: {REFUSED[grader.family]}",
+            "$.instance.payload.grader.family",
+        )
+
+
+def _check_packages(grader: Grader) -> None:
+    """Raise MalformedJob if this node lacks what grades such answers."""
+    if isinstance(grader, Generated):
         try:
             check_family(grader.family)
         except ValueError as exc:

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001, RUF003 - signs of many kinds are what this file is about
+# ruff: noqa: RUF001, RUF002 - signs of many kinds are what this file is about
 """LaTeX, markdown and Unicode written as plain text: one form for what a reader sees as the same. Pure and linear.
 
 Gold answers, choices and policies' answers pass through `plain`, so that no form is known on one side alone.

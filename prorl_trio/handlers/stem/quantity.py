@@ -47,7 +47,9 @@ _LOGIC: Final = re.compile(
 )
 _FORMULA: Final = re.compile(r"[\w\\(){}\[\]^+\-*/·×÷√|'′.°%Å⟨⟩ ]*", re.DOTALL)
 _OF: Final = re.compile(r"(?<=[^\s]) of (?:the )?[A-Za-z][\w()+]{0,20}(?: [A-Za-z][a-z]{0,20}){0,2}$")
-_ALSO: Final = re.compile(r"\s*[,;]?\s\((?:or|i\.e\.,?|that is,?|=|≈|~|about|approximately|\s)*([-+]?[\d.√π][^()]*(?:\([^()]*\)[^()]*)?)\)$")
+_ALSO: Final = re.compile(
+    r"\s*[,;]?\s\((?:or|i\.e\.,?|that is,?|=|≈|~|about|approximately|\s)*([-+]?[\d.√π][^()]*(?:\([^()]*\)[^()]*)?)\)$"
+)
 _SIDES: Final = re.compile(r"==|[=≈]|,?\s+or\s+|,\s*i\.e\.,?\s+")
 
 
@@ -67,9 +69,9 @@ def read_number(text: str) -> float | None:
 def read_quantities(text: str) -> list[Quantity]:
     """Return the quantity that a text states, and after it the same in other units; empty if it states none.
 
-    Decimals, thousands in groups, `1.2e-3`, `1.2 \\times 10^{-3}`, fractions, `\\pi`, `\\sqrt{2}`; LaTeX or Python. Before
-    it `v = ...`, `the speed is ...` or `about`; behind it the same once more: `500 nm = 0.5 µm`, `500 nm (0.5 µm)`.
-    The caller checks that these agree. Ranges, sums and products (`5-6`, `6*7`) are no numbers. Raises nothing.
+    Decimals, thousands in groups, `1.2e-3`, `1.2 \\times 10^{-3}`, fractions, `\\pi`, `\\sqrt{2}`; LaTeX or Python.
+    Before it `v = ...`, `the speed is ...` or `about`; behind it the same once more: `500 nm = 0.5 µm`, `500 nm (0.5
+    µm)`. The caller checks that these agree. Ranges, sums and products (`5-6`, `6*7`) are no numbers. Raises nothing.
     """
     if len(text) > MAX_QUANTITY_CHARS:
         return []
@@ -97,7 +99,9 @@ def read_quantities(text: str) -> list[Quantity]:
 
 def _stripped(text: str) -> str:
     text = text.strip().strip("`").strip()
-    while len(text) > 1 and text[0] in "([{\"'" and text[-1] in ")]}\"'" and "()[]{}\"\"''".find(text[0] + text[-1]) >= 0:
+    while (
+        len(text) > 1 and text[0] in "([{\"'" and text[-1] in ")]}\"'" and "()[]{}\"\"''".find(text[0] + text[-1]) >= 0
+    ):
         inner = text[1:-1]
         if any(sign in inner for sign in "()[]{}\"'"):
             break
@@ -129,7 +133,7 @@ def _quantity(text: str, *, first: bool) -> Quantity | None:
     if unit and (unit[0] in "+-–,^_*=<>.±!:" or (unit[0].isdigit() and not re.match(r"1\s?/\s?[^\W\d]", unit))):
         return None
     unit = _OF.sub("", unit)
-    return Quantity(value, "" if not unit else unit)
+    return Quantity(value, unit)
 
 
 class _Reader:

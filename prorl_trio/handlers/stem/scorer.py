@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, Final
 
 import msgspec
@@ -12,7 +13,7 @@ from prorl_trio.handlers.stem.choice import read_choice
 from prorl_trio.handlers.stem.payload import Choice, Generated, Grader, Number, ShortAnswer, read_payload
 from prorl_trio.handlers.stem.quantity import Quantity, read_number, read_quantities
 from prorl_trio.handlers.stem.short_answer import compare_short_answer
-from prorl_trio.handlers.stem.stated import stated_answers
+from prorl_trio.handlers.stem.stated import place_of_box, stated_answers
 from prorl_trio.handlers.stem.units import Unit, convert, read_unit
 from prorl_trio.types.errors import MalformedJob
 
@@ -92,7 +93,7 @@ def _near(first: float, second: float) -> bool:
 
 def _unit_behind(boxed: str, answer: str) -> str:
     """Return the unit that stands behind a box with a bare number, `\\boxed{5} km`; empty if there is none."""
-    behind = answer[answer.rfind(boxed) + len(boxed) :].partition("\n")[0].removeprefix("}").strip()
+    behind = answer[place_of_box(answer, boxed)[1] :].partition("\n")[0].removeprefix("}").strip()
     text = behind.strip("$ ").removesuffix(".").removeprefix("\\)").strip("$ ")
     return text if text and len(text) <= 80 and any(read_unit(text)) else ""
 
@@ -167,13 +168,18 @@ def _problem_of_choices(grader: Choice) -> tuple[str, str] | None:
             return f"choices {grader.answer} and {letter} are the same text: leave one of them out", "choices"
     for answer in (grader.answer, f"{grader.answer}. {texts[right]}"):
         if read_choice(answer, grader.choices) != grader.answer:
-            return f"the right answer {answer[:80]!r} is not read as {grader.answer}: write the choices otherwise", "choices"
+            return (
+                f"the right answer {answer[:80]!r} is not read as {grader.answer}: write the choices otherwise",
+                "choices",
+            )
     return None
 
 
 def _problem_of_number(grader: Number) -> tuple[str, str] | None:
     gold = read_number(str(grader.answer))
     assert gold is not None
+    if find_spec("pint") is None:
+        return None
     try:
         _gold_unit(grader.unit)
     except ValueError as exc:
@@ -193,10 +199,12 @@ def _problem_of_number(grader: Number) -> tuple[str, str] | None:
 
 
 def _problem_of_generated(grader: Generated, question: str) -> tuple[str, str] | None:
-    from prorl_trio.handlers.stem.verifier import score as verify  # here, since reasoning-gym is an extra
-
+    if find_spec("reasoning_gym") is None:  # a client's machine may do without it, and the node looks again
+        return None
     task = {"family": grader.family, "seed": grader.seed, "version": grader.version, "question": question}
     try:
+        from prorl_trio.handlers.stem.verifier import score as verify  # here, since reasoning-gym is an extra
+
         found = verify({**task, "answer": None})["score"]
     except Exception as exc:  # whatever its verifier raises
         return f"reasoning-gym cannot verify its own answer: {exc}", "family"

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from prorl_trio.handlers.stem.plain_text import plain
-from prorl_trio.handlers.stem.stated import stated_answers
+from prorl_trio.handlers.stem.stated import stated_answers, without_reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,8 +107,10 @@ def _is_article(words: list[str], place: int) -> bool:
 
 
 def are_same(first: str, second: str) -> bool:
-    """Return whether two normalised texts are the same. Raised and lowered text may be marked in one and not in the
-    other (`Ca^2+`, `H_2O`; `Ca2+`, `H2O`), but not as raised in one and lowered in the other.
+    """Return whether two normalised texts are the same.
+
+    Raised and lowered text may be marked in one and not in the other (`Ca^2+`, `H_2O`; `Ca2+`, `H2O`), but not as
+    raised in one and lowered in the other.
     """
     if first == second:
         return True
@@ -131,13 +133,15 @@ def _unmarked(text: str) -> tuple[str, dict[int, str]]:
 def compare_short_answer(text: str, golds: Sequence[str], *, case_sensitive: bool = False) -> dict[str, Any]:
     """Return `equal`, whether the answer is one of `golds`, and `f1`, the best harmonic mean of precision and recall.
 
-    A text that is a gold answer as it is, is right. F1 counts words as SQuAD's evaluation does (Rajpurkar et al., 2016).
+    A text that is a gold answer as it is, is right. F1 counts words as SQuAD's evaluation does (Rajpurkar et al.,
+    2016).
     """
-    said = normalise(stated_answers(text)[0], case_sensitive=case_sensitive)
+    stated = stated_answers(text)[0]
+    said = normalise(stated, case_sensitive=case_sensitive)
     wanted = [normalise(gold, case_sensitive=case_sensitive) for gold in golds]
-    whole = normalise(text, case_sensitive=case_sensitive)
+    forms = [said, *(normalise(form, case_sensitive=case_sensitive) for form in (text, without_reason(stated)))]
     equal = text.strip() in {gold.strip() for gold in golds} or any(
-        bool(each) and (are_same(said, each) or are_same(whole, each)) for each in wanted
+        bool(each) and any(are_same(form, each) for form in forms) for each in wanted
     )
     return {
         "equal": equal,

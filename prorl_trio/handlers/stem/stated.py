@@ -7,24 +7,25 @@ from typing import Final
 
 from prorl_trio.handlers.final_answer import extract_boxed
 
-__all__ = ["HEDGES", "REASON", "first_sentence", "stated_answers", "without_reason"]
+__all__ = ["HEDGES", "REASON", "first_sentence", "place_of_box", "stated_answers", "without_reason"]
 
 MAX_BETWEEN_CHARS: Final = 24
 _ANCHOR: Final = re.compile(
-    r"(?:(?<![A-Za-z])(?:answer|choice|option)(?:\s+(?:is|equals|should be|must be|would be)(?![A-Za-z])\s*:?|\s{0,3}[:=])"
-    r"|####)[\s*_]*",
+    r"(?:(?<![A-Za-z])(?:answer|choice|option)(?:\s+(?:is|equals|should be|must be|would be)(?![A-Za-z])\s*:?"
+    r"|\s{0,3}[:=])|####)[\s*_]*",
     re.IGNORECASE,
 )
 _TAG: Final = re.compile(r"<\s*(?:final[_ ]?)?answer\s*>", re.IGNORECASE)
 _TAG_END: Final = re.compile(r"<\s*/\s*(?:final[_ ]?)?answer\s*>", re.IGNORECASE)
 _NEXT_BOX: Final = re.compile(r"\}?\s*\$?\s*(?:,|;|/|or|and|\\text\s*\{\s*(?:or|and)\s*\})?\s*\$?\s*", re.IGNORECASE)
 REASON: Final = re.compile(
-    r"(?:[,;:.]|\s-|\s–|\s—)?\s*(?:\(\s*)?(?<![A-Za-z])(?:because|since|as|due to|where|which|given that|so that|for the reason)(?![A-Za-z])",
+    r"(?:[,;:.]|\s[-–—])?\s{0,4}\(?(?<![A-Za-z])(?:(?:because|since|as|due to|where|which|given that|so that|"  # noqa: RUF001
+    r"for the reason)(?![A-Za-z])|(?:explanation|reason|reasoning|justification|rationale)\s?:)",
     re.IGNORECASE,
 )
 _RETRACTION: Final = re.compile(
-    r"(?<=[.!?,;\n])\s*(?:(?:oh|no|hmm|hm)[\s,.!]*)*(?:wait|actually|correction|sorry|scratch that)(?![A-Za-z])[\s,.:!-]*"
-    r"(?:no(?![A-Za-z])[\s,.:-]*)?(?:(?:it(?: is|'s)|the (?:correct )?answer is)(?![A-Za-z]))?",
+    r"(?<=[.!?,;\n])\s{0,4}(?:(?:oh|no|hmm|hm)[\s,.!]{0,4}){0,3}(?:wait|actually|correction|sorry|scratch that)"
+    r"(?![A-Za-z])[\s,.:!-]*(?:no(?![A-Za-z])[\s,.:-]*)?(?:(?:it(?: is|'s)|the (?:correct )?answer is)(?![A-Za-z]))?",
     re.IGNORECASE,
 )
 """What takes back all that was said before it."""
@@ -47,7 +48,7 @@ def stated_answers(text: str) -> list[str]:
     """
     boxed = extract_boxed(text)
     if boxed is not None:
-        at = text.rfind(boxed)
+        at, end_of_box = place_of_box(text, boxed)
         before = text[: text.rfind("\\", 0, at)] if at > 0 else ""
         previous = extract_boxed(before)
         if previous is not None:
@@ -55,7 +56,7 @@ def stated_answers(text: str) -> list[str]:
             between = before[end:]
             if len(between) <= MAX_BETWEEN_CHARS and _NEXT_BOX.fullmatch(between):
                 return [f"{previous} , {boxed}"]
-        behind = _anchored(text[at + len(boxed) :])
+        behind = _anchored(text[end_of_box:])
         return [boxed, *([behind] if behind else [])]
     tags = list(_TAG.finditer(text))
     if tags:
@@ -64,6 +65,13 @@ def stated_answers(text: str) -> list[str]:
         return [rest[: end_tag.start()].strip() if end_tag else rest.strip()]
     anchored = _anchored(text)
     return [anchored] if anchored else [text.strip()]
+
+
+def place_of_box(text: str, boxed: str) -> tuple[int, int]:
+    """Return where the content of a text's last box begins, and where it ends."""
+    at = text.rfind("{" + boxed)
+    at = at + 1 if at >= 0 else text.rfind(boxed)
+    return at, at + len(boxed)
 
 
 def _anchored(text: str) -> str:

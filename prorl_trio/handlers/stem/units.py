@@ -22,10 +22,12 @@ _SPELLINGS: Final = {
     # abbreviations that pint lacks, or reads otherwise than science does
     "gm": "gram", "gms": "gram", "gr.": "gram", "kgs": "kilogram", "kms": "kilometer", "cms": "centimeter",
     "mms": "millimeter", "mls": "milliliter", "lbs": "pound", "hrs": "hour", "secs": "second", "mins": "minute",
-    "yrs": "year", "wk": "week", "wks": "week", "mo": "month", "amps": "ampere", "mols": "mole", "AU": "astronomical_unit",
+    "yrs": "year", "wk": "week", "wks": "week", "mo": "month", "amps": "ampere", "mols": "mole",
+    "AU": "astronomical_unit",
     "A.U.": "astronomical_unit", "amu": "unified_atomic_mass_unit", "rev": "turn", "revs": "turn", "revolution": "turn",
     "rps": "turn second^-1", "kph": "kilometer hour^-1", "kmph": "kilometer hour^-1", "kmh": "kilometer hour^-1",
-    "mps": "meter second^-1", "fps": "foot second^-1", "Cal": "kilocalorie", "Cals": "kilocalorie", "C°": "degree_Celsius",
+    "mps": "meter second^-1", "fps": "foot second^-1", "Cal": "kilocalorie", "Cals": "kilocalorie",
+    "C°": "degree_Celsius",
     "F°": "degree_Fahrenheit", "degs": "degree", "deg": "degree", "°": "degree", "′": "arcminute", "″": "arcsecond",
     "micron": "micrometer", "microns": "micrometer", "henries": "henry", "henrys": "henry", "centuries": "century",
     "micros": "microsecond", "centigrade": "degree_Celsius", "degF": "degree_Fahrenheit", "degC": "degree_Celsius",
@@ -51,10 +53,12 @@ _SPELLINGS: Final = {
     "kwhr": "kilowatt hour", "kv": "kilovolt", "ev": "electron_volt", "EV": "electron_volt", "kev": "kiloelectron_volt",
     "KEV": "kiloelectron_volt", "KeV": "kiloelectron_volt", "gev": "gigaelectron_volt", "KG": "kilogram",
     "KM": "kilometer", "CM": "centimeter", "SEC": "second", "Sec": "second", "MIN": "minute", "HR": "hour",
-    "Hr": "hour", "Hrs": "hour", "HRS": "hour", "FT": "foot", "Ft": "foot", "LB": "pound", "LBS": "pound", "Lbs": "pound",
+    "Hr": "hour", "Hrs": "hour", "HRS": "hour", "FT": "foot", "Ft": "foot", "LB": "pound", "LBS": "pound",
+    "Lbs": "pound",
     "RPM": "revolutions_per_minute", "Rpm": "revolutions_per_minute", "MPH": "mile hour^-1", "Mph": "mile hour^-1",
     "KPH": "kilometer hour^-1", "PSI": "psi", "Psi": "psi", "ATM": "standard_atmosphere", "Atm": "standard_atmosphere",
-    "BAR": "bar", "Bar": "bar", "mM": "millimolar", "PPM": "ppm", "PPB": "part_per_billion", "Mol": "mole", "MOL": "mole",
+    "BAR": "bar", "Bar": "bar", "mM": "millimolar", "PPM": "ppm", "PPB": "part_per_billion", "Mol": "mole",
+    "MOL": "mole",
     "Rad": "radian", "RAD": "radian", "OHM": "ohm", "MEV": "megaelectron_volt", "DB": "decibel", "db": "decibel",
     "CC": "cubic_centimeter", "Deg": "degree", "DEG": "degree", "Torr": "torr", "Day": "day", "Days": "day",
     "Amp": "ampere", "Amps": "ampere", "Mile": "mile", "Year": "year", "Yr": "year", "Inch": "inch", "Feet": "foot",
@@ -66,7 +70,8 @@ _TEMPERATURES: Final = {
     "rankine": "degree_Rankine",
 }  # fmt: skip
 _TEMPERATURE: Final = re.compile(
-    r"(?:°|(?<![A-Za-z])deg(?:rees?|s)?(?![A-Za-z])\.?)[ -]?(celsius|centigrade|fahrenheit|kelvins?|rankine|[CFKR](?![A-Za-z]))",
+    r"(?:°|(?<![A-Za-z])deg(?:rees?|s)?(?![A-Za-z])\.?)[ -]?"
+    r"(celsius|centigrade|fahrenheit|kelvins?|rankine|[CFKR](?![A-Za-z]))",
     re.IGNORECASE,
 )
 _PHRASES: Final = tuple(
@@ -83,9 +88,12 @@ _PHRASES: Final = tuple(
     )
 )
 """Several words, or symbols, that mean something else than their product."""
-_PREFIXES: Final = tuple(
-    "quetta ronna yotta zetta exa peta tera giga mega kilo hecto deca deka deci centi milli micro nano pico femto atto "
-    "zepto yocto kibi mebi gibi tebi pebi Q R Y Z E P T G M k h da d c m µ u n p f a z y Ki Mi Gi Ti Pi".split()
+_PREFIXES: Final[tuple[str, ...]] = tuple(
+    re.findall(
+        r"\S+",
+        "quetta ronna yotta zetta exa peta tera giga mega kilo hecto deca deka deci centi milli micro nano pico femto "
+        "atto zepto yocto kibi mebi gibi tebi pebi Q R Y Z E P T G M k h da d c m µ u n p f a z y Ki Mi Gi Ti Pi",
+    )
 )
 _PREFIX_WORDS: Final = frozenset(prefix for prefix in _PREFIXES if len(prefix) > 2)
 _NAME: Final = r"(?:[^\W\d_]|[°%‰′″Å])+(?:_[a-zA-Z]\w*)?"
@@ -113,7 +121,9 @@ def _registry() -> Any:
     import pint  # here, since the package is an extra, and takes half a second
 
     registry: Any = pint.UnitRegistry(autoconvert_offset_to_baseunit=True)
-    registry.define("field_gauss = 1e-4 * tesla")  # pint's is of the Gaussian system, where a tesla has other dimensions
+    registry.define(
+        "field_gauss = 1e-4 * tesla"
+    )  # pint's is of the Gaussian system, where a tesla has other dimensions
     registry.define("part_per_billion = 1e-9")
     registry.define("part_per_trillion = 1e-12")
     return registry
@@ -126,7 +136,7 @@ def _names() -> tuple[frozenset[str], dict[str, str]]:
     words: dict[str, set[str]] = {}
     for name in names:
         if len(name) > 2 and name.replace("_", "").isalpha():
-            words.setdefault(name.casefold(), set()).add(_registry().get_name(name))
+            words.setdefault(name.casefold(), set()).add(str(_registry().get_name(name)))
     return names, {word: found.pop() for word, found in words.items() if len(found) == 1}
 
 
