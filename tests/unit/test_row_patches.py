@@ -12,7 +12,8 @@ OLD = "one\ntwo\n\n\nfive\nsix\n\n"
 BODY = "@@ -1,7 +1,8 @@\n one\n-two\n+2\n+2.5\n \n \n five\n six\n \n"
 HEAD = "diff --git a/f.txt b/f.txt\n--- a/f.txt\n+++ b/f.txt\n"
 PATCH = HEAD + BODY
-NEW_FILE = "diff --git a/new b/new\nnew file mode 100644\nindex 0000000..1234567\n--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+x\n"
+NEW_FILE = "diff --git a/new b/new\nnew file mode 100644\nindex 0000000..1234567\n--- /dev/null\n+++ b/new\n"
+NEW_FILE += "@@ -0,0 +1 @@\n+x\n"
 
 
 def takes(folder, patch, old=OLD):
