@@ -21,7 +21,7 @@ from prorl_trio.client.task_sets.competition import load_compmath, read_math_row
 from prorl_trio.client.task_sets.generated import PREFIX, load_reasoning_gym
 from prorl_trio.client.task_sets.harbor import load_harbor
 from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
-from prorl_trio.client.task_sets.mined import load_sdist_swe
+from prorl_trio.client.task_sets.mined import is_mined, load_mined, load_sdist_swe
 from prorl_trio.client.task_sets.science import load_gpqa_diamond, load_supergpqa, read_choice_row
 from prorl_trio.client.task_sets.stand_ins import read_stand_ins
 from prorl_trio.client.task_sets.swe_rows import read_swe_row
@@ -81,6 +81,8 @@ def load_task_set(name_or_path: str, *, specs: Path | None = None, solutions: bo
         raise ConfigError(f"{name_or_path!r} brings no solutions: folders of Harbor tasks do")
     if name_or_path in TASK_SETS:
         return TASK_SETS[name_or_path]()
+    if not path.exists() and is_mined(name_or_path):
+        return load_mined(name_or_path)
     if name_or_path.startswith(PREFIX):
         return load_reasoning_gym(name_or_path)
     try:
