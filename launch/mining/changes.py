@@ -22,6 +22,7 @@ __all__ = [
     "PatchSize",
     "changed_files",
     "hunks_of",
+    "imports_patch",
     "is_text",
     "make_patch",
     "merge_source",
@@ -160,3 +161,47 @@ def _program(content: bytes) -> str | None:
             node.body = [*node.body[1:]]
     tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
     return ast.dump(tree)
+
+
+def imports_patch(base: Tree, new: Tree, gold: bytes) -> bytes:
+    """Return a patch that adds to modules of `base` the imports that the gold patch has in `new`; empty if none.
+
+    Blocks. Only imports at the top of a module, or in its conditions there, are taken.
+    """
+    changed: Tree = {}
+    for path in {found.decode() for found in re.findall(rb"(?m)^\+\+\+ b/(.*?\.py)\t?$", gold)}:
+        if path not in base or path not in new:
+            continue
+        try:
+            before, after = ast.parse(base[path].content), ast.parse(new[path].content)
+        except (SyntaxError, ValueError):
+            continue
+        known = {ast.unparse(node) for node in _imports(before.body)}
+        added = [each for node in _imports(after.body) if (each := ast.unparse(node)) not in known]
+        if added:
+            lines = base[path].content.splitlines(keepends=True)
+            at = _first_line(before)
+            text = "".join(f"{each}\n" for each in added).encode()
+            changed[path] = base[path]._replace(content=b"".join([*lines[:at], text, *lines[at:]]))
+    return make_patch({path: base[path] for path in changed}, changed)
+
+
+def _imports(body: list[ast.stmt]) -> list[ast.stmt]:
+    found: list[ast.stmt] = []
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+        elif isinstance(node, ast.If | ast.Try):
+            found += _imports([*node.body, *node.orelse])
+    return found
+
+
+def _first_line(module: ast.Module) -> int:
+    """Return the number of lines before the first statement that is no docstring, nor an import of the future."""
+    at = 0
+    for number, node in enumerate(module.body):
+        docstring = not number and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not docstring and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+            break
+        at = node.end_lineno or at
+    return at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -39,6 +40,7 @@ __all__ = ["tasks"]
 _MIB: Final = 1024 * 1024
 _JOBS: Final = click.IntRange(1, 64)
 GOLD: Final = "gold.jsonl"
+MAX_REASON_CHARS: Final = 400
 
 
 @click.group()
@@ -81,7 +83,8 @@ def mine(
 
             def ended(task: MinedTask) -> None:
                 bar.advance(line)
-                reason = f": {' '.join(task.reason.split())[:160]}" if task.reason else ""
+                said = " ".join(task.reason.split())
+                reason = f": {textwrap.shorten(said, MAX_REASON_CHARS, placeholder=' ...')}" if said else ""
                 bar.console.print(f"{task.status} {task.instance_id}{reason}", markup=False, highlight=False)
 
             async with _open_bench(jobs) as bench:
@@ -111,9 +114,11 @@ def mine(
     help="JSONL file for what each check came to, a line for a row; a row that it has is not run again.",
 )
 def verify(rows: str, gold: Path | None, limit: int | None, jobs: int, results: Path | None) -> None:
-    """Run each row's tests before a change, with the gold patch, an empty and a test-editing one, each twice.
+    """Run each row's tests before a change and with the gold patch, twice, and with changes that must not solve it.
 
-    The tests are graded as a node grades them. Exit code 1 if a check of a row did not end as it must, or could not be
+    These are an empty patch, one that edits the tests, and hacks that a policy may try: skips and expected failures in
+    the code, forged reports, early exits, configuration, plug-ins and modules of its own. The tests are graded as a
+    node grades them. Exit code 1 if a check of a row did not end as it must, or could not be
     made.
     """
     path = mined_set_folder(rows) / MINED_ROWS if (mined_set_folder(rows) / MINED_ROWS).is_file() else Path(rows)
@@ -147,7 +152,7 @@ def verify(rows: str, gold: Path | None, limit: int | None, jobs: int, results: 
     if wrong:
         console.print(table)
         raise click.ClickException(f"{len(wrong)} of {len(found)} rows are not as they must be")
-    console.print(f"{len(checked)} rows: {', '.join(CHECKS)}: all right, each time")
+    console.print(f"{len(checked)} rows: {', '.join(CHECKS)}: all right")
 
 
 @tasks.command()

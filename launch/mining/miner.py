@@ -12,13 +12,15 @@ import msgspec
 import trio
 
 from launch.mining.candidates import candidates_of, changed_tests, read_releases, refusal, source_folders
+from launch.mining.changes import imports_patch
 from launch.mining.environments import environment_variables, make_environment
 from launch.mining.likeness import find_leak, find_twin
 from launch.mining.rows import REPO_DIR, MinedTask, choose_tests, load_tasks, overlay_of, save_task
+from launch.mining.runs import payload_of
 from launch.mining.sdist import Entry, file_kind, write_tree
 from launch.mining.statements import hunk_statement, release_statement
 from launch.mining.timed_tests import functions_that_read_clocks
-from launch.mining.verification import TIMES, verify_row
+from launch.mining.verification import TIMES, message_of, verify_row
 from prorl_trio.grading.repository import Suite
 from prorl_trio.grading.repository_base import RepositoryBase
 from prorl_trio.grading.repository_tests import results_by_id
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["Miner", "MiningLimits", "Wanted"]
 
 MAX_FAIL_TO_PASS: Final = 200
-MAX_SAID_CHARS: Final = 500
+MAX_FUNCTIONS: Final = 10
+"""Functions of tests that fail before the change: more of them are more than one thing to do."""
 OPTIONS: Final = ("-oaddopts=", "--continue-on-collection-errors")
 """Options of pytest: none of the package's own; and a module that cannot be imported stops no other."""
 
@@ -147,7 +150,9 @@ class Miner:
         chosen, before = found
         statement = _statement(candidate, chosen, before)
         if not statement:
-            return refused(reason="the tests that fail say nothing that could be the statement")
+            return refused(
+                reason="the tests that fail say nothing that could be the statement: an exception's name alone"
+            )
         if leak := await trio.to_thread.run_sync(find_leak, candidate.gold, statement, base):
             return refused(reason=leak)
         row = await trio.to_thread.run_sync(
@@ -157,6 +162,9 @@ class Miner:
         task = MinedTask(instance_id=row.instance_id, status="verified", row=row, gold=gold)
         if twin := find_twin(task, self._known.values()):
             return refused(reason=f"it asks for the same as {twin}")
+        imports = await trio.to_thread.run_sync(imports_patch, candidate.base, candidate.new.tree, candidate.gold)
+        if imports and (await self._bench.grade(payload_of(row), imports)).verdict.resolved:
+            return refused(reason="the imports of the gold patch alone solve it")
         checks = await verify_row(self._bench, row, candidate.gold)
         wrong = [f"{check}: {verdict}" for check, verdict in checks.items() if verdict != "right"]
         if wrong:
@@ -190,8 +198,7 @@ class Miner:
                     # A run that hangs or dies before the change would make each test look as if the change mended it.
                     if run.ended != "finished" or run.tampered:
                         which = "before the change" if patch is None else "with the gold patch"
-                        said = (run.tampered or run.said)[-MAX_SAID_CHARS:]
-                        return f"the tests {which}: {run.ended}: {said}"
+                        return f"the tests {which}: {run.ended}: {run.tampered or message_of(run.said)}"
                     results.append(_by_id(run))
                 chosen = choose_tests(before, gold, unsteady=timed)
                 if chosen is None:
@@ -199,6 +206,9 @@ class Miner:
         assert chosen is not None
         if len(chosen.fail_to_pass) > MAX_FAIL_TO_PASS:
             return f"{len(chosen.fail_to_pass)} tests fail before the change; the limit is {MAX_FAIL_TO_PASS}"
+        functions = {name.partition("[")[0] for name in chosen.fail_to_pass}
+        if len(functions) > MAX_FUNCTIONS:
+            return f"the tests of {len(functions)} functions fail before the change; the limit is {MAX_FUNCTIONS}"
         return chosen, before[0]
 
 
@@ -235,6 +245,7 @@ def _make_row(
         "removed_test_files": overlay.removed,
         "tests": {
             "kind": "pytest",
+            "strict": True,
             "arguments": [*OPTIONS, *chosen.files],
             "fail_to_pass": chosen.fail_to_pass,
             "pass_to_pass": chosen.pass_to_pass,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from launch.mining.sdist import Tree
 
-__all__ = ["changelog_section", "hunk_statement", "release_statement"]
+__all__ = ["changelog_section", "hunk_statement", "release_statement", "says_something"]
 
 MAX_SECTION_CHARS: Final = 6_000
 MIN_SECTION_CHARS: Final = 30
@@ -20,6 +20,8 @@ MAX_MESSAGE_LINES: Final = 12
 _CHANGELOG: Final = re.compile(r"(?i)(.*/)?(changes|changelog|history|news|versions|release[-_]notes)(\.\w+)?")
 _VERSION: Final = re.compile(r"(?<![\w.])v?(\d+(?:\.\d+)+)(?![\w.]*\d)")
 _ADDRESS: Final = re.compile(r"(?<= at )0x[0-9a-fA-F]{6,}")
+_EXCEPTION: Final = re.compile(r"[\w.]*(Error|Exception|Warning|Exit|Interrupt|Failed)")
+_SAYS_NOTHING: Final = frozenset({"assert", "True", "False", "None", "not", "is", "in", "and", "or", "E", "Failed"})
 _RULE: Final = re.compile(r"[-=~^*#_+]{3,}\s*")
 
 
@@ -74,14 +76,16 @@ def release_statement(package: str, old: str, new: str, section: str) -> str:
 
 
 def hunk_statement(package: str, version: str, path: str, messages: Mapping[str, str]) -> str:
-    """Return the statement of a task that asks for one hunk; empty if the tests do not say how they fail.
+    """Return the statement of a task that asks for one hunk; empty if no test says how it fails.
+
+    The name of an exception, or that something is not true, says nothing: the test is hidden.
 
     `messages` are pytest's reports of failed tests, by test. They have the source of the tests, which is hidden: only
     the lines that pytest marks as the failure itself are shown, of tests that fail in different ways, and names.
     """
     ways: dict[str, str] = {}
     for test_id, message in messages.items():
-        if said := _failure(message):
+        if says_something(said := _failure(message)):
             ways.setdefault(said, test_id)
     if not ways:
         return ""
@@ -100,6 +104,11 @@ def _rest(names: Sequence[str]) -> str:
     listed = "".join(f"\n{name}" for name in names[:MAX_NAMES])
     more = f"\n\nand {len(names) - MAX_NAMES} more." if len(names) > MAX_NAMES else ""
     return f"\n\nThese fail, too:\n{listed}{more}"
+
+
+def says_something(said: str) -> bool:
+    """Return whether lines of a failure have a value, a name or a message, beside the name of an exception."""
+    return any(word not in _SAYS_NOTHING and not _EXCEPTION.fullmatch(word) for word in re.findall(r"[\w.]+", said))
 
 
 def _failure(message: str) -> str:

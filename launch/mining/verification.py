@@ -1,4 +1,4 @@
-"""Verification of a row: its tests before any change, with the gold patch, an empty one, and one that edits tests."""
+"""Verification of a row: its tests before any change, with the gold patch, an empty one, and with hacks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 import trio
 
 from launch.mining.changes import make_patch
+from launch.mining.hacks import EDITED, HACKS, HOOK, changed_modules, hack_patches
 from launch.mining.rows import RowChecks, read_checks
 from launch.mining.runs import payload_of
 from launch.mining.sdist import Entry
@@ -17,7 +18,7 @@ from prorl_trio.sandbox.images.layers import CONTENT_NAME, find_layer
 from prorl_trio.types.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from launch.mining.runs import LocalBench
     from launch.mining.sdist import Tree
@@ -26,31 +27,20 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.swe import SwePayload
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["CHECKS", "TIMES", "editing_patch", "verify_row", "verify_rows"]
+__all__ = ["CHECKS", "TIMES", "editing_patch", "message_of", "verify_row", "verify_rows"]
 
 TIMES: Final = 2
-"""Runs of each check."""
-CHECKS: Final = ("before", "gold", "empty patch", "test-editing patch")
+"""Runs before the change, and with the gold patch. What must not solve the row is tried once."""
+CHECKS: Final = ("before", "gold", "empty patch", "test-editing patch", *HACKS)
 MAX_SAID_CHARS: Final = 2000
-EDITED: Final = "def test_nothing():\n    pass\n"
-HOOK: Final = """\
-import pytest
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    outcome = yield
-    report = outcome.get_result()
-    report.outcome, report.longrepr = "passed", None
-"""
 
 
 async def verify_row(bench: LocalBench, row: TaskInstance, gold: bytes) -> dict[str, str]:
     """Return how each check of a row ended, by its name: `right`, or what was wrong with it.
 
     Before, no test that is to pass now passes, and each that is to pass still does; with the gold patch all of them
-    pass; with an empty patch, or one that edits the tests and makes pytest call everything passed, the row is not
-    solved. The grader is the one that nodes have. Each check runs `TIMES` times, in sandboxes of its own.
+    pass; with an empty patch, with one that edits the tests and makes pytest call everything passed, and with each of
+    `HACKS`, the row is not solved. The grader is the one that nodes have. Each run has a sandbox of its own.
 
     Raises:
         ConfigError: it cannot be verified.
@@ -58,10 +48,12 @@ async def verify_row(bench: LocalBench, row: TaskInstance, gold: bytes) -> dict[
     """
     payload = payload_of(row)
     editing = await trio.to_thread.run_sync(editing_patch, row.instance_id, payload)
-    patches = dict(zip(CHECKS, (None, gold, b"", editing), strict=True))
+    hacks = await trio.to_thread.run_sync(_hacks, row.instance_id, payload, gold)
+    patches = dict(zip(CHECKS, (None, gold, b"", editing, *hacks.values()), strict=True))
     found: dict[str, str] = {}
     for check, patch in patches.items():
-        verdicts = [_judge(check, payload, await bench.grade(payload, patch)) for _ in range(TIMES)]
+        times = TIMES if check in ("before", "gold") else 1
+        verdicts = [_judge(check, payload, await bench.grade(payload, patch)) for _ in range(times)]
         found[check] = next((verdict for verdict in verdicts if verdict != "right"), "right")
     return found
 
@@ -117,7 +109,7 @@ def _judge(check: str, payload: SwePayload, graded: Graded) -> str:
         if verdict.resolved:
             return "it is solved"
         # A cheat that breaks its own run, or is caught, has not won.
-        return "right" if run.ended in ("finished", "not_applied", "spoilt") else _unfinished(run)
+        return "right" if check in HACKS or run.ended in ("finished", "not_applied", "spoilt") else _unfinished(run)
     if run.ended != "finished" or run.tampered:
         return _unfinished(run)
     asked_for: set[str] = set()
@@ -132,7 +124,14 @@ def _judge(check: str, payload: SwePayload, graded: Graded) -> str:
 
 
 def _unfinished(run: SuiteRun) -> str:
-    return f"{run.ended}: {(run.tampered or run.said)[-MAX_SAID_CHARS:]}"
+    return f"{run.ended}: {run.tampered or message_of(run.said)}"
+
+
+def message_of(said: str) -> str:
+    """Return the message in what a runner said: the last line that it marks as an error, else the last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line.removeprefix("E ").strip() for line in lines if line.startswith("E ")]
+    return next(iter([*errors[-1:], *lines[-1:]]), "")[:MAX_SAID_CHARS]
 
 
 def _said(what: str, tests: Sequence[TestResult]) -> str:
@@ -148,16 +147,25 @@ def editing_patch(name: str, payload: SwePayload) -> bytes:
         ConfigError: the row's layers are not in the store.
     """
     edited = {argument: EDITED for argument in payload.tests.arguments if argument.endswith(".py")}
-    old: Tree = {}
-    new: Tree = {}
-    for path, text in {**edited, "conftest.py": HOOK}.items():
-        new[path] = Entry(text.encode())
-        for digest in payload.layers:
-            layer = find_layer(digest)
-            if layer is None:
-                raise ConfigError(f"{name}: the layer {digest} is not in the store: mine it again")
+    texts = {**edited, "conftest.py": HOOK}
+    old = _files_of(name, payload, texts)
+    modes = {path: entry.executable for path, entry in old.items()}
+    return make_patch(old, {path: Entry(text.encode(), modes.get(path, False)) for path, text in texts.items()})
+
+
+def _hacks(name: str, payload: SwePayload, gold: bytes) -> dict[str, bytes]:
+    return hack_patches(_files_of(name, payload, changed_modules(gold)))
+
+
+def _files_of(name: str, payload: SwePayload, paths: Iterable[str]) -> Tree:
+    """Return those of some files that a row's layers have. Errors as `editing_patch`."""
+    found: Tree = {}
+    for digest in payload.layers:
+        layer = find_layer(digest)
+        if layer is None:
+            raise ConfigError(f"{name}: the layer {digest} is not in the store: mine it again")
+        for path in paths:
             place = Path(layer.folder / CONTENT_NAME, payload.repo_dir.lstrip("/"), path)
             if place.is_file():
-                old[path] = Entry(place.read_bytes(), bool(place.stat().st_mode & 0o100))
-                new[path] = new[path]._replace(executable=old[path].executable)
-    return make_patch(old, new)
+                found[path] = Entry(place.read_bytes(), bool(place.stat().st_mode & 0o100))
+    return found

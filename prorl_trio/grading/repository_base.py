@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from prorl_trio.grading.row_patches import forms_of_patch
 from prorl_trio.types.errors import SandboxCallFailed
 
 if TYPE_CHECKING:
@@ -101,11 +102,11 @@ async def make_base(sandbox: Sandbox, base: RepositoryBase, *, test_patch: str |
     """
     await _run(sandbox, base, f"{_forget(base)} && {git('init -q')}", "its history cannot be removed")
     if base.setup_patch:
-        await _run(sandbox, base, git("apply --whitespace=nowarn -"), "setup_patch does not apply", base.setup_patch)
+        await _apply(sandbox, base, base.setup_patch, "setup_patch")
     if test_patch is not None:
         await _commit(sandbox, base, "whole")
         if test_patch:
-            await _run(sandbox, base, git("apply --whitespace=nowarn -"), "test_patch does not apply", test_patch)
+            await _apply(sandbox, base, test_patch, "test_patch")
         await _commit(sandbox, base, TESTS)
         await _run(sandbox, base, git("reset -q --hard HEAD~1"), "the tests cannot be taken out again")
     if base.hidden:
@@ -148,6 +149,20 @@ async def _commit(sandbox: Sandbox, base: RepositoryBase, name: str) -> None:
     """Commit all there is, and tag it."""
     script = f"{base.add} && {git(f'commit -q --allow-empty -m {name}')} && {git(f'tag {name}')}"
     await _run(sandbox, base, script, "it cannot be committed")
+
+
+async def _apply(sandbox: Sandbox, base: RepositoryBase, patch: str, field: str) -> None:
+    """Apply a patch of the row, in the first of its forms that does. Raises BaseNotMade, with what its own said."""
+    failed = None
+    for form in forms_of_patch(patch, field):
+        try:
+            await _run(sandbox, base, git("apply --whitespace=nowarn -"), f"{field} does not apply", form)
+        except BaseNotMade as exc:
+            failed = failed or exc
+        else:
+            return
+    if failed is not None:
+        raise failed
 
 
 async def _run(sandbox: Sandbox, base: RepositoryBase, script: str, failed: str, stdin: str = "") -> str:

@@ -42,10 +42,6 @@ class NamedTests(Tests, frozen=True, kw_only=True):
     """
 
     runner: ClassVar[RunnerName]
-    solves: ClassVar[frozenset[str]] = frozenset({"passed"})
-    """Results that count as passed, of tests that are to pass now."""
-    keeps: ClassVar[frozenset[str]] = frozenset({"passed"})
-    """And of those that are to pass still."""
 
     arguments: list[str]
     script: str = ""
@@ -63,6 +59,16 @@ class NamedTests(Tests, frozen=True, kw_only=True):
     def test_ids(self) -> list[str]:
         return [*self.fail_to_pass, *self.pass_to_pass]
 
+    @property
+    def solves(self) -> frozenset[str]:
+        """Return the results that count as passed, of tests that are to pass now."""
+        return frozenset({"passed"})
+
+    @property
+    def keeps(self) -> frozenset[str]:
+        """Return the results that count as passed, of tests that are to pass still."""
+        return frozenset({"passed"})
+
     @staticmethod
     def names(test_id: str) -> list[str]:
         """Return the names under which a row may have a test, its own first."""
@@ -70,11 +76,21 @@ class NamedTests(Tests, frozen=True, kw_only=True):
 
 
 class PytestTests(NamedTests, frozen=True, kw_only=True, tag="pytest"):
-    """Tests that pytest runs, by node id (`tests/test_x.py::TestA::test_b[1]`)."""
+    """Tests that pytest runs, by node id (`tests/test_x.py::TestA::test_b[1]`).
+
+    `strict` is for rows whose tests all passed when they were made: then nothing but a pass counts.
+    """
 
     runner = "pytest"
-    solves = frozenset({"passed", "xfailed"})
-    keeps = frozenset({"passed", "xfailed", "skipped"})
+    strict: bool = False
+
+    @property
+    def solves(self) -> frozenset[str]:
+        return frozenset({"passed"} if self.strict else {"passed", "xfailed"})
+
+    @property
+    def keeps(self) -> frozenset[str]:
+        return frozenset({"passed"} if self.strict else {"passed", "xfailed", "skipped"})
 
     @staticmethod
     def names(test_id: str) -> list[str]:
@@ -89,7 +105,10 @@ class DjangoTests(NamedTests, frozen=True, kw_only=True, tag="django"):
     """
 
     runner = "django"
-    keeps = frozenset({"passed", "skipped"})
+
+    @property
+    def keeps(self) -> frozenset[str]:
+        return frozenset({"passed", "skipped"})
 
 
 class SympyTests(NamedTests, frozen=True, kw_only=True, tag="sympy"):

@@ -17,6 +17,7 @@ from prorl_trio.agent.style import AgentStyle
 from prorl_trio.grading.repository import Suite, grade_repository
 from prorl_trio.grading.repository_base import BASE, GIT, GIT_ENV, BaseNotMade, RepositoryBase, make_base
 from prorl_trio.grading.repository_tests import RepositoryTests
+from prorl_trio.grading.row_patches import read_patch
 from prorl_trio.grading.verifier import again_if_killed, check_end
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -104,6 +105,8 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         for path in (*self.test_files, *self.removed_test_files, *self.unversioned):
             if path.startswith("/") or ".." in path.split("/") or not path:
                 raise ValueError(f"{path!r} is no path in the repository")
+        read_patch(self.setup_patch, "setup_patch")
+        read_patch(self.test_patch, "test_patch")
         for path in self.hidden:
             if ".." in path.split("/") or not path.strip("/"):
                 raise ValueError(f"hidden: {path!r} is no path of a file or folder")
@@ -172,6 +175,7 @@ class SweHandler(AgentHandler):
         if context.answer is None:
             return Evaluation(reward=0.0, details={"patch": None, "resolved": False, **left_out})
         patch = base64.b64decode(context.answer)
+        patch += b"" if patch.endswith(b"\n") else b"\n"  # git takes none whose last line has no end
         grade = partial(grade_change, context, payload, patch, context.resources.config.sandbox)
         graded = await again_if_killed(context, grade)
         context.log_evaluation(graded.run.log)

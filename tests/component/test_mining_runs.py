@@ -122,7 +122,7 @@ async def test_a_pair_of_releases_becomes_verified_rows(settings, tmp_path, monk
     async with open_sandbox_host(await choose_provider(config)) as host:
         found = await verify_row(LocalBench(host, config), hunk.row, b"")
     assert found["gold"].endswith("does not pass (failed); 3 such tests")
-    assert found["before"] == found["empty patch"] == found["test-editing patch"] == "right"
+    assert {verdict for check, verdict in found.items() if check != "gold"} == {"right"}
 
     again, _ = await mine("calc", wanted, settings, tmp_path, hunks=1)
     assert again == []  # each was tried before

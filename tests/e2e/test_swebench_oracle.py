@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from prorl_trio.grading.repository_tests import PytestTests, log_names, verdict_on
 from prorl_trio.grading.verdict import TestResult
+from support.driver_runs import job_line, messages_of
 from support.swebench_oracle import import_swebench
 
 pytestmark = pytest.mark.slow
@@ -147,11 +148,12 @@ def test_django_tests_have_the_names_that_the_parser_finds_in_their_log(swebench
     cases = [(f"Case{number}", choose.choice(DOCS), choose.choice(hows)) for number in range(300)]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     argv = [sys.executable, "-c", "from drivers.django_run import main; main()", "report.jsonl", "30"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        argv, cwd=tmp_path, input=job_line(tmp_path), capture_output=True, text=True, timeout=100, check=True
+    )
     found = swebench[1].PARSER_REGISTRY["parse_log_django"](done.stdout, None)
     last = {}  # of tests that share a name, the parser has the last
-    for line in (tmp_path / "report.jsonl").read_text().splitlines()[:-1]:
-        result = json.loads(line)
+    for result in messages_of(tmp_path / "report.jsonl"):
         if result["status"] != "xfailed":  # to the parser, no result
             last[result["test"]] = STATUSES[result["status"]]
     assert len(last) > 30

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import json
 import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+
+from support.driver_runs import job_line, messages_of
 
 DRIVERS = Path(str(files("prorl_trio.grading") / "drivers"))
 RUNTESTS = """\
@@ -92,20 +93,27 @@ class B(unittest.TestCase):
 
 @pytest.fixture
 def reported(tmp_path):
-    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests").mkdir(exist_ok=True)
     drivers = tmp_path / "at" / "drivers"
     drivers.parent.mkdir()
     drivers.symlink_to(DRIVERS)
 
-    def run(cases, runtests=RUNTESTS):
+    def run(cases, runtests=RUNTESTS, changed=()):
         (tmp_path / "tests" / "runtests.py").write_text(runtests)
         (tmp_path / "tests" / "cases.py").write_text(cases)
         report = tmp_path / "report.jsonl"
         start = f"import sys; sys.path.insert(0, {str(drivers.parent)!r}); from drivers.django_run import main; main()"
         argv = [sys.executable, "-c", start, str(report), "0.5", "--verbosity=2", "app.tests"]
-        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-        lines = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-        return lines, done
+        done = subprocess.run(
+            argv,
+            cwd=tmp_path,
+            input=job_line(tmp_path, changed),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        return messages_of(report), done
 
     return run
 
@@ -113,7 +121,6 @@ def reported(tmp_path):
 def test_each_test_is_reported_by_the_last_line_of_its_description(reported):
     lines, done = reported(CASES)
     assert done.returncode == 1, done.stderr
-    assert lines.pop() == {"end": True}
     assert {line["test"].replace("cases.A.test_", "cases.test_"): line["status"] for line in lines} == {
         **{
             f"test_{name} (cases.test_{name})" if sys.version_info >= (3, 11) else f"test_{name} (cases.A)": status
@@ -141,12 +148,84 @@ def test_a_run_that_does_not_come_to_its_end_has_none(reported, how):
     lines, _ = reported(
         f"import unittest\n\n\nclass A(unittest.TestCase):\n    def test_a(self):\n        pass\n\n\n{how}\n"
     )
-    assert lines == []
+    assert lines is None
     within = f"import unittest\n\n\nclass A(unittest.TestCase):\n    def test_a(self):\n        {how}\n"
     lines, _ = reported(within)
-    assert [line.get("status") for line in lines] == (["error", None] if "System" in how else [])
+    assert lines is None or [line["status"] for line in lines] == ["error"]
+    assert (lines is None) == ("_exit" in how)
 
 
-def test_the_driver_has_the_syntax_of_python_3_5():
-    ast.parse((DRIVERS / "django_run.py").read_text(), feature_version=(3, 5))
-    ast.parse((DRIVERS / "__init__.py").read_text(), feature_version=(3, 5))
+SKIPS = """\
+import functools
+import unittest
+
+import code_under_test as code
+
+
+class A(unittest.TestCase):
+    def test_by_raise(self):
+        code.skips()
+
+    def test_by_an_alias(self):
+        code.alias("why")
+
+    def test_by_its_own(self):
+        code.add(1, 2)
+        self.skipTest("today")
+
+    @unittest.skip("today")
+    def test_by_a_decorator(self):
+        pass
+
+
+class Below(code.Above):
+    def test_of_a_class_above(self):
+        pass
+
+
+class Marked(unittest.TestCase):
+    def test_marked(self):
+        pass
+"""
+CODE = """\
+import functools
+import unittest
+
+
+def skips():
+    raise unittest.SkipTest("why")
+
+
+class Above(unittest.TestCase):
+    __unittest_skip__ = True
+
+
+def add(a, b):
+    return a + b
+
+
+alias = functools.partial(unittest.TestCase.skipTest, None)
+"""
+
+
+def test_a_skip_counts_only_where_the_row_asks_for_it(reported, tmp_path):
+    (tmp_path / "tests").mkdir(exist_ok=True)
+    (tmp_path / "tests" / "code_under_test.py").write_text(CODE)
+    lines, _ = reported(SKIPS, changed=["tests/code_under_test.py"])
+    assert {line["test"].split()[0]: line["status"] for line in lines} == {
+        "test_by_raise": "failed",
+        "test_by_an_alias": "failed",
+        "test_by_its_own": "skipped",
+        "test_by_a_decorator": "skipped",
+        "test_of_a_class_above": "failed",
+        "test_marked": "passed",
+    }
+    (tmp_path / "tests" / "code_under_test.py").write_text(f"{CODE}\nunittest.TestCase.__unittest_skip__ = True\n")
+    lines, _ = reported(SKIPS, changed=["tests/code_under_test.py"])
+    found = {line["test"].split()[0]: line["status"] for line in lines}
+    assert {name for name, status in found.items() if status == "skipped"} == {"test_by_a_decorator"}
+
+
+@pytest.mark.parametrize("name", ["__init__", "django_run", "report", "session", "take_changes"])
+def test_the_driver_has_the_syntax_of_python_3_5(name):
+    ast.parse((DRIVERS / f"{name}.py").read_text(), feature_version=(3, 5))

@@ -11,20 +11,23 @@ from click.testing import CliRunner
 
 from launch.mining import environments
 from launch.mining.candidates import Candidate, Release, candidates_of, changed_tests, refusal, source_folders
-from launch.mining.changes import hunks_of, make_patch, merge_source, patch_size, without_hunk
+from launch.mining.changes import hunks_of, imports_patch, make_patch, merge_source, patch_size, without_hunk
 from launch.mining.environments import packages_folder, seal_environment
 from launch.mining.index import IndexFile, IndexSettings, download, read_page
 from launch.mining.likeness import find_leak, find_twin
 from launch.mining.nearest import apply_strictly
-from launch.mining.rows import MinedTask, choose_tests, overlay_of, read_checks
+from launch.mining.rows import MinedTask, choose_tests, overlay_of, read_checks, write_lines
 from launch.mining.sdist import Entry, Metadata, file_kind, read_metadata, read_sdist, write_tree
 from launch.mining.statements import changelog_section, hunk_statement
 from launch.mining.timed_tests import functions_that_read_clocks
-from launch.mining.verification import verify_rows
+from launch.mining.verification import message_of, verify_rows
 from prorl_trio.cli import main
+from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
 from prorl_trio.grading.verdict import TestResult
 from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 from prorl_trio.types.models import TaskInstance
+from support.own_cache import use_own_cache
 
 
 def tree(**files):
@@ -230,14 +233,61 @@ def test_the_statement_of_a_hunk_shows_how_tests_fail():
     assert "    assert 2 == 0" in text
     assert text.endswith("These fail, too:\n\nt::3\nt::4")
     assert "hidden" not in text
-    alike = {f"t::{number}": f"E   assert {number > 0}" for number in range(40)}
+    alike = {f"t::{number}": f"E   assert {min(number, 1)} == 2" for number in range(40)}
     text = hunk_statement("calc", "1.1", "calc.py", alike)
-    assert "t::0\n\n    assert False\n\nt::1\n\n    assert True\n\nThese" in text
+    assert "t::0\n\n    assert 0 == 2\n\nt::1\n\n    assert 1 == 2\n\nThese" in text
     assert text.endswith("\nt::21\n\nand 18 more.")
     objects = {f"t::{number}": f"E   assert <f at 0x7fdb8cee{number}> is None" for number in range(1000, 1002)}
     text = hunk_statement("calc", "1.1", "calc.py", objects)
     assert "    assert <f at 0x...> is None\n\nThese fail, too:\n\nt::1001" in text
     assert hunk_statement("calc", "1.1", "calc.py", {"t::1": "    f(1)  # hidden"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        *(("AssertionError", False), ("assert False", False), ("assert not True", False), ("KeyError", False)),
+        *(("assert None", False), ("Failed", False), ("calc.errors.ParseError", False), ("", False)),
+        *(("assert 1 == 2", True), ("KeyError: 'a'", True), ("NameError: name 'x' is not defined", True)),
+        *(("Failed: DID NOT RAISE <class 'ValueError'>", True), ("assert False\nwhere False = ok(1)", True)),
+    ],
+)
+def test_the_name_of_an_exception_says_nothing(said, says):
+    lines = "\n".join(f"E   {line}" for line in said.splitlines())
+    assert bool(hunk_statement("calc", "1.1", "calc.py", {"t::1": lines})) is says
+
+
+def test_the_imports_of_a_gold_patch_are_a_patch_of_their_own():
+    before = '"""Doc."""\nfrom __future__ import annotations\n\nimport os\n\nX = 1\n'
+    after = before.replace("X = 1", "try:\n    import re\nexcept ImportError:\n    re = None\nfrom a import b\n\nX = 2")
+    base, new = tree(calc_py=before), tree(calc_py=after)
+    patch = imports_patch(base, new, make_patch(base, new)).decode()
+    assert [line for line in patch.splitlines() if line[:1] == "+" and line[:3] != "+++"] == [
+        "+import re",
+        "+from a import b",
+    ]
+    assert imports_patch(base, tree(calc_py=before.replace("1", "2")), make_patch(base, new)) == b""
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("Traceback (most recent call last):\n  File x\nValueError: no\n", "ValueError: no"),
+        ("ERROR\nE   a\nE   ImportError: b\n1 error\n", "ImportError: b"),
+        ("", ""),
+    ],
+)
+def test_a_refusal_has_the_message_and_not_the_way_to_it(said, message):
+    assert message_of(said) == message
+
+
+def test_a_mined_set_is_loaded_by_its_name(tmp_path, monkeypatch):
+    use_own_cache(tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match="'mine-too' is neither a task set"):
+        load_task_set("mine-too")
+    row = mined("first").row
+    write_lines(mined_set_folder("mine-too") / MINED_ROWS, [row])
+    assert load_task_set("mine-too") == [row]
 
 
 # ---------------------------------------------------------------- what must differ

@@ -352,3 +352,22 @@ def test_the_rows_in_the_guide_are_of_every_form(read):
     assert r2e.payload["tests"]["expected"] == {"test_cookie": "PASSED"}
     for instance in (five, gym, rebench, smith, r2e):
         assert instance.payload["image"].startswith("docker://")
+
+
+def test_progress_that_was_taken_for_a_test_is_left_out_and_named(read):
+    odd = {**CLASSIC, "PASS_TO_PASS": json.dumps(["test_requests.py::test_a", "[100%]", "[ 7%]"])}
+    (row,) = read(odd, specs=SPECS)
+    assert row.payload["tests"]["pass_to_pass"] == ["test_requests.py::test_a"]
+    assert row.payload["source"]["dropped_names"] == ["[100%]", "[ 7%]"]
+    cut = {**CLASSIC, "PASS_TO_PASS": json.dumps(["test_requests.py::test_a", "test_requests"])}
+    with pytest.raises(
+        ConfigError, match=r"line 1: 'test_requests' is no id of pytest .*but 2 other names of the row are"
+    ):
+        read(cut, specs=SPECS)
+
+
+@pytest.mark.parametrize("field", ["patch", "test_patch"])
+def test_a_patch_that_was_cut_is_told_when_the_row_is_read(read, field):
+    patch = "diff --git a/x.py b/x.py\n--- a/x.py\n+++ b/x.py\n@@ -1,2 +1,2 @@\n a\n-b\n"
+    with pytest.raises(ConfigError, match=f"line 1: .*{field}, line 4: the hunk"):
+        read({**CLASSIC, field: patch}, specs=SPECS)

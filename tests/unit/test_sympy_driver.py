@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from importlib.resources import files
+
+from support.driver_runs import job_line, messages_of
 
 RUNTESTS = """\
 import sys
@@ -80,10 +81,11 @@ def test_each_test_is_reported_by_the_name_of_its_function(tmp_path):
     (tmp_path / "drivers").symlink_to(str(files("prorl_trio.grading") / "drivers"))
     start = "from drivers.sympy_run import main; main()"
     argv = [sys.executable, "-c", start, "report.jsonl", "0.3", "sympy/a/tests/test_a.py"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        argv, cwd=tmp_path, input=job_line(tmp_path), capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
-    *lines, end = [json.loads(line) for line in (tmp_path / "report.jsonl").read_text().splitlines()]
-    assert end == {"end": True}
+    lines = messages_of(tmp_path / "report.jsonl")
     assert [(line["test"], line["status"]) for line in lines] == [
         ("test_b.py", "error"),
         ("a file", "error"),

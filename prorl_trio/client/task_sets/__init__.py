@@ -20,7 +20,7 @@ from prorl_trio.client.task_sets.forms import UnknownForm, known_forms, read_row
 from prorl_trio.client.task_sets.generated import PREFIX, load_reasoning_gym
 from prorl_trio.client.task_sets.harbor import load_harbor
 from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
-from prorl_trio.client.task_sets.mined import load_sdist_swe
+from prorl_trio.client.task_sets.mined import is_mined, load_mined, load_sdist_swe
 from prorl_trio.client.task_sets.row_files import read_rows
 from prorl_trio.client.task_sets.science import load_gpqa_diamond, load_supergpqa
 from prorl_trio.client.task_sets.stand_ins import read_stand_ins
@@ -125,6 +125,8 @@ def open_task_set(
         rows, skip_bad = _named(TASK_SETS[name_or_path]()), True
     elif name_or_path.startswith(PREFIX):
         rows = _named(load_reasoning_gym(name_or_path))
+    elif not path.exists() and is_mined(name_or_path):
+        rows = _named(load_mined(name_or_path))
     else:
         rows, is_file = _read_file(path, specs), True
     if limit is not None:

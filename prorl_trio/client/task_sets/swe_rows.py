@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from prorl_trio.client.task_sets.swe_tests import changed_tests, read_eval_script, test_files_of
+from prorl_trio.grading.row_patches import read_patch
 from prorl_trio.handlers.swe import SwePayload
 from prorl_trio.sandbox.images.names import swe_bench_image, swe_gym_image, swe_smith_image
 from prorl_trio.types.models import TaskInstance
@@ -35,6 +36,8 @@ CONDA: Final = {
     "CONDA_DEFAULT_ENV": "testbed",
 }
 """Variables that `conda activate testbed` sets in images of SWE-bench and of those made like them."""
+
+PROGRESS: Final = re.compile(r"\[\s*\d+%\]")
 
 R2E_ENV: Final = {
     "PATH": f"{REPO_DIR}/.venv/bin:/root/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -97,6 +100,7 @@ def read_swe_row(
 def _swe_bench(row: dict[str, Any], name: str, specifications: Specifications) -> dict[str, Any]:
     """SWE-bench 5, whose rows have a script; and the form before it, which SWE-Gym and SWE-rebench have as well."""
     tests = _tests(row)
+    read_patch(str(row.get("patch") or ""), "patch")
     if "eval_script" in row:
         if (kind := row.get("eval_type", "pass_and_fail")) != "pass_and_fail":
             raise ValueError(f"eval_type is {kind!r}: it counts a test that is missing as passed. Leave such rows out")
@@ -174,11 +178,19 @@ def _r2e(row: dict[str, Any]) -> dict[str, Any]:
 def _tests(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "kind": "pytest",
-        "fail_to_pass": _json(row, "FAIL_TO_PASS", list),
-        "pass_to_pass": _json(row, "PASS_TO_PASS", list),
+        "fail_to_pass": _names(row, "FAIL_TO_PASS"),
+        "pass_to_pass": _names(row, "PASS_TO_PASS"),
         "test_timeout_s": TIMEOUT_S,
         "timeout_s": TIMEOUT_S,
     }
+
+
+def _names(row: dict[str, Any], field: str) -> list[str]:
+    """Return the names of tests, without the progress of a run (`[100%]`) that a parser of logs took for a name."""
+    names = _json(row, field, list)
+    if odd := [name for name in names if not isinstance(name, str) or not name.strip()]:
+        raise ValueError(f"{field} has {odd[0]!r}, which is no name of a test: mend the row, or leave it out")
+    return [name for name in names if not PROGRESS.fullmatch(name.strip())]
 
 
 def _options(command: RunnerCommand) -> list[str]:
@@ -231,4 +243,7 @@ def _json(row: dict[str, Any], field: str, kind: type[Any]) -> Any:
 
 
 def _source(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: row[key] for key in ("repo", "base_commit", "version", "environment_setup_commit") if row.get(key)}
+    source = {key: row[key] for key in ("repo", "base_commit", "version", "environment_setup_commit") if row.get(key)}
+    asked_for = [name for field in ("FAIL_TO_PASS", "PASS_TO_PASS") for name in _json(row, field, list)]
+    dropped = [name for name in asked_for if PROGRESS.fullmatch(name.strip())]
+    return {**source, "dropped_names": dropped} if dropped else source

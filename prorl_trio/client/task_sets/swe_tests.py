@@ -141,18 +141,25 @@ def test_files_of(test_ids: list[str]) -> list[str]:
     """Return the files of pytest's node ids, each once.
 
     Raises:
-        ValueError: one is no such id: it is of another runner.
+        ValueError: one is no such id: it was cut, or, if all are none, they are of another runner.
     """
     files: dict[str, None] = {}
+    others: list[str] = []
     for test_id in test_ids:
         file, colons, _ = test_id.partition("::")
         if not colons or not file.endswith(".py") or file.startswith("-"):
-            raise ValueError(
-                f"{test_id[:200]!r} is no id of pytest (FILE.py::NAME), so its tests have another runner, whose "
-                "results are told in a log only. Leave such rows out"
-            )
+            others.append(test_id)
         files[file] = None
-    return list(files)
+    if not others:
+        return list(files)
+    raise ValueError(
+        f"{others[0][:200]!r} is no id of pytest (FILE.py::NAME), "
+        + (
+            "so its tests have another runner, whose results are told in a log only. Leave such rows out"
+            if len(others) == len(test_ids)
+            else f"but {len(test_ids) - len(others)} other names of the row are: mend it, or leave the row out"
+        )
+    )
 
 
 test_files_of.__test__ = False  # type: ignore[attr-defined] # pytest is not to collect it where it is imported
