@@ -48,6 +48,11 @@ class LocalBench:
         del what, charge
         return nullcontext()
 
+    def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> AbstractContextManager[None]:
+        """Charge nobody."""
+        del what, charge, at_most_s
+        return nullcontext()
+
     def stage_left_s(self) -> float:
         """Return that there is no limit but the tests' own."""
         return math.inf

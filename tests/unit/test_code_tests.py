@@ -7,7 +7,8 @@ import json
 import msgspec
 import pytest
 
-from prorl_trio.client.task_sets.code import read_eurus_row, read_livecodebench_row
+from prorl_trio.client.task_sets.code import read_livecodebench_row
+from prorl_trio.client.task_sets.forms import read_row
 from prorl_trio.grading import code_tests
 from prorl_trio.grading.code_tests import CodeTests, UnitTests, carried, carried_back
 from prorl_trio.handlers.code import CodeHandler, CodePayload
@@ -81,7 +82,7 @@ def test_integers_of_any_size_travel(value):
 def _eurus(given, expected, function=None):
     truth = {"inputs": given, "outputs": expected, **({"fn_name": function} if function else {})}
     row = {"prompt": [{"role": "user", "content": "q"}], "ability": "code", "data_source": "taco"}
-    return {**row, "reward_model": {"ground_truth": json.dumps(truth)}}
+    return read_row({**row, "reward_model": {"ground_truth": json.dumps(truth)}}, "n", lambda row, name: None)
 
 
 def _tests(instance):
@@ -90,12 +91,12 @@ def _tests(instance):
 
 
 def test_a_row_of_eurus_is_graded_as_its_own_grader_does():
-    tests = _tests(read_eurus_row(_eurus(["1 3"], ["0.333333333"]), "n"))
+    tests = _tests(_eurus(["1 3"], ["0.333333333"]))
     assert (tests.test_timeout_s, tests.timeout_s) == (10.0, None)
     assert tests.tolerance.exact_integers
     assert "sys.setrecursionlimit(600000)" in tests.preamble
-    assert _tests(read_eurus_row(_eurus(["1 3"], ["1000000"]), "n")).tolerance is None
-    tests = _tests(read_eurus_row(_eurus([[70]], [[2**70]], "f"), "n"))
+    assert _tests(_eurus(["1 3"], ["1000000"])).tolerance is None
+    tests = _tests(_eurus([[70]], [[2**70]], "f"))
     assert carried_back(tests.cases[0].result) == [2**70]
     assert carried_back(tests.cases[0].alternatives) == [2**70]
 

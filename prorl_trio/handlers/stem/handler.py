@@ -162,7 +162,7 @@ def _check_packages(grader: Grader) -> None:
             check_family(grader.family)
         except ValueError as exc:
             raise MalformedJob(str(exc), "$.instance.payload.grader.family") from exc
-    if is_node and isinstance(grader, Number) and grader.unit and find_spec("pint") is None:
+    if isinstance(grader, Number) and grader.unit and find_spec("pint") is None:
         raise MalformedJob(
             "this node cannot read units: pip install 'prorl-trio[stem]' there", "$.instance.payload.grader.unit"
         )
