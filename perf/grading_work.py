@@ -62,6 +62,9 @@ MAX_SHORT_S: Final = 0.2
 MAX_READER_S: Final = 2.0
 """CPU time of a reader for all short turns; what is left then is not tried: the reader is far too slow already."""
 
+STEM_REPEATS: Final = 100
+"""Their verdicts take a tenth of a millisecond each: a pass is to be long enough to be timed."""
+
 # ---------------------------------------------------------------- answers for the scorers
 
 
@@ -93,7 +96,7 @@ def _maths(rng: random.Random) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 def _numbers(rng: random.Random) -> Iterator[tuple[dict[str, Any], bool]]:
-    for _ in range(8):
+    for _ in range(STEM_REPEATS):
         n = rng.randint(11, 999)
         for unit, answer, right in (
             ("m/s", f"{n} m/s", True),
@@ -110,7 +113,7 @@ def _numbers(rng: random.Random) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 def _choices(rng: random.Random) -> Iterator[tuple[dict[str, Any], bool]]:
-    for _ in range(8):
+    for _ in range(STEM_REPEATS):
         n = rng.randint(11, 999)
         grader = {"kind": "choice", "choices": [f"{n * factor} kg of iron" for factor in (2, 3, 5, 7)], "answer": "C"}
         for answer, right in (
@@ -127,7 +130,7 @@ def _choices(rng: random.Random) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 def _texts(rng: random.Random) -> Iterator[tuple[dict[str, Any], bool]]:
-    for _ in range(8):
+    for _ in range(STEM_REPEATS):
         name = "".join(rng.choices("abcdefghijklmnop", k=9))
         for answer, right in (
             (f"The {name}.", True),
