@@ -98,8 +98,7 @@ class _Worker:
         try:
             yield
         except BaseException:
-            with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
-                await self.kill()
+            await self.kill()
             raise
 
     @property
@@ -149,13 +148,14 @@ class _Worker:
         return bytes(data)
 
     async def kill(self) -> None:
-        """End the process and everything in its group. Bounded by the caller."""
+        """End the process and everything in its group, within `KILL_TIMEOUT_S`; a cancel does not cut it short."""
         if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                await stream.aclose()
+        with trio.move_on_after(KILL_TIMEOUT_S, shield=True):
+            await self._process.wait()
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream is not None:
+                    await stream.aclose()
 
 
 def _reason_first(trace: str) -> str:

@@ -68,6 +68,9 @@ class GoldChecks:
         self._scorers = scorers
         self._known: dict[bytes, MalformedJob | None] = {}
         self._running: dict[bytes, trio.Event] = {}
+        self._examinations: set[trio.CancelScope] = set()
+        self._ended = trio.lowlevel.ParkingLot()
+        self._closed = False
 
     def is_unknown(self, handler: AgentHandler, payload: Mapping[str, Any]) -> bool:
         """Return whether `examine` has to compute the verdict about this payload."""
@@ -87,14 +90,27 @@ class GoldChecks:
         Payloads that `validate` refuses are skipped. After `timeout_s` the payloads that are left count as sound.
         `on_done` is called after each payload.
         """
-        todo = list(tasks)
+        todo = [] if self._closed else list(tasks)
         left = iter(todo)
         with trio.move_on_after(timeout_s) as scope:
-            async with trio.open_nursery() as nursery:
-                for _ in range(min(CALLS_AT_ONCE, len(todo))):
-                    nursery.start_soon(self._examine_each, left, on_done)
-        if scope.cancelled_caught:
+            self._examinations.add(scope)
+            try:
+                async with trio.open_nursery() as nursery:
+                    for _ in range(min(CALLS_AT_ONCE, len(todo))):
+                        nursery.start_soon(self._examine_each, left, on_done)
+            finally:
+                self._examinations.remove(scope)
+                self._ended.unpark_all()
+        if scope.cancelled_caught and not self._closed:
             self._give_up(todo, timeout_s)
+
+    async def aclose(self) -> None:
+        """Cancel what is being examined, and return when it has ended. Later calls of `examine` do nothing."""
+        self._closed = True
+        for scope in self._examinations:
+            scope.cancel()
+        while self._examinations:
+            await self._ended.park()
 
     async def _examine_each(self, tasks: Iterator[Task], on_done: Callable[[], None]) -> None:
         for handler, payload in tasks:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["open_node"]
 
+EXAMINATIONS_TIMEOUT_S: Final = 10.0
+"""Limit of the time in which checks of gold answers are cut short when the node ends."""
+
 
 class _NoSessions:
     refusal = ""
@@ -111,4 +114,8 @@ async def open_node(
         node = Node(config, handlers, pipeline, backends, sandboxes, provider, resources, outbox, end)
         if search is not None:
             node.describe("search", search.statistics)
-        yield node
+        try:
+            yield node
+        finally:
+            with trio.move_on_after(EXAMINATIONS_TIMEOUT_S, shield=True):
+                await node.end_examinations()

@@ -149,6 +149,10 @@ class Node:
         tasks = [(self._handlers.get(spec.instance.handler), spec.instance.payload) for spec in specs]
         await self._golds.examine(tasks, timeout_s=GOLD_CHECKS_TIMEOUT_S)
 
+    async def end_examinations(self) -> None:
+        """Cut short every `examine`, and return when none is in progress. Call before the scoring processes end."""
+        await self._golds.aclose()
+
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
         """Put a job that `check` has passed into the pipeline as attempt number `attempt`, even if the queue is full.
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
 import trio
+import trio.testing
 
 from prorl_trio import BlockingClient, connect
 from prorl_trio.agent.scoring import NotScored
@@ -24,7 +27,7 @@ from support.quick_node import AnswersOnly, open_quick_node
 
 MODULE = "checks_under_test"
 SOURCE = """
-import os
+import os, time
 from pathlib import Path
 CALLS = Path(__file__).with_name("calls")
 def check(call):
@@ -34,6 +37,7 @@ def check(call):
         return {"error": "the gold answer is no number: write one", "path": "$.instance.payload.answer"}
     if answer == "raises": raise RuntimeError("no such thing")
     if answer == "exits": os._exit(3)
+    if answer == "hangs": time.sleep(1000)
     return {"error": "", "path": ""}
 """
 PATH = "$.instance.payload.answer"
@@ -88,6 +92,30 @@ async def test_a_node_refuses_it_over_every_edge_and_checks_a_payload_once(calls
         assert answer["error"]["code"] == "malformed"
         assert answer["error"]["path"] == PATH
         assert calls().count("unreadable") == 1
+
+
+@pytest.mark.timeout(120)
+async def test_a_node_that_ends_waits_for_no_check_and_leaves_no_process(calls, monkeypatch):
+    monkeypatch.setattr("support.quick_node.AnswersOnly", Checked)
+    async with open_quick_node() as node, trio.open_nursery() as nursery:
+        client = await nursery.start(hold_client, node)
+        nursery.start_soon(client.submit, [spec("a", "hangs")])
+        while calls() != ["hangs"]:
+            await trio.sleep(0.01)
+        nursery.cancel_scope.cancel()
+    assert not [line for line in command_lines() if MODULE in line]
+
+
+async def hold_client(node, task_status):
+    async with connect(node.url, node.token) as client:
+        task_status.started(client)
+        await trio.sleep_forever()
+
+
+def command_lines():
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            yield path.read_text(errors="replace")
 
 
 async def post(node, path, body):
@@ -183,6 +211,17 @@ async def test_a_slow_machine_refuses_nothing_and_is_waited_for_once(autojump_cl
     assert checks.refusal(handler, MATHS) is None
     assert not checks.is_unknown(handler, MATHS)
     assert "1 gold answers are not checked" in caplog.text
+
+
+async def test_a_check_that_is_cut_short_decides_nothing():
+    checks, handler = GoldChecks(Scorers(None)), Checked()
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(checks.examine, [(handler, MATHS)], timeout_s=1000))
+            await trio.testing.wait_all_tasks_blocked()
+            await checks.aclose()
+            assert checks.is_unknown(handler, MATHS)
+        await checks.examine([(handler, MATHS)], timeout_s=1000)
 
 
 async def test_the_same_payload_at_the_same_time_is_checked_once():

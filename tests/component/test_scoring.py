@@ -243,3 +243,29 @@ async def test_a_pool_made_smaller_when_a_call_has_its_place_does_not_fail_it(sc
             score = await pool.score(scorer("double"), {"value": 4}, timeout_s=20)
             pool._limiter.release_on_behalf_of("another call that goes on")
     assert score["value"] == 8
+
+
+async def test_a_cancel_while_room_is_made_for_another_module_leaves_no_process(scorer, monkeypatch, tmp_path):
+    (tmp_path / "other_scorers.py").write_text(SOURCE)
+    take_idle = ScorerPool._take_idle
+    with trio.fail_after(60):
+        async with open_scorer_pool(1) as pool:
+            await pool.prewarm(scorer("double"))
+            with trio.CancelScope() as scope:
+
+                async def take_and_cancel(pool, module):
+                    scope.cancel()
+                    return await take_idle(pool, module)
+
+                monkeypatch.setattr(ScorerPool, "_take_idle", take_and_cancel)
+                await pool.score("other_scorers:double", {"value": 1}, timeout_s=20)
+            assert scope.cancelled_caught
+            assert pool.statistics() == {"busy": 0, "idle": 0}
+
+
+async def test_functions_of_a_module_share_their_processes(scorer):
+    with trio.fail_after(60):
+        async with open_scorer_pool(4) as pool:
+            first = await pool.score(scorer("double"), {"value": 4}, timeout_s=20)
+            second = await pool.score(scorer("busy"), {"cpu_s": 0}, timeout_s=20)
+    assert first["pid"] == second["pid"]

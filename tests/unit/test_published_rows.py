@@ -194,6 +194,7 @@ REFUSED = [
     ("two questions", {"problem": "a", "question": "b", "answer": "5"}, "field `question`: it differs from `problem`"),
     ("keys alike", {"problem": "a", "Problem": "b", "answer": "5"}, "differs from `problem` in its spelling only"),
     ("messages with another question", {"problem": "a", "solution": "$\\boxed{1}$", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]}, "field `messages`"),
+    ("HumanEval with a prompt in prose", {**HUMANEVAL, "prompt": "Write a function that doubles."}, "field `prompt`: it is not the beginning"),
     ("HumanEval without check", {**HUMANEVAL, "test": "assert double(2) == 4"}, "field `test`: it defines no function"),
     ("HumanEval of another language", {**HUMANEVAL, "declaration": "int f();", "test": "void check() {}"}, "field `declaration`"),
     ("raw HumanEval+", {key: value for key, value in HUMANEVAL.items() if key != "test"}, "nearest form is HumanEval, for which `test` is missing"),

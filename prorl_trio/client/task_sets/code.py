@@ -110,14 +110,17 @@ def load_humaneval() -> list[TaskInstance]:
     ]
 
 
-def humaneval_payload(prompt: str, entry_point: str, test: str) -> dict[str, Any]:
-    """Return the payload of a problem of HumanEval: `test` defines `check(candidate)`."""
+def humaneval_payload(prompt: str, entry_point: str, test: str, setup: str | None = None) -> dict[str, Any]:
+    """Return the payload of a problem of HumanEval: `test` defines `check(candidate)`.
+
+    `setup` is executed before it: the prompt, which may define helpers, unless it is given.
+    """
     return {
         "prompt": f"Complete this Python function.\n\n```python\n{prompt.strip()}\n```",
         "tests": {
             "kind": "assert",
             "functions": [entry_point],
-            "setup": prompt,
+            "setup": prompt if setup is None else setup,
             "code": test,
             "tests": ["check(candidate)"],
         },

@@ -37,10 +37,13 @@ def read_humaneval_row(fields: Fields, name: str) -> TaskInstance:
         fields.refuse(f"{entry_point[:40]!r} is no name of a Python function", "entry_point")
     if "check" not in _defined(test, fields, "test"):
         fields.refuse("it defines no function `check(candidate)`", "test")
+    setup = next((code for code in (prompt, f"{prompt.rstrip()}\n    pass\n") if _is_python(code)), None)
+    if setup is None:
+        fields.refuse("it is not the beginning of a Python function", "prompt")
     return TaskInstance(
         instance_id=fields.label("task_id") or name,
         handler="code",
-        payload=humaneval_payload(prompt, entry_point, test),
+        payload=humaneval_payload(prompt, entry_point, test, setup),
     )
 
 
@@ -140,6 +143,14 @@ def _decoded(stored: Any) -> Any:
         return json.loads(stored) if isinstance(stored, str) else stored
     except (ValueError, RecursionError):
         return None
+
+
+def _is_python(code: str) -> bool:
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _parsed(code: str, fields: Fields, field: str) -> ast.Module:
