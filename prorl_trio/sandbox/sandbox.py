@@ -205,6 +205,7 @@ class Sandbox(abc.ABC):
         max_output_bytes: int = 1024 * 1024,
         user: str = "",
         on_output: OnOutput | None = None,
+        linger_s: float = 0.0,
     ) -> ExecResult:
         """Run a program once, without a shell, in a fresh session: for evaluators. Nothing of it is left afterwards.
 
@@ -223,6 +224,7 @@ class Sandbox(abc.ABC):
                 root and may become any user, if the node's own has a range of them (/etc/subuid).
             on_output: called with `stdout` or `stderr` and each piece of it as it comes: all of the output, whatever
                 `max_output_bytes` keeps for the result. What it raises ends the program.
+            linger_s: the seconds that its leftovers get to end by themselves; `outlived` of the result tells of others.
 
         Raises:
             FileNotFoundError, PermissionError: the program, `cwd` or `user`, as seen inside. It did not run.
@@ -242,6 +244,7 @@ class Sandbox(abc.ABC):
             user=user,
             input_id=next(self._input_ids) if len(stdin) > FILE_PIECE_BYTES else 0,
             stream=on_output is not None,
+            linger_s=linger_s,
         )
         if not call.input_id:
             async with self._turn:
