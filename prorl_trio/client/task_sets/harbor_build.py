@@ -86,7 +86,7 @@ def image_of(name: str, images: Mapping[str, str]) -> str:
 def read_dockerfile(path: Path, images: Mapping[str, str], files: Files) -> Built:
     """Return the steps of a Dockerfile of FROM, ARG, RUN, COPY, WORKDIR, ENV, SHELL. Blocks on the disk.
 
-    What says how a container is started or described (CMD, LABEL, EXPOSE, ...) has no effect on a task, and is left out.
+    What says how a container is started or described (CMD, LABEL, EXPOSE, ...) has no effect on a task: it is left out.
 
     Raises:
         ConfigError: it cannot be read, or something in it cannot be done, with the file and the line.
