@@ -217,7 +217,8 @@ class Exec(_Wire, frozen=True):
     """Run `argv` (no shell) to its end, in a session of its own, with `stdin` as its input.
 
     `cwd` empty is where shells start; `env` is added to the tools' environment. After `timeout_s` it is killed, and
-    however it ends, so is what it left running. Of stdout and of stderr at most `max_output_bytes` are kept each.
+    however it ends, so is what it left running `linger_s` later. Of stdout and of stderr at most `max_output_bytes` are
+    kept each.
     `user` is a name or a number that the image knows; empty is that of all tools. With an `input_id` that is not 0,
     more input follows in `ExecInput` calls, which may be sent at once. With `stream` all of the output is sent as it
     comes as well, as chunks of the streams `stdout` and `stderr`; the program waits while the caller reads slowly.
@@ -237,6 +238,7 @@ class Exec(_Wire, frozen=True):
     stream: bool = False
     own_limit_s: float = 0.0
     lenient: bool = False
+    linger_s: float = 0.0
 
 
 class ExecInput(_Wire, frozen=True):
@@ -263,6 +265,9 @@ class ExecInputTaken(_Wire, frozen=True):
 class ExecResult(_Wire, frozen=True):
     """The result of a one-shot command. `exit_code` is 128 + n after signal n, None if the timeout ended it.
 
+    `was_killed`: a signal ended the program itself. A program may exit with 128 + n on its own, too. `outlived`:
+    something that it started ran on for more than `linger_s`, and was killed.
+
     Output is as it was written, not decoded. `*_dropped_bytes` were left out in the middle, where a line says so.
     `own_s` is what was used of the last `own_limit_s`, and `cpu_s` about how much of it was CPU time; 0 without one.
     """
@@ -272,6 +277,8 @@ class ExecResult(_Wire, frozen=True):
     stderr: bytes
     duration_s: float
     timed_out: bool = False
+    was_killed: bool = False
+    outlived: bool = False
     stdout_dropped_bytes: int = 0
     stderr_dropped_bytes: int = 0
     own_s: float = 0.0

@@ -29,11 +29,15 @@ SIGNAL_EXIT_BASE = 128
 
 
 class Child:
-    """A direct child. Until `exit_code` is set its pid cannot belong to another process: only the reaper reaps."""
+    """A direct child. Until `exit_code` is set its pid cannot belong to another process: only the reaper reaps.
+
+    `was_killed`: a signal ended it, which its exit code alone does not prove.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.exit_code: int | None = None
+        self.was_killed = False
         self._ended = trio.Event()
 
     def __repr__(self) -> str:
@@ -54,6 +58,7 @@ class Child:
     def ended(self, wait_status: int) -> None:
         """Take the status that `waitpid` gave, set `exit_code` and wake `wait`. Only the reaper calls this."""
         code = os.waitstatus_to_exitcode(wait_status)
+        self.was_killed = code < 0
         self.exit_code = code if code >= 0 else SIGNAL_EXIT_BASE - code
         self._ended.set()
 

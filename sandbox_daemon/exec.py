@@ -18,7 +18,7 @@ from sandbox_daemon.children import open_pipe
 from sandbox_daemon.marks import has_mark, new_mark
 from sandbox_daemon.output import OutputBuffer
 from sandbox_daemon.own_time import OwnTime
-from sandbox_daemon.processes import kill_until_gone
+from sandbox_daemon.processes import kill_until_gone, read_process_table
 from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ __all__ = ["MAX_OUTPUT_BYTES", "run_exec"]
 MAX_OUTPUT_BYTES = MAX_FRAME_BYTES // 2 - 64 * 1024
 """Largest `max_output_bytes`: both streams must fit into one frame."""
 PIPE_READ_BYTES = 64 * 1024
+LINGER_POLL_S = 0.02
 KILL_DEADLINE_S = 2.0
 """For what was killed to be gone."""
 DRAIN_TIMEOUT_S = 1.0
@@ -178,6 +179,7 @@ async def _run(
         await own_time.serve()
         patience.cancel()
 
+    outlived = False
     stdout, stderr = (
         _Drain(pipe, request.max_output_bytes, None if send_output is None else partial(send_output, name), ended)
         for name, pipe, ended in (
@@ -195,6 +197,8 @@ async def _run(
                 await command.child.wait()
             own_time.stop()
             duration_s = trio.current_time() - started_s
+            if not patience.cancelled_caught:
+                outlived = await _outlived(command, request.linger_s)
         finally:
             with trio.move_on_after(KILL_DEADLINE_S, shield=True):
                 await kill_until_gone(command.members)
@@ -209,11 +213,23 @@ async def _run(
         stderr=err.data,
         duration_s=duration_s,
         timed_out=patience.cancelled_caught,
+        was_killed=command.child.was_killed,
+        outlived=outlived,
         stdout_dropped_bytes=out.dropped_bytes,
         stderr_dropped_bytes=err.dropped_bytes,
         own_s=own_time.own_s,
         cpu_s=own_time.cpu_s,
     )
+
+
+async def _outlived(command: _Command, linger_s: float) -> bool:
+    """Return whether something that the command has started is alive `linger_s` after its end."""
+    until_s = trio.current_time() + linger_s
+    while any(entry.alive for entry in command.members(read_process_table())):
+        if trio.current_time() >= until_s:
+            return True
+        await trio.sleep(LINGER_POLL_S)
+    return False
 
 
 async def _feed(stdin: trio.lowlevel.FdStream, content: bytes, more: Pieces | None, own_time: OwnTime) -> None:

@@ -185,6 +185,9 @@ def test_a_dockerfile_is_made_step_by_step(load):
         ('[verifier]\ntimeout_sec = "3"\n', r"Expected `float \| null`, got `str` - at `\$.verifier.timeout_sec`"),
         ("[verifier]\ntimeout_sec = -1\n", r"\$.verifier.timeout_sec"),
         ("[environment\n", "task.toml: Expected"),
+        ('[environment]\nmemory = "2 GiB"\n', "memory = '2 GiB' is no size such as"),
+        ('[environment]\nmemory = "2G"\nmemory_mb = 1024\n', "are not the same size"),
+        ("[environment]\nmemory = 2048\n", r"Expected `str \| null`, got `int` - at `\$.environment.memory`"),
         ('schema_version = "2.0"\n', "schema_version is '2.0'"),
         ('[agent]\nuser = "alice"\n', "agent.user: 'alice'"),
         ('[environment]\nnetwork_mode = "allowlist"\n', "environment.network_mode: allowlist"),
@@ -208,7 +211,12 @@ def test_a_task_toml_is_refused_by_file_and_key(load, toml, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("EXPOSE 80", "line 2: EXPOSE 80: cannot be converted"),
+        ("VOLUME /data", "line 2: VOLUME /data: cannot be converted"),
+        ('ENTRYPOINT ["/start.sh"]', "line 2: ENTRYPOINT"),
+        ("HEALTHCHECK CMD true", "line 2: HEALTHCHECK"),
+        ("ADD https://example.org/x /", "line 2: ADD"),
+        ("ARG A=$B", "without variables"),
+        ("SHELL bash -c", "a JSON list of words"),
         ("RUN --mount=type=cache true", "line 2: RUN --mount"),
         ("RUN cat <<END", "a here-document"),
         ("COPY nothing.txt /", "there is no"),
@@ -216,13 +224,59 @@ def test_a_task_toml_is_refused_by_file_and_key(load, toml, said):
         ("COPY ../tests/test.sh /", "is outside of"),
         ("ENV PATH=/x:$PATH", "without variables"),
         ("FROM other", "several stages"),
-        ("USER alice", "FROM, RUN, COPY, WORKDIR and ENV"),
+        ("USER alice", "FROM, ARG, RUN, COPY, WORKDIR, ENV, SHELL, USER root"),
     ],
 )
 def test_a_dockerfile_is_refused_by_file_and_line(load, line, said):
     with pytest.raises(ConfigError, match=said) as caught:
         load(dockerfile=f"FROM host\n{line}\n")
     assert "environment/" in str(caught.value)
+
+
+def test_what_has_no_effect_on_a_task_is_left_out_of_a_dockerfile(load):
+    dockerfile = (
+        "ARG VERSION=3.12\nARG NOTHING\nFROM python:${VERSION}-slim AS base\nMAINTAINER ada\nLABEL a=b c=d\n"
+        "ARG DEBIAN_FRONTEND=noninteractive VERSION\nARG OTHER\nENV OTHER=env\nUSER root\n"
+        'SHELL ["/bin/bash", "-o", "pipefail", "-c"]\nRUN echo $VERSION | cat\nRUN ["true", "x y"]\n'
+        'EXPOSE 80/tcp 443\nSTOPSIGNAL SIGINT\nCMD ["python3"]\n'
+    )
+    environment = load(dockerfile=dockerfile).payload["environment"]
+    assert environment["image"] == "docker://python:3.12-slim"
+    assert environment["env"] == {"OTHER": "env"}
+    exports = "export DEBIAN_FRONTEND=noninteractive; export VERSION=3.12; export OTHER=env; "
+    assert [step["command"] for step in environment["build"]] == [
+        f"{exports}/bin/bash -o pipefail -c 'echo $VERSION | cat'",
+        f"{exports}true 'x y'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "memory_mb", "storage_mb"),
+    [
+        ('memory = "2G"\nstorage = "10G"', 2048, 10240),
+        ('memory = "512m"', 512, None),
+        ('memory = " 1.5 g "', 1536, None),
+        ('storage = "2097152K"', None, 2048),
+        ('memory = "2G"\nmemory_mb = 2048', 2048, None),
+        ("memory_mb = 100\nstorage_mb = 200", 100, 200),
+        ("", None, None),
+    ],
+)
+@pytest.mark.parametrize("version", ["version", "schema_version"])
+def test_sizes_of_every_schema_are_read(load, version, lines, memory_mb, storage_mb):
+    environment = load(f'{version} = "1.0"\n[environment]\ncpus = 1\n{lines}\n').payload["environment"]
+    sizes = (environment["memory_bytes"], environment["disk_bytes"])
+    assert sizes == tuple(size and size * 1024 * 1024 for size in (memory_mb, storage_mb))
+
+
+def test_tasks_of_the_first_terminal_bench_are_refused_by_their_name(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "task.yaml").write_text("instruction: do it\n")
+    for folder in (tmp_path, tmp_path / "one"):
+        with pytest.raises(
+            ConfigError, match=r"one/task.yaml: tasks of the first Terminal-Bench .* harbor task migrate"
+        ):
+            load_task_set(str(folder))
 
 
 def test_more_than_travels_is_refused_by_the_file(load, monkeypatch):

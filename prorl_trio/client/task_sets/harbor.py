@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["load_harbor"]
 
 TASK_TOML: Final = "task.toml"
+TASK_YAML: Final = "task.yaml"
 STEPS: Final = "steps"
 SETUP: Final = "setup.sh"
 VERIFIER_TIMEOUT_S: Final = 600.0
 _CANARY: Final = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
-_MIB: Final = 1024 * 1024
 
 
 def load_harbor(folder: Path, *, solutions: bool = False) -> list[TaskInstance]:
@@ -43,6 +43,14 @@ def load_harbor(folder: Path, *, solutions: bool = False) -> list[TaskInstance]:
     single = (folder / TASK_TOML).is_file()
     tasks = [folder] if single else sorted(path.parent for path in folder.glob(f"*/{TASK_TOML}"))
     if not tasks:
+        old = next(
+            (path for path in (folder / TASK_YAML, *sorted(folder.glob(f"*/{TASK_YAML}"))) if path.is_file()), None
+        )
+        if old is not None:
+            raise ConfigError(
+                f"{old}: tasks of the first Terminal-Bench are not read; Harbor turns them into its own form: "
+                "`harbor task migrate`"
+            )
         raise ConfigError(f"{folder} has no folder with a {TASK_TOML}")
     images = read_stand_ins(folder)
     return [_load(task, images, solutions=solutions) for task in tasks]
@@ -84,8 +92,8 @@ def _environment(section: EnvironmentSection, folder: Path, images: Mapping[str,
         "workdir": section.workdir or built.workdir,
         "env": built.env | section.env,
         "network": section.network,
-        "memory_bytes": section.memory_mb and section.memory_mb * _MIB,
-        "disk_bytes": section.storage_mb and section.storage_mb * _MIB,
+        "memory_bytes": section.memory_bytes or None,
+        "disk_bytes": section.disk_bytes or None,
     }
 
 

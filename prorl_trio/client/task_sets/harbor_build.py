@@ -15,13 +15,18 @@ from prorl_trio.sandbox.images.store import is_reference
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["Built", "Files", "image_of", "read_dockerfile"]
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PUBLISHED: Final = re.compile(r"[^/][:/@]")
+_VARIABLE: Final = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+_ROOT: Final = ("root", "0", "root:root", "0:0")
+_NO_EFFECT: Final = ("CMD", "LABEL", "EXPOSE", "MAINTAINER", "STOPSIGNAL")
+"""A task's container is started by the harness, with a command of its own, and nothing reaches its ports."""
+_KNOWN: Final = ("FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENV", "SHELL", "USER root", *_NO_EFFECT)
 _OPTIONS: Final = "options of an instruction are the builder's"
 
 
@@ -79,7 +84,9 @@ def image_of(name: str, images: Mapping[str, str]) -> str:
 
 
 def read_dockerfile(path: Path, images: Mapping[str, str], files: Files) -> Built:
-    """Return the steps of a Dockerfile of FROM, RUN, COPY, WORKDIR, ENV. Blocks on the disk.
+    """Return the steps of a Dockerfile of FROM, ARG, RUN, COPY, WORKDIR, ENV, SHELL. Blocks on the disk.
+
+    What says how a container is started or described (CMD, LABEL, EXPOSE, ...) has no effect on a task: it is left out.
 
     Raises:
         ConfigError: it cannot be read, or something in it cannot be done, with the file and the line.
@@ -88,11 +95,12 @@ def read_dockerfile(path: Path, images: Mapping[str, str], files: Files) -> Buil
         instructions = read_instructions(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{path}: {exc}") from exc
-    if not instructions or instructions[0].name != "FROM":
-        raise ConfigError(f"{path}: a Dockerfile begins with FROM")
     reader = _Reader(path, files)
-    image = reader.base(instructions[0])
-    for it in instructions[1:]:
+    first = next((number for number, it in enumerate(instructions) if it.name != "ARG"), len(instructions))
+    if first == len(instructions) or instructions[first].name != "FROM":
+        raise ConfigError(f"{path}: a Dockerfile begins with FROM")
+    image = reader.base(instructions[first], instructions[:first])
+    for it in instructions[first + 1 :]:
         reader.take(it)
     return Built(image_of(image, images), reader.build, reader.workdir, reader.env)
 
@@ -104,16 +112,39 @@ class _Reader:
         self.build: list[dict[str, Any]] = []
         self.workdir = ""
         self.env: dict[str, str] = {}
+        self._global_args: dict[str, str] = {}
+        self._args: dict[str, str] = {}
+        self._shell: list[str] | None = None
 
     def _refuse(self, it: Instruction, why: str) -> ConfigError:
         return ConfigError(f"{self._path}: {it.problem(why)}")
 
-    def base(self, it: Instruction) -> str:
-        """Return the image of FROM."""
-        words = it.rest.split()
-        if not words or words[0].startswith("--") or "$" in it.rest or len(words) not in (1, 3):
-            raise self._refuse(it, "FROM takes an image, and AS a name")
+    def base(self, it: Instruction, args: Sequence[Instruction]) -> str:
+        """Return the image of FROM, which may have variables of the ARGs before it."""
+        for arg in args:
+            self._global_args |= self._arg(arg, {})
+        rest = _VARIABLE.sub(lambda found: self._global_args.get(found[1] or found[2], found[0]), it.rest)
+        words = rest.split()
+        if not words or words[0].startswith("--") or "$" in rest or len(words) not in (1, 3):
+            raise self._refuse(it, "FROM takes an image, and AS a name; a variable needs an ARG with a value before it")
         return words[0]
+
+    def _arg(self, it: Instruction, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of an ARG that have a value: its default, or that of an ARG before FROM."""
+        try:
+            words = shlex.split(it.rest)
+        except ValueError as exc:
+            raise self._refuse(it, str(exc)) from exc
+        found: dict[str, str] = {}
+        for word in words:
+            name, equals, value = word.partition("=")
+            if not _NAME.fullmatch(name) or "$" in value:
+                raise self._refuse(it, f"{word!r} is no NAME or NAME=VALUE without variables")
+            if equals:
+                found[name] = value
+            elif name in inherited:
+                found[name] = inherited[name]
+        return found
 
     def take(self, it: Instruction) -> None:
         """Take an instruction after FROM."""
@@ -122,6 +153,8 @@ class _Reader:
         match it.name:
             case "RUN":
                 words = json_words(it.rest)
+                if words is None and self._shell is not None and it.rest:
+                    words = [*self._shell, it.rest]
                 self.build.append(self._step(it, it.rest if words is None else shlex.join(words)))
             case "COPY":
                 self.build.append({"files": self._copied(it)})
@@ -132,11 +165,21 @@ class _Reader:
                 self.build.append({"cwd": self.workdir})
             case "ENV":
                 self._assign(it)
+            case "ARG":
+                self._args |= self._arg(it, self._global_args)
+            case "SHELL":
+                self._shell = json_words(it.rest)
+                if not self._shell:
+                    raise self._refuse(it, "a JSON list of words is wanted")
+            case "USER" if it.rest in _ROOT:
+                pass
+            case name if name in _NO_EFFECT:
+                pass
             case "FROM":
                 raise self._refuse(it, "a build of several stages")
             case _:
                 raise self._refuse(
-                    it, "a task's Dockerfile has FROM, RUN, COPY, WORKDIR and ENV; or name a docker_image"
+                    it, f"a task's Dockerfile has {', '.join(_KNOWN)}; build the image, and name it as docker_image"
                 )
 
     def _step(self, it: Instruction, command: str) -> dict[str, Any]:
@@ -144,7 +187,7 @@ class _Reader:
             raise self._refuse(it, "a here-document; put the script into a file and COPY it")
         if not command:
             raise self._refuse(it, "there is no command")
-        exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in self.env.items())
+        exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in (self._args | self.env).items())
         return {"command": exports + command, "cwd": self.workdir or "/"}
 
     def _assign(self, it: Instruction) -> None:

@@ -29,8 +29,21 @@ User = str | int | None
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 _ROOT: Final = (None, "root", 0, "0")
 _STEP_NAME: Final = re.compile(r"(?!\.{1,2}$)[^/\x00-\x1f]{1,255}")
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([GMKgmk])")
+_UNITS_MIB: Final = {"G": 1024, "M": 1, "K": 1 / 1024}
+_MIB: Final = 1024 * 1024
 _NO_SERVICE: Final = "no service runs in a sandbox when it starts"
 _NO_VARIABLES: Final = "variables of this machine are not passed on; write the value"
+
+
+def _size_bytes(name: str, text: str | None) -> int | None:
+    """Return a size of schema 1.0: a number with G, M or K behind it, in either case, which Harbor reads as MiB."""
+    if text is None:
+        return None
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f'{name} = {text!r} is no size such as "2G", "512M" or "1024K"')
+    return int(float(found[1]) * _UNITS_MIB[found[2].upper()]) * _MIB
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,7 +60,11 @@ class AgentSection(_Section, frozen=True):
 
 
 class EnvironmentSection(_Section, frozen=True):
-    """`[environment]`, and `[verifier.environment]`. `cpus` is taken and not enforced."""
+    """`[environment]`, and `[verifier.environment]`. `cpus` is taken and not enforced.
+
+    `memory` and `storage` are the sizes of schema 1.0, as texts such as `2G`. Later schemas have `memory_mb` and
+    `storage_mb`, in MiB.
+    """
 
     build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
@@ -55,6 +72,8 @@ class EnvironmentSection(_Section, frozen=True):
     cpus: float | None = None
     memory_mb: int | None = None
     storage_mb: int | None = None
+    memory: str | None = None
+    storage: str | None = None
     gpus: int | None = None
     gpu_types: list[str] | None = None
     tpu: dict[str, Any] | None = None
@@ -66,6 +85,22 @@ class EnvironmentSection(_Section, frozen=True):
     skills_dir: str | None = None
     healthcheck: dict[str, Any] | None = None
     workdir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, size_mb in (("memory", self.memory_mb), ("storage", self.storage_mb)):
+            size_bytes = _size_bytes(name, getattr(self, name))
+            if size_bytes is not None and size_mb is not None and size_bytes != size_mb * _MIB:
+                raise ValueError(f"{name} = {getattr(self, name)!r} and {name}_mb = {size_mb} are not the same size")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Return the memory that is asked for, in either form; None if nothing is said."""
+        return _size_bytes("memory", self.memory) if self.memory_mb is None else self.memory_mb * _MIB
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Return the disk that is asked for, in either form; None if nothing is said."""
+        return _size_bytes("storage", self.storage) if self.storage_mb is None else self.storage_mb * _MIB
 
     @property
     def network(self) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import posixpath
 import zlib
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.shell.payload import Environment, Verification
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["MAX_KEPT_BYTES", "MAX_KEPT_CHARS", "Carried", "collect", "pack", "put", "unpack"]
+__all__ = ["MAX_KEPT_BYTES", "MAX_KEPT_CHARS", "Carried", "NotTaken", "collect", "pack", "put", "unpack"]
 
 ARTIFACTS_DIR: Final = "/logs/artifacts"
 MAX_KEPT_BYTES: Final = 4 * 1024 * 1024
@@ -37,15 +38,32 @@ PUT_TIMEOUT_S: Final = 60.0
 STAGED: Final = "/tmp/.carried"
 CARRIED: Final = TransferOptions(overwrite=True, max_bytes=1024**3, max_entries=100_000, remote_roots=("/",))
 _LEVEL: Final = 1
+_OURS: Final = (errno.EMFILE, errno.ENFILE, errno.EIO)
+"""Errors of this machine, and of no sandbox."""
 
 Carried = list[tuple[str, Path]]
 """Artefacts: where they are in a sandbox, and where they are here."""
 
 LAY_OVER: Final = """\
-if [ -d "$1" ]; then mkdir -p -- "$2" && cp -a -- "$1/." "$2"
-else mkdir -p -- "$(dirname -- "$2")" && cp -a -- "$1" "$2"
+above=$(dirname -- "$2")
+while [ ! -e "$above" ] && [ ! -h "$above" ]; do above=$(dirname -- "$above"); done
+[ -d "$above" ] || rm -f -- "$above"
+if [ -d "$1" ] && [ ! -h "$1" ]; then
+    [ -d "$2" ] || rm -f -- "$2"
+    mkdir -p -- "$2" && (cd -- "$1" && find . -type d -exec sh -c '
+        for path; do [ -d "$0/$path" ] || rm -f -- "$0/$path"; done' "$2" {} + && find . ! -type d -exec sh -c '
+        for path; do if [ -d "$0/$path" ] && [ ! -h "$0/$path" ]; then rm -rf -- "$0/$path"; fi; done' "$2" {} +) &&
+    cp -a -- "$1/." "$2"
+else
+    if [ -d "$2" ] && [ ! -h "$2" ]; then rm -rf -- "$2"; fi
+    mkdir -p -- "$(dirname -- "$2")" && cp -a -- "$1" "$2"
 fi && rm -rf -- "$1"
 """
+"""Folders are merged. Between a file and a folder, the agent's replaces the other."""
+
+
+class NotTaken(Exception):
+    """An artefact cannot be laid into a verifier's sandbox."""
 
 
 class _Kept(msgspec.Struct, frozen=True, array_like=True):
@@ -73,16 +91,22 @@ async def collect(context: RolloutContext, verifier: Verification, environment: 
 
 
 async def put(sandbox: Sandbox, local: Path, remote: str) -> None:
-    """Lay an artefact over what the sandbox has there: folders are merged, as Harbor merges them."""
+    """Lay an artefact over what the sandbox has there: folders are merged, as Harbor merges them.
+
+    Raises:
+        NotTaken: the sandbox does not take it. The artefact may be the reason.
+        EvaluationError: this machine cannot read it.
+    """
     try:
         await sandbox.upload(local, STAGED, options=CARRIED)
         argv = ["/bin/sh", "-c", LAY_OVER, "sh", STAGED, remote]
         result = await sandbox.exec(argv, timeout_s=PUT_TIMEOUT_S)
     except (OSError, ValueError, SandboxCallFailed) as exc:
-        raise EvaluationError(f"the verifier's sandbox does not take {remote}: {exc}") from exc
+        kind = EvaluationError if isinstance(exc, OSError) and exc.errno in _OURS else NotTaken
+        raise kind(f"the verifier's sandbox does not take {remote}: {exc}") from exc
     if result.exit_code != 0:
         said = result.stderr.decode(errors="replace").strip()
-        raise EvaluationError(f"the verifier's sandbox does not take {remote}: {said}")
+        raise NotTaken(f"the verifier's sandbox does not take {remote}: {said}")
 
 
 def pack(carried: Carried, max_chars: int) -> str | None:

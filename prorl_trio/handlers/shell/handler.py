@@ -199,7 +199,9 @@ class ShellHandler(AgentHandler):
         own = spec_of(step.verifier.environment or task.environment, node, self._root_layer)
         kept = sum(len(each.artifacts or "") for each in context.handler_state.steps)
         agents = self.sandbox_spec(context)
-        await verify(context, Case(step.verifier, task.environment, agents, own, MAX_KEPT_CHARS - kept), record)
+        is_counted = task.reward_strategy == "mean" or step is task.steps[-1]
+        case = Case(step.verifier, task.environment, agents, own, MAX_KEPT_CHARS - kept, is_counted)
+        await verify(context, case, record)
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
         """The steps so far, with artefacts. See `AgentHandler.gradable`."""

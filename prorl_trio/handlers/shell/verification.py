@@ -5,6 +5,11 @@ in a fresh sandbox in which nothing of the agent's is. If that has no reward eit
 agent has kept its verifier from a verdict, and the reward is 0.
 
 Who killed the script (SIGKILL), where no limit says so, cannot be told either: it is run once more.
+
+A script that runs the agent's programs may leave a reward that is theirs. Signs of that are processes that outlive the
+script (they are killed before the reward is read), a signal that ended it, a `reward.json` beside `reward.txt`, and a
+reward that cannot be written any more. The script may do such things by itself. So a reward with such a sign counts
+only if the control run has the same sign; else it is 0.
 """
 
 from __future__ import annotations
@@ -16,9 +21,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
-from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards
+from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
 from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, check_end
-from prorl_trio.handlers.shell.artifacts import collect, pack, put, unpack
+from prorl_trio.handlers.shell.artifacts import NotTaken, collect, pack, put, unpack
 from prorl_trio.handlers.shell.environment import CLEAR, make_ready, noticing_kills
 from prorl_trio.handlers.shell.payload import HOME
 from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost, SandboxUnavailable
@@ -38,6 +43,8 @@ FIRST_SHARE: Final = 0.6
 EVAL_MARGIN_S: Final = 10.0
 STEP_TIMEOUT_S: Final = 60.0
 MAX_LOG_BYTES: Final = 64 * 1024
+LINGER_S: Final = 0.5
+"""For what the script left to end with it, such as the `tee` of its output."""
 
 KILL_OTHERS: Final = """\
 for round in 1 2 3 4 5; do
@@ -52,11 +59,42 @@ exit 0
 """
 """Ends all but the sandbox's own processes, by what is built into the shell."""
 
+LIST: Final = "cd /proc && echo [0-9]*"
+AFTER: Final = """\
+before=" 1 $$ $PPID $1 "
+for round in 1 2 3 4 5; do
+    found=
+    for entry in /proc/[0-9]*; do
+        pid=${entry#/proc/}
+        case $before in *" $pid "*) continue;; esac
+        { read -r stat <"$entry/stat"; } 2>/dev/null || continue
+        case ${stat##*) } in [ZX]*) continue;; esac
+        kill -9 "$pid" 2>/dev/null && found=1 left=1
+    done
+    [ -n "$found" ] || break
+done
+[ -z "$left" ] || echo outlived
+cd /logs/verifier 2>/dev/null || exit 0
+if [ -e reward.json ] && [ -e reward.txt ]; then echo both; fi
+for path in . reward.json reward.txt; do
+    if [ -e $path ] && [ ! -w $path ]; then echo sealed; break; fi
+done
+exit 0
+"""
+"""Ends the processes that are not in the list `$1`, and prints signs that the reward is not the script's own."""
+SIGNS: Final = {
+    "outlived": "a process outlived the verifier's script",
+    "killed": "a signal ended the verifier's script",
+    "both": "there is a reward.json beside reward.txt",
+    "sealed": "the reward cannot be written any more",
+}
+
 
 class Case(NamedTuple):
     """A step to be graded: its verifier, the agent's environment, and the sandboxes of the agent and the verifier.
 
-    `max_kept_chars` is what its artefacts may take in the record of the rollout.
+    `max_kept_chars` is what its artefacts may take in the record of the rollout. `is_counted`: its rewards are part of
+    the task's, so one of them has to be the reward.
     """
 
     verifier: Verification
@@ -64,6 +102,7 @@ class Case(NamedTuple):
     agents: SandboxSpec
     own: SandboxSpec
     max_kept_chars: int
+    is_counted: bool = True
 
     @property
     def where(self) -> Environment:
@@ -75,6 +114,13 @@ class _NoVerdict(Exception):
     """The verifier has left no reward. The message says how."""
 
 
+class _Verdict(NamedTuple):
+    """The rewards of a run of the verifier, and the `SIGNS` that they are not its own."""
+
+    rewards: dict[str, float]
+    signs: frozenset[str]
+
+
 async def verify(context: RolloutContext, case: Case, record: StepRecord) -> None:
     """Run a step's verifier on what the agent has done, and put its verdict into `record`.
 
@@ -84,24 +130,31 @@ async def verify(context: RolloutContext, case: Case, record: StepRecord) -> Non
         EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
     """
 
-    async def grade(*, last_try: bool) -> dict[str, float]:
+    async def grade(*, last_try: bool) -> _Verdict:
         if case.verifier.separate:
             return await _in_own_sandbox(context, case, record, last_try=last_try)
         return await _in_agents_sandbox(context, case, record.answer, last_try=last_try)
 
     try:
-        rewards = await again_if_killed(context, grade)
+        verdict = await again_if_killed(context, grade)
     except _NoVerdict as exc:
         context.log_evaluation(f"no reward: {exc}\n")
         await _control(context, case, str(exc))
         record.spoilt = str(exc)
+        return
+    signs = verdict.signs
+    if signs and any(value > 0 for value in verdict.rewards.values()):
+        signs -= await _signs_of_control(context, case)
     else:
-        record.rewards = rewards
+        signs = frozenset()
+    if signs:
+        record.spoilt = "; ".join(SIGNS[sign] for sign in sorted(signs))
+        context.log_evaluation(f"the reward does not count: {record.spoilt}, and not so without the agent\n")
+    else:
+        record.rewards = verdict.rewards
 
 
-async def _in_agents_sandbox(
-    context: RolloutContext, case: Case, answer: str | None, *, last_try: bool
-) -> dict[str, float]:
+async def _in_agents_sandbox(context: RolloutContext, case: Case, answer: str | None, *, last_try: bool) -> _Verdict:
     sandbox = context.sandbox
     assert sandbox is not None
     with context.waiting("the verifier, where the agent was", "agent_budget"):
@@ -117,9 +170,7 @@ async def _in_agents_sandbox(
         return await _run(context, sandbox, case, answer, last_try=last_try)
 
 
-async def _in_own_sandbox(
-    context: RolloutContext, case: Case, record: StepRecord, *, last_try: bool
-) -> dict[str, float]:
+async def _in_own_sandbox(context: RolloutContext, case: Case, record: StepRecord, *, last_try: bool) -> _Verdict:
     with tempfile.TemporaryDirectory(prefix="artifacts-") as folder:
         if record.artifacts is None:
             carried = await collect(context, case.verifier, case.environment, Path(folder))
@@ -129,15 +180,32 @@ async def _in_own_sandbox(
         async with context.open_sandbox(case.own) as sandbox:
             with context.waiting("the verifier's environment", "evaluator"), noticing_kills(last_try=last_try):
                 await make_ready(sandbox, case.where)
-                for remote, local in carried:
-                    await put(sandbox, local, remote)
             try:
                 with context.waiting("the verifier", "agent_budget"):
+                    for remote, local in carried:
+                        await put(sandbox, local, remote)
                     return await _run(context, sandbox, case, record.answer, last_try=last_try)
             except SandboxLost as exc:
                 if not exc.from_inside:
                     raise
                 raise _NoVerdict(f"the verifier's sandbox was ended from inside: {exc}") from exc
+            except NotTaken as exc:
+                raise _NoVerdict(str(exc)) from exc
+
+
+async def _signs_of_control(context: RolloutContext, case: Case) -> frozenset[str]:
+    """Return the signs of a run where nothing of the agent's is. A run without a reward has none.
+
+    Raises:
+        SandboxUnavailable, SandboxLost: its sandbox does not start. There is no verdict.
+    """
+    with context.waiting("the verifier's control run", "evaluator"):
+        async with context.open_sandbox(case.own if case.verifier.separate else case.agents) as sandbox:
+            await make_ready(sandbox, case.where)
+            try:
+                return (await _run(context, sandbox, case, "", is_control=True)).signs
+            except _NoVerdict:
+                return frozenset()
 
 
 async def _control(context: RolloutContext, case: Case, problem: str) -> None:
@@ -163,18 +231,21 @@ async def _run(
     *,
     is_control: bool = False,
     last_try: bool = True,
-) -> dict[str, float]:
+) -> _Verdict:
     """Place the tests, run the script, read its reward. Raises _NoVerdict, and ProgramKilled but at the last try."""
     verifier = case.verifier
     try:
         await _place(sandbox, verifier, answer)
+        isolated = context.resources.config.sandbox.provider != "process"  # which has the processes of the machine
+        before = (await sandbox.exec(["/bin/sh", "-c", LIST], timeout_s=STEP_TIMEOUT_S)).stdout.decode().strip()
         timeout_s = _time_for(context, verifier.timeout_s, 1.0 if is_control else FIRST_SHARE)
         result = await sandbox.exec(
-            ["/bin/sh", "-c", verifier.script],
+            ["/bin/sh", "-c", 'exec "$0"', verifier.script],
             timeout_s=timeout_s,
             cwd=case.where.workdir or HOME,
             env=verifier.env,
             max_output_bytes=MAX_LOG_BYTES,
+            linger_s=LINGER_S,
         )
         if not is_control:
             context.log_evaluation(result.stdout.decode(errors="replace"))
@@ -182,7 +253,13 @@ async def _run(
         if result.timed_out:
             raise _NoVerdict(f"{verifier.script} has no end in {timeout_s:g} s")
         check_end(verifier.script, result)
-        return await _read_rewards(sandbox)
+        after = (
+            await sandbox.exec(["/bin/sh", "-c", AFTER, "sh", before], timeout_s=STEP_TIMEOUT_S) if isolated else None
+        )
+        signs = set(after.stdout.decode(errors="replace").split() if after else ()) & set(SIGNS)
+        signs |= {"killed"} if result.was_killed else set()
+        signs |= {"outlived"} if result.outlived else set()
+        return _Verdict(await _read_rewards(sandbox, is_counted=case.is_counted), frozenset(signs))
     except ProgramKilled as exc:
         if not last_try:
             raise
@@ -210,7 +287,7 @@ async def _place(sandbox: Sandbox, verifier: Verification, answer: str | None) -
         await sandbox.write_file(verifier.answer_path, answer.encode(errors="replace"))
 
 
-async def _read_rewards(sandbox: Sandbox) -> dict[str, float]:
+async def _read_rewards(sandbox: Sandbox, *, is_counted: bool) -> dict[str, float]:
     paths = [f"{VERIFIER_DIR}/{name}" for name in REWARD_FILES]
     links = " || ".join(f"[ -h {path} ]" for path in (VERIFIER_DIR, *paths))
     looked = await sandbox.exec(["/bin/sh", "-c", links], timeout_s=STEP_TIMEOUT_S)
@@ -221,7 +298,10 @@ async def _read_rewards(sandbox: Sandbox) -> dict[str, float]:
         )
     for path in paths:
         try:
-            return parse_rewards(posixpath.basename(path), await sandbox.read_file(path, max_bytes=MAX_REWARD_BYTES))
+            found = parse_rewards(posixpath.basename(path), await sandbox.read_file(path, max_bytes=MAX_REWARD_BYTES))
+            if is_counted:
+                scalar_reward(found)
+            return found
         except FileNotFoundError:
             continue
         except ValueError as exc:

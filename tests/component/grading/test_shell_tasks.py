@@ -194,3 +194,56 @@ async def test_an_agent_that_keeps_its_verifier_from_a_verdict_earns_nothing(tas
     check = f"[ ! -e /app/pipe ] || cat /app/pipe\n{CHECK}"
     found = await grade(task("[verifier]\ntimeout_sec = 2\n", check=check), "mkfifo /app/pipe")
     assert (found.reward, "has no end in 2 s" in found.details["spoilt"]) == (0.0, True)
+
+
+RUNS_THE_WORK = """\
+#!/bin/sh
+sh /app/work.sh > /tmp/out.txt 2>&1
+if grep -q 42 /tmp/out.txt; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+"""
+REWARD = "/logs/verifier/reward"
+WORKS = {
+    "right": ("echo 42", 1.0),
+    "right, and leaves something that ends": ("echo 42; sleep 0.1 &", 1.0),
+    "wrong": ("echo 41", 0.0),
+    "ends the script by SIGTERM": (f"echo 1 > {REWARD}.txt; kill -15 $PPID; sleep 1", 0.0),
+    "ends the script by SIGKILL": (f"echo 1 > {REWARD}.txt; kill -9 $PPID; sleep 1", 0.0),
+    "seals the reward": (f"echo 1 > {REWARD}.txt; chmod 444 {REWARD}.txt; chmod 555 /logs/verifier", 0.0),
+    "writes reward.json": (f"echo 1 > {REWARD}.json", 0.0),
+    "writes several rewards": (f"""echo '{{"a": 1, "b": 1}}' > {REWARD}.json""", 0.0),
+    "outlives the script": (f"setsid sh -c 'while :; do echo 1 > {REWARD}.txt; done' >/dev/null 2>&1 &", 0.0),
+    "kills everything": ("kill -9 -1", 0.0),
+}
+
+
+@pytest.mark.parametrize("toml", ["", f'artifacts = ["work.sh"]\n{SEPARATE}'], ids=["shared", "separate"])
+@pytest.mark.parametrize("work", WORKS)
+async def test_a_program_of_the_agents_that_its_verifier_runs(task, grade, toml, work):
+    text, reward = WORKS[work]
+    found = await grade(task(toml, check=RUNS_THE_WORK), f"cat > work.sh <<'END'\n{text}\nEND")
+    assert found.reward == reward, found
+
+
+async def test_a_script_that_shows_such_signs_by_itself_is_believed(task, grade):
+    check = "#!/bin/bash\nsleep 100 &\necho 1 > /logs/verifier/reward.json\n" + CHECK.partition("\n")[2]
+    assert (await grade(task(check=check + "kill $$"), SOLVE)).reward == 1.0
+
+
+CONFLICTS = {
+    "a folder in place of a file": ("rm -rf names.txt; mkdir names.txt; echo x > names.txt/x", "names.txt"),
+    "a file in place of a folder": ("rm -rf deep; echo x > deep", "deep"),
+    "a folder deep in a folder": ("rm -rf deep/b; mkdir -p deep/b; echo x > deep/b/x", "deep"),
+    "a file deep in a folder": ("rm -rf deep/a; echo x > deep/a", "deep"),
+    "a link in place of a folder": ("rm -rf deep; ln -s /tmp deep", "deep"),
+    "a dangling link": ("rm -rf deep; ln -s nowhere deep", "deep"),
+    "a pipe": ("rm -f names.txt; mkfifo names.txt", "names.txt"),
+}
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS)
+async def test_an_artefact_of_another_kind_is_never_a_way_to_no_verdict(task, grade, conflict):
+    command, name = CONFLICTS[conflict]
+    dockerfile = DOCKERFILE + "RUN mkdir -p deep/a && echo b > deep/b && echo c > deep/a/c\n"
+    instance = task(f'artifacts = ["{name}", "greeting.txt"]\n{SEPARATE}', dockerfile=dockerfile)
+    assert (await grade(instance, command)).reward == 0.0
+    assert (await grade(instance, f"{SOLVE}; {command}")).reward == 1.0
