@@ -1,12 +1,14 @@
 """The own time of a command: the time that has passed, less the time in which its processes waited for a CPU.
 
 A busy machine makes a program late, and must not make it too slow. Every interval counts as
-`min(wall, max(cpu, wall - waited))`, where `cpu` is the CPU time of all processes of the command in that interval, and
-`waited` the time in which their threads could have run and had no CPU (/proc/PID/task/TID/schedstat). So a program that
-sleeps is charged for its sleep, and one that computes for what it computes, in however many processes.
+`min(wall, max(cpu, wall - waited))`. There `cpu` is the CPU time of all processes of the sandbox in that interval, also
+of those that have detached themselves, and `waited` the time in which the command's threads could have run and had no
+CPU (/proc/PID/task/TID/schedstat). So a program that sleeps is charged for its sleep, and one that computes for what it
+computes, in however many processes.
 
 An interval counts in full where the evidence has gaps: processes were born and had ended before they were looked at
-(the PID namespace's last number says so), or the kernel keeps no such times.
+(the PID namespace's last number says so), or the kernel keeps no such times. The wait of a thread does not count that
+has brought it upon itself: one with another priority, policy or set of CPUs than this process has.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Seen(NamedTuple):
-    """The processes of a command at one moment.
+    """The processes at one moment.
 
-    `cpu_s` and `waited_s` are of those alive, with the CPU time of the children that they have waited for. `last_tid`
-    is the last number that the PID namespace gave to a thread, and `newest` are the numbers above the last look's that
-    are in use.
+    `cpu_s` is of those alive, without this one, and of the children that they have waited for; `waited_s` is of the
+    command's alone. `last_tid` is the last number that the PID namespace gave to a thread, and `newest` are the numbers
+    above the last look's that are in use.
     """
 
     cpu_s: float
@@ -125,7 +127,7 @@ class OwnTime:
             return
         cpu_s = max(0.0, self._seen.cpu_s - before.cpu_s)
         waited_s = max(0.0, self._seen.waited_s - before.waited_s)
-        if self._seen.last_tid - before.last_tid != self._seen.newest:
+        if self._seen.last_tid <= 0 or self._seen.last_tid - before.last_tid != self._seen.newest:
             waited_s = 0.0
         self.cpu_s += cpu_s
         self.waited_s += min(waited_s, wall_s)
@@ -135,11 +137,13 @@ class OwnTime:
 def look(members: Callable[[ProcessTable], set[ProcessEntry]], above_tid: int) -> Seen:
     """Look at the processes now. See `Seen`."""
     table = read_process_table()
-    cpu_s = waited_s = 0.0
+    waited_s = 0.0
+    cpu_s = sum(_cpu_s(entry.pid) for entry in table.with_descendants(lambda entry: True) if entry.pid != os.getpid())
+    ours = _rank(os.getpid(), 0)
     for entry in members(table):
-        cpu_s += _cpu_s(entry.pid)
         for tid in _threads(entry.pid):
-            waited_s += _waited_s(entry.pid, tid)
+            if _rank(entry.pid, tid) == ours:
+                waited_s += _waited_s(entry.pid, tid)
     last_tid = _last_tid()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     newest = sum(above_tid < tid <= last_tid for pid in pids for tid in _threads(pid))
@@ -160,6 +164,17 @@ def _cpu_s(pid: int) -> float:
     except OSError:
         return 0.0
     return sum(map(int, fields[11:15])) / _TICKS_PER_S
+
+
+def _rank(pid: int, tid: int) -> tuple[int, int, set[int], bytes] | None:
+    """Return what decides how long a thread waits beside others; None if it has ended. `tid` 0: the caller."""
+    try:
+        autogroup = b""
+        with suppress(FileNotFoundError), open(f"/proc/{pid}/autogroup", "rb") as file:
+            autogroup = file.read().partition(b" nice ")[2]
+        return (os.getpriority(os.PRIO_PROCESS, tid), os.sched_getscheduler(tid), os.sched_getaffinity(tid), autogroup)
+    except OSError:
+        return None
 
 
 def _waited_s(pid: int, tid: int) -> float:

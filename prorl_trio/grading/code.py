@@ -251,7 +251,7 @@ class _Checker:
                 status, said = message["status"], message["message"]
                 if message.get("cannot_cross") and not self._has_answered:
                     raise EvaluationError(f"{test_id}: {said}")
-                if ended is not None and status != "passed":
+                if ended is not None:  # whatever the test makes of that
                     status, said = ended.status, str(ended)
                 if status == "passed" and self._candidate_box.check_late(is_late, test_id):
                     status = "timed_out"
@@ -322,7 +322,7 @@ async def _collected(context: RolloutContext, tests: UnitTests, spec: SandboxSpe
     their text shows.
 
     Raises:
-        EvaluationError: there are no tests to pass.
+        EvaluationError: there are no tests to pass, or their code has no end.
     """
     key = (tests.code, spec.image)
     if key not in _COLLECTED:
@@ -334,6 +334,8 @@ async def _collected(context: RolloutContext, tests: UnitTests, spec: SandboxSpe
                 stdin=encode_line({"code": tests.code}),
                 env={"MPLBACKEND": "Agg"},
             )
+        if ended.ended != "exited":
+            raise EvaluationError(f"the tests cannot be collected ({ended.ended}): {ended.stderr}")
         found = _reported(ended.stdout)
         ids = tests.test_ids if found is None else [each.test_id for each in found.values() if each.status == "missing"]
         if not ids:

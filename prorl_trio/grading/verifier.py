@@ -182,6 +182,8 @@ class Verifier:
                     own_limit_s=timeout_s,
                     lenient=not self._last_try,
                 )
+        except _TooLong:
+            return Run(ended="exited", exit_code=0, stdout_is_whole=False, seconds=trio.current_time() - started_s)
         except SandboxLost as exc:
             if not exc.from_inside:
                 raise
@@ -200,7 +202,7 @@ class Verifier:
             ended="timed_out" if result.timed_out else "exited",
             exit_code=result.exit_code,
             stdout=result.stdout if stdout is None else bytes(stdout.output),
-            stdout_is_whole=not result.stdout_dropped_bytes if stdout is None else stdout.is_whole,
+            stdout_is_whole=stdout is not None or not result.stdout_dropped_bytes,
             stderr=result.stderr[-MAX_STDERR_BYTES:].decode(errors="replace"),
             seconds=result.duration_s,
             is_late=not result.timed_out and result.own_s > timeout_s,
@@ -246,20 +248,27 @@ class Verifier:
             yield program
 
 
+class _TooLong(Exception):
+    """A program has written more than is read."""
+
+
 class _Capture:
-    """The beginning of a program's stdout, which is longer than a result has room for."""
+    """A program's stdout, which is longer than a result has room for."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.output = bytearray()
-        self.is_whole = True
 
     def take(self, stream: str, data: bytes) -> None:
-        """Take the next piece."""
+        """Take the next piece.
+
+        Raises:
+            _TooLong: there is more than `max_bytes`. That ends the program.
+        """
         if stream == "stdout":
-            room = self._max_bytes - len(self.output)
-            self.is_whole &= len(data) <= room
-            self.output += data[:room]
+            self.output += data
+            if len(self.output) > self._max_bytes:
+                raise _TooLong
 
 
 def backstop_s(limit_s: float) -> float:

@@ -9,7 +9,7 @@ import sys
 import pytest
 import trio
 
-from sandbox_daemon.own_time import INTERVAL_S, OwnTime, Seen, look
+from sandbox_daemon.own_time import INTERVAL_S, OwnTime, Seen, _rank, look
 
 NEAR = pytest.approx
 
@@ -121,6 +121,24 @@ async def test_a_clock_without_a_limit_never_ends_anything():
     with trio.move_on_after(0.01) as scope:
         await clock.serve()
     assert scope.cancelled_caught
+
+
+CPUS = sorted(os.sched_getaffinity(0))
+CHANGES = ["os.nice(1)", "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))"]
+CHANGES += [f"os.sched_setaffinity(0, {{{CPUS[0]}}})"] if len(CPUS) > 1 else []
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_who_lowers_its_own_rank_is_known(change):
+    code = f"import os\nprint(1, flush=True)\ninput()\n{change}\nprint(2, flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"1\n"
+        before = _rank(process.pid, process.pid)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"2\n"
+        assert before == _rank(os.getpid(), 0) != _rank(process.pid, process.pid)
+        process.communicate(b"\n")
 
 
 def test_a_look_reads_the_kernels_times():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ __all__ = ["main"]
 
 MAX_MESSAGE_CHARS = 2000
 _CONTROL = (StopIteration, StopAsyncIteration, Warning)
+_ALL = ("Exception", "BaseException", "object")
 
 
 class CandidateRaised(Exception):
@@ -49,11 +51,13 @@ def main() -> None:
                 raise _CannotCross(f"an argument of {name}: {exc}") from None
             questions.write(question)
             questions.flush()
-            return _result(answers.readline())
+            return _result(answers.readline(), expected)
 
         call.__name__ = name
         return call
 
+    named = _words(task["setup"]) | _words(task["code"])
+    expected: set[str] = set()
     namespace: dict[str, Any] = {"__name__": "checker"}
     exec(compile(task["setup"], "setup", "exec"), namespace)
     exec(compile(task["code"], "tests", "exec"), namespace)
@@ -67,7 +71,9 @@ def main() -> None:
         line = answers.readline()
         if not line:
             return
-        result = _run(decode_line(line)["run"], dict(namespace))
+        test = decode_line(line)["run"]
+        expected = named | _words(test)
+        result = _run(test, dict(namespace))
 
 
 def _run(test: str, namespace: dict[str, Any]) -> dict[str, Any]:
@@ -85,11 +91,16 @@ def _run(test: str, namespace: dict[str, Any]) -> dict[str, Any]:
     return {"status": "passed", "message": ""}
 
 
-def _result(line: bytes) -> Any:
+def _words(code: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z]+", code))
+
+
+def _result(line: bytes, expected: set[str]) -> Any:
     """Return the value of an answer, or raise what the candidate raised.
 
-    A test may expect an exception by its built-in class, so this raises a subclass of that class. Exceptions that
-    control the interpreter's own loops are not raised as such: `StopIteration` would end a `map` of the test.
+    A test may expect an exception by its built-in class: then the name of the class, or of one above it, is in the
+    task's code, which has the words `expected`, and this raises a subclass of it. All else is raised as a class that
+    controls nothing: a `StopIteration` would end a `map` of the test, an `IndexError` its loop over a sequence.
     """
     try:
         answer = decode_line(line)
@@ -99,7 +110,12 @@ def _result(line: bytes) -> Any:
         raise CandidateRaised(f"no answer: {exc}") from None
     name, message = str(answer.get("raised", "")), str(answer.get("message", ""))
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _CONTROL):
+    if (
+        isinstance(kind, type)
+        and issubclass(kind, Exception)
+        and not issubclass(kind, _CONTROL)
+        and any(each.__name__ in expected for each in kind.__mro__ if each.__name__ not in _ALL)
+    ):
         try:
             raised = type(name, (CandidateRaised, kind), {})(message)
         except TypeError:  # a class that takes other arguments, or whose layout does not mix

@@ -328,6 +328,17 @@ CHEATS = {
         "def f(): raise StopIteration",
         AssertTests(functions=["f"], tests=["for each in iter(f, None):\n    assert each == 1"]),
     ),
+    "ends_a_loop_over_a_sequence": (
+        "def f(i): raise IndexError",
+        AssertTests(
+            functions=["f"],
+            tests=["class All:\n    def __getitem__(self, i): return f(i)\nfor x in All():\n    assert x == 1"],
+        ),
+    ),
+    "hangs_where_any_error_is_expected": (
+        "import time\ndef f(): time.sleep(600)",
+        AssertTests(functions=["f"], tests=["try:\n    f()\nexcept BaseException:\n    pass"], test_timeout_s=2.0),
+    ),
     "raises_what_takes_other_arguments": (
         "def f(): raise UnicodeDecodeError('a', b'', 0, 1, 'b')",
         AssertTests(functions=["f"], tests=["try:\n    f()\nexcept TypeError:\n    pass"]),
