@@ -108,13 +108,13 @@ async def test_ids_are_text_and_the_command_to_look_at_one_can_be_pasted(monkeyp
     assert shlex.split(command) == ["prorl-trio", "show", f"{folder}/trajectories.msgpack", "JOB_ID"]
 
 
-async def submitted(tmp_path, tasks):
+async def submitted(tmp_path, tasks, *options):
     """What `submit` says of a task file, and the node that it asked."""
     (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
     node = Node(None)
     with trio.fail_after(30):
         async with open_service(node) as service:
-            command = ["submit", "--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "runs")]
+            command = ["submit", "--tasks", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "runs"), *options]
             env = {"PRORL_TOKEN": TOKEN, "PRORL_URL": service.url}
             result = await trio.to_thread.run_sync(partial(CliRunner().invoke, main, command, env=env))
     return result, node
@@ -153,3 +153,12 @@ async def test_a_task_file_with_a_bad_line_submits_nothing_and_says_so(tmp_path)
     assert "line 2: " in result.stderr
     assert "use the other 2 rows with --skip-bad" in result.stderr
     assert node.submitted == []
+
+
+async def test_rows_that_cannot_be_used_are_left_out_on_demand_and_named(tmp_path):
+    result, node = await submitted(tmp_path, [a_task("a"), "{", a_task("c"), a_task("a")], "--skip-bad")
+    assert result.exit_code == 0
+    assert "tasks.jsonl: 2 of 4 rows are left out:" in result.stderr
+    assert "line 2: it is not valid JSON" in result.stderr
+    assert "line 4, field `instance_id`: 'a' is the id of line 1 as well" in result.stderr
+    assert [spec.instance.instance_id for spec in node.submitted] == ["a", "c"]

@@ -217,6 +217,7 @@ REFUSED = [
     ("turns before choices", {"messages": [{"role": "user", "content": "a"}], "question": "?", "options": ["x", "y"], "answer": "A"}, "field `messages`"),
     ("RACE", {"article": "a", "question": "?", "options": ["x", "y"], "answer": "A", "example_id": "e"}, "field `article`"),
     ("a heading in a solution", {"problem": "?", "answer": "#### Solution\nIt is 5"}, "it is prose"),
+    ("a solution as answer", {"problem": "?", "answer": "a " * 2000}, "it is prose"),
     ("an endless integer", {"problem": "?", "answer": 10**4000}, "it is an integer of more than 10000 bits"),
     ("a dialogue", {"messages": [{"role": "user", "content": "hi"}]}, "its form is unknown; its fields are `messages`"),
     ("an instance without a handler", {"instance_id": "a", "payload": {}}, "the nearest form is a task instance, for which `handler` is missing"),
@@ -338,6 +339,9 @@ def test_csv_is_read_as_gpqa_is_published(tmp_path):
     )
     (instance,) = load_task_set(str(path), check=False)
     assert instance.payload["question"] == "a, b?"
+    path.write_text("problem,problem,answer\na,b,1\n")
+    with pytest.raises(ConfigError, match="the first line names a column twice"):
+        load_task_set(str(path))
     path.write_text("problem,answer\na\n")
     with pytest.raises(ConfigError, match="row 1: it has fewer fields than the first line names"):
         load_task_set(str(path))
@@ -352,9 +356,12 @@ def test_csv_is_read_as_gpqa_is_published(tmp_path):
         (b"{'problem': '?'}", "line 1: it is not valid JSON (column 2)"),
         (b'{"problem": "?"\n{"problem": "?", "answer": "1"}', "line 1: it is not valid JSON (column 16)"),
         (b'["problem", "?"]', "line 1: it is a list, where one JSON object is needed"),
+        (b'{"problem": "?", "answer": "1", "answer": "2"}', "line 1, field `answer`: it is there twice"),
+        (b'[{"problem": "?", "answer": "1", "answer": "2"}]', "an object names `answer` twice"),
+        (b'[{"problem": "?", "answer": "1"}, 1]', "row 2: it is a number, where one JSON object is needed"),
         (b'"text"', "line 1: it is a text, where one JSON object is needed"),
         (b"[" * 100_000, "line 1: it is nested too deeply"),
-        ("{}".encode("utf-16"), "is UTF-16 text; save it as UTF-8"),
+        ("{}".encode("utf-16"), "is UTF-16 or UTF-32 text; save it as UTF-8"),
         (b"\x1f\x8bno gzip", "the gzip archive is damaged"),
         (
             b'[\n{"problem": "?"},\n]',

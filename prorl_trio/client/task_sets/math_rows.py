@@ -15,6 +15,8 @@ ANSWER: Final = ("answer", "expected_answer", "final_answer", "final_ans", "answ
 NAME: Final = ("id", "unique_id", "problem_id", "uuid")
 FAMILY: Final = ("family", "subject", "source", "data_source", "type")
 MAX_INTEGER_BITS: Final = 10_000
+MAX_GOLD_CHARS: Final = 2_000
+"""A longer text is a solution."""
 _BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*(\{|\d)")
 _GROUPED: Final = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _SENTENCES: Final = re.compile(r"[a-z]{2}[.;:!?]\s+[A-Z]\w* ")
@@ -80,7 +82,7 @@ def gold_of(value: Any, field: str) -> str:
         raise RowError("it is empty", field)
     if why := _NO_ANSWER.get(text.lower()):
         raise RowError(f"it says {text!r}: {why}, so that nothing can be graded; leave the row out", field)
-    if _SENTENCES.search(text) or ("\n" in text and "\\begin" not in text):
+    if len(text) > MAX_GOLD_CHARS or _SENTENCES.search(text) or ("\n" in text and "\\begin" not in text):
         raise RowError(
             "it is prose; the final answer alone is needed, or `#### answer` or \\boxed{answer} in it", field
         )

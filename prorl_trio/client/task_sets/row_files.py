@@ -43,7 +43,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | RowError]]:
         except (OSError, EOFError, zlib.error) as exc:
             raise ConfigError(f"{path}: the gzip archive is damaged; fetch it again") from exc
     if content.startswith(WIDE_BOMS):
-        raise ConfigError(f"{path} is UTF-16 text; save it as UTF-8")
+        raise ConfigError(f"{path} is UTF-16 or UTF-32 text; save it as UTF-8")
     content = content.removeprefix(BOM)
     if content.startswith(PARQUET):
         return _parquet_rows(path, content)
@@ -65,11 +65,13 @@ def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any]
     else:
         whole = msgspec.json.decode(first) if len(lines) == 1 and _is_json(first) else None
     match whole:
-        case list() if all(isinstance(row, dict) for row in whole):
-            for number, row in enumerate(whole, start=1):
-                yield f"row {number}", row
+        case [*rows] if not rows or any(isinstance(row, dict) for row in rows):
+            if name := _name_given_twice(content):
+                raise ConfigError(f"{path}: an object names `{name}` twice: keep the one that is meant")
+            for number, row in enumerate(rows, start=1):
+                yield f"row {number}", _object(row)
         case dict() if len(lines) > 1:
-            yield "row 1", whole
+            yield "row 1", _object(whole, content)
         case _:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
@@ -81,7 +83,41 @@ def _row_of(line: bytes) -> dict[str, Any] | RowError:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return RowError(_why(line))
-    return row if isinstance(row, dict) else RowError(f"it is {kind_of(row)}, where one JSON object is needed")
+    return _object(row, line)
+
+
+def _object(row: object, line: bytes = b"") -> dict[str, Any] | RowError:
+    """Return a row that is an object, of which `line` names no field twice."""
+    if not isinstance(row, dict):
+        return RowError(f"it is {kind_of(row)}, where one JSON object is needed")
+    if any(line.count(b'"%s"' % name.encode(errors="replace")) > 1 for name in row) and (
+        repeated := _name_given_twice(line)
+    ):
+        return RowError("it is there twice: keep the one that is meant", repeated)
+    return row
+
+
+class _GivenTwice(Exception):
+    """An object has two fields of a name, of which a reader would take the last."""
+
+
+def _name_given_twice(content: bytes) -> str:
+    """Return the first name that an object of a JSON text has twice; empty if there is none."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        names: set[str] = set()
+        for name, _ in pairs:
+            if name in names:
+                raise _GivenTwice(name)
+            names.add(name)
+
+    try:
+        json.loads(content, object_pairs_hook=check)
+    except _GivenTwice as exc:
+        return str(exc)
+    except (ValueError, RecursionError):  # msgspec read it
+        return ""
+    return ""
 
 
 def _is_json(line: bytes) -> bool:
@@ -128,6 +164,9 @@ def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any] 
     csv.field_size_limit(2**31 - 1)
     rows = csv.DictReader(io.StringIO(text, newline=""))
     try:
+        names = list(rows.fieldnames or ())
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{path}: the first line names a column twice: keep the one that is meant")
         for number, row in enumerate(rows, start=1):
             if None in row:
                 yield f"row {number}", RowError("it has more fields than the first line names")
