@@ -37,11 +37,15 @@ class EditRefused(Exception):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """A file's text. `crlf`: every line of the file ended in CR LF, and `text` has LF instead."""
+    """A file's text. `crlf`: lines of the file ended in CR LF, and `text` has LF instead.
+
+    `ends`, of a file that has both, says of each line's end in order whether it was CR LF (1) or LF (0).
+    """
 
     text: str
     encoding: Literal["utf-8", "latin-1"]
     crlf: bool
+    ends: bytes = b""
 
     @property
     def lines(self) -> list[str]:
@@ -52,7 +56,9 @@ class Document(msgspec.Struct, frozen=True):
     def note(self) -> str:
         """Return what an agent should know of the file's form; empty for the usual one."""
         notes = ["[not valid UTF-8: read as Latin-1]"] if self.encoding == "latin-1" else []
-        if self.crlf:
+        if self.ends:
+            notes.append("[some lines end in LF and some in CR LF, which is kept; old_str matches either]")
+        elif self.crlf:
             notes.append("[lines end in CR LF, which is kept]")
         return "".join(f"{note}\n" for note in notes)
 
@@ -71,8 +77,11 @@ def decode(content: bytes, path: str) -> Document:
     except UnicodeDecodeError:
         encoding = "latin-1"
         text = content.decode("latin-1")
-    crlf = "\n" in text and text.count("\r\n") == text.count("\n")
-    return Document(text.replace("\r\n", "\n") if crlf else text, encoding, crlf)
+    crlf_count, count = text.count("\r\n"), text.count("\n")
+    if not crlf_count:
+        return Document(text, encoding, False)
+    ends = bytes(line.endswith("\r") for line in text.split("\n")[:-1]) if crlf_count < count else b""
+    return Document(text.replace("\r\n", "\n"), encoding, True, ends)
 
 
 def encode(document: Document, text: str, path: str) -> bytes:
@@ -81,13 +90,33 @@ def encode(document: Document, text: str, path: str) -> bytes:
     Raises:
         EditRefused: it has characters that the file's encoding lacks.
     """
-    if document.crlf:
+    if document.ends:
+        text = _with_ends(document, text)
+    elif document.crlf:
         text = text.replace("\n", "\r\n")
     try:
         return text.encode(document.encoding)
     except UnicodeEncodeError as exc:
         what = ascii(exc.object[exc.start : exc.end][:10])
         raise EditRefused(f"The file {path} is {document.encoding} text, which cannot hold {what}.") from exc
+
+
+def _with_ends(document: Document, text: str) -> str:
+    """Return the edited text with the ends that its lines had; new lines end as those in their place did."""
+    before, after = document.text.split("\n")[:-1], text.split("\n")
+    lines, last = after[:-1], after[-1]
+    shorter = min(len(before), len(lines))
+    head = next((at for at in range(shorter) if before[at] != lines[at]), shorter)
+    shorter -= head
+    tail = next((at for at in range(shorter) if before[-1 - at] != lines[-1 - at]), shorter)
+    ends = document.ends
+    replaced = ends[head : len(ends) - tail]
+    new_count = len(lines) - head - tail
+    beside = replaced[-1:] or ends[max(head - 1, 0) :][:1]
+    same = replaced[: max(0, min(len(replaced), new_count) - 1)]
+    new = same + beside * (new_count - len(same))
+    kept = ends[:head] + new + ends[len(ends) - tail :]
+    return "".join(f"{line}\r\n" if crlf else f"{line}\n" for line, crlf in zip(lines, kept, strict=True)) + last
 
 
 def replace_once(document: Document, old: str, new: str, path: str) -> tuple[str, int]:

@@ -36,6 +36,7 @@ engine_machines=$(scontrol show hostnames "{machines}" | paste -sd,)
 ports={files}/engines-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}
 mkdir -p -m 700 "$ports"
 
+{cpus}
 # An engine a machine. It does not hear SIGTERM, for nodes that drain need it.
 "$prorl" slurm pulse --name=engines --folder={files} --job="{job}" --tasks={tasks} -- \\
     srun {group}--nodes={tasks} --ntasks={tasks} \\
@@ -47,6 +48,7 @@ engines=$!
 """
 
 _NODES: Final = """
+{cpus}
 # A task a machine. They do not need each other: where one fails, the rest go on. A task ends what it runs, and removes
 # its files, when the pulse stops: srun or this script was killed, its machine is cut off, or Slurm has started the job
 # elsewhere. Where Slurm kills all processes of a task at once, its epilog removes the files.
@@ -72,10 +74,17 @@ kill -USR1 "$engines" 2>/dev/null && wait "$engines"
 rm -rf "$ports"
 """
 
+_CPUS: Final = """\
+# Since Slurm 22.05 srun does not inherit the job's --cpus-per-task. (It inherits --cpus-per-gpu, --threads-per-core,
+# --hint, --mem and --gres.)
+cpus={value}
+if [ -n "$cpus" ]; then export SRUN_CPUS_PER_TASK="$cpus"; else unset SRUN_CPUS_PER_TASK; fi"""
+
 _SRUN: Final = (
     '--ntasks-per-node=1 --export=ALL --overlap --kill-on-bad-exit=0 --no-kill --wait=0 --task-epilog="$prorl-sweep"'
 )
 """`--export=ALL`: an `--export` of sbatch's would hold for srun as well, and keep what we tell the tasks from them."""
+_JOB_CPUS: Final = "${SLURM_CPUS_PER_TASK-}"
 _EVERY_MACHINE: Final = '"$SLURM_JOB_NUM_NODES"'
 
 
@@ -160,6 +169,7 @@ def _nodes(plan: FleetPlan) -> str:
         node += ' --engines="$engine_machines" --machines="$node_machines" --engine-ports="$ports"'
     return _NODES.format(
         files=_files(plan),
+        cpus=_CPUS.format(value=_JOB_CPUS),
         tasks=_EVERY_MACHINE,
         group="--het-group=0 " if plan.engine and plan.engine.machines else "",
         srun=_SRUN,
@@ -172,10 +182,12 @@ def _engines(plan: FleetPlan) -> str:
     if not plan.engine:
         return ""
     apart = plan.engine.machines
+    own_cpus = _cpus_per_task(plan.engine.sbatch)
     return _ENGINES.format(
         machines="$SLURM_JOB_NODELIST_HET_GROUP_1" if apart else "$SLURM_JOB_NODELIST",
         job="$SLURM_JOB_ID_HET_GROUP_1" if apart else "$SLURM_JOB_ID",
         files=_files(plan),
+        cpus=_CPUS.format(value=f"${{SLURM_CPUS_PER_TASK_HET_GROUP_1:-{own_cpus}}}" if apart else _JOB_CPUS),
         tasks=apart or _EVERY_MACHINE,
         group="--het-group=1 " if apart else "",
         srun=_SRUN,
@@ -183,6 +195,22 @@ def _engines(plan: FleetPlan) -> str:
         command=shlex.quote(plan.engine.command),
         port=plan.engine.port,
     )
+
+
+def _cpus_per_task(options: Sequence[str]) -> str:
+    """Return the number that options of sbatch ask for; empty if they do not.
+
+    The variables of a heterogeneous job need not have that of its second group.
+    """
+    found = ""
+    words = iter(options)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "-c" or (len(name) > len("--cpus-per-") and "--cpus-per-task".startswith(name)):
+            found = value if equals else next(words, "")
+        elif word.startswith("-c") and word[2:].isdigit():
+            found = word[2:]
+    return found if found.isdigit() else ""
 
 
 def _files(plan: FleetPlan) -> str:

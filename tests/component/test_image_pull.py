@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import errno
 import fcntl
+import io
 import json
 import os
 import random
 import stat
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 
@@ -28,6 +30,7 @@ from prorl_trio.sandbox.images.names import Reference, parse_reference, swe_benc
 from prorl_trio.sandbox.images.pull import ENV_SCRIPT, PullError, PullRules, pull_image
 from prorl_trio.sandbox.images.removal import measure_store
 from prorl_trio.sandbox.images.store import find_image, list_images
+from prorl_trio.sandbox.images.unpack import UnpackError, unpack_layer
 from support.registry import PASSWORD, USER, digest_of, open_registry, tar_of
 
 MIB = 1024 * 1024
@@ -183,6 +186,49 @@ def test_a_private_image_wants_the_right_credentials(registry, rules, tmp_path, 
     assert find_credentials("other.example") is None
 
 
+def test_an_identity_token_gets_access_from_the_realm(registry, rules, tmp_path, monkeypatch):
+    reference = registry.push("a:1", [tar_of({"a": b"1"})])
+    registry.private = True
+    auth = tmp_path / "auth.json"
+    monkeypatch.setenv("REGISTRY_AUTH_FILE", str(auth))
+    nobody = base64.b64encode(b"00000000-0000-0000-0000-000000000000:").decode()
+    auth.write_text(json.dumps({"auths": {registry.host: {"auth": nobody, "identitytoken": PASSWORD}}}))
+    pull_image(reference, rules)
+    auth.write_text(json.dumps({"auths": {registry.host: {"auth": nobody, "identitytoken": "another"}}}))
+    with pytest.raises(PullError, match="no token was given"):
+        pull_image(registry.push("b:1", [tar_of({"b": b"1"})]), rules)
+
+
+PACKED = base64.b64encode(b"u:s").decode()
+
+
+@pytest.mark.parametrize(
+    ("config", "host", "found"),
+    [
+        ({"auths": {"r.example": {"auth": PACKED}}}, "r.example", ("u", "s", False)),
+        ({"auths": {"https://r.example": {"auth": PACKED}}}, "r.example", ("u", "s", False)),
+        ({"auths": {"https://r.example/": {"auth": PACKED}}}, "r.example", ("u", "s", False)),
+        ({"auths": {"https://r.example/v2/": {"auth": PACKED}}}, "r.example", ("u", "s", False)),
+        ({"auths": {"r.example/v1": {"auth": PACKED}}}, "r.example", ("u", "s", False)),
+        ({"auths": {"http://r.example:5000": {"auth": PACKED}}}, "r.example:5000", ("u", "s", False)),
+        ({"auths": {"http://r.example:5000": {"auth": PACKED}}}, "r.example", None),
+        ({"auths": {"r.example/team/image": {"auth": PACKED}}}, "r.example", None),
+        ({"auths": {"https://index.docker.io/v1/": {"auth": PACKED}}}, "docker.io", ("u", "s", False)),
+        ({"auths": None}, "r.example", None),
+        ({"auths": {}, "credHelpers": None, "credsStore": None}, "r.example", None),
+        ({"auths": {"r.example": None}}, "r.example", None),
+        ({"auths": {"r.example": {"auth": 7, "identitytoken": None}}}, "r.example", None),
+        ({"auths": [], "credHelpers": []}, "r.example", None),
+    ],
+)
+def test_credentials_of_a_file(tmp_path, monkeypatch, config, host, found):
+    for name in ("HOME", "DOCKER_CONFIG", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.delenv("REGISTRY_AUTH_FILE", raising=False)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_credentials(host) == found
+
+
 def test_credentials_of_a_helper(tmp_path, monkeypatch):
     helper = tmp_path / "docker-credential-test"
     helper.write_text('#!/bin/sh\nread host; printf \'{"Username": "u", "Secret": "%s"}\' "$host"\n')
@@ -190,8 +236,10 @@ def test_credentials_of_a_helper(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     (tmp_path / "config.json").write_text('{"credHelpers": {"r.example": "test"}}')
-    assert find_credentials("r.example") == ("u", "r.example")
+    assert find_credentials("r.example") == ("u", "r.example", False)
     assert find_credentials("s.example") is None
+    helper.write_text('#!/bin/sh\nprintf \'{"Username": "<token>", "Secret": "t"}\'\n')
+    assert find_credentials("r.example")[1:] == ("t", True)
 
 
 def test_an_image_that_is_not_there_is_told(registry, rules):
@@ -207,6 +255,64 @@ def test_what_a_layer_removes_is_not_seen(registry, rules):
     pull_image(registry.push("a:1", [below, tar_of(above)]), rules)
     root = locate_root(registry.reference("a:1"))
     assert seen([root.base, *root.layers]) == {"d/kept": b"1", "e/new": b"2", "g/y": b"2"}
+
+
+@pytest.mark.parametrize(
+    ("above", "shown"),
+    [
+        ({".wh.d": b"", "d/new": b"2"}, {"d/new": b"2"}),
+        ({"d/new": b"2", ".wh.d": b""}, {"d/new": b"2"}),
+        ({".wh.d": b"", "d": None, "d/new": b"2"}, {"d/new": b"2"}),
+        ({".wh.d": b"", "d/deep/new": b"2"}, {"d/deep/new": b"2"}),
+        ({".wh.d": b"", "d/.wh.x": b""}, {}),
+        ({"d": b"file", "d/new": b"2"}, {"d/new": b"2"}),
+    ],
+)
+def test_a_folder_that_a_layer_makes_anew_hides_the_one_below(registry, rules, above, shown):
+    below = tar_of({"d/old": b"1", "d/deep/old": b"1", "d/x": b"1"})
+    pull_image(registry.push("a:1", [below, tar_of(above)]), rules)
+    root = locate_root(registry.reference("a:1"))
+    assert seen([root.base, *root.layers]) == shown
+
+
+def unpack(tmp_path, entries):
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for name, kind, target in entries:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname, entry.mode = kind, target, 0o755
+            tar.addfile(entry)
+    (tmp_path / "blob").write_bytes(stream.getvalue())
+    (tmp_path / "tree").mkdir()
+    return unpack_layer(tmp_path / "blob", "application/vnd.oci.image.layer.v1.tar", tmp_path / "tree", lambda: None)
+
+
+def test_the_later_entry_of_a_layer_replaces_a_folder(tmp_path):
+    file, folder, link = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE
+    entries = [("lib", folder, ""), ("lib/x", file, ""), ("lib/.wh..wh..opq", file, ""), ("lib", link, "usr/lib")]
+    entries += [("usr/lib/y", file, ""), ("bin/sub", folder, ""), ("bin", file, "")]
+    assert unpack(tmp_path, entries).opaque == ()
+    tree = tmp_path / "tree"
+    assert (os.readlink(tree / "lib"), (tree / "lib" / "y").is_file(), (tree / "bin").is_file()) == (
+        "usr/lib",
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [("a", tarfile.LNKTYPE, "below")],
+        [(".wh.gone", tarfile.REGTYPE, ""), ("a", tarfile.LNKTYPE, "gone")],
+        [("d", tarfile.DIRTYPE, ""), ("a", tarfile.LNKTYPE, "d")],
+        [("d/x", tarfile.REGTYPE, ""), ("d", tarfile.LNKTYPE, "d/x")],
+    ],
+    ids=["of a layer below", "of a whiteout", "of a folder", "of what it replaces"],
+)
+def test_a_hard_link_to_what_the_layer_does_not_have_is_refused_with_a_way_out(tmp_path, entries):
+    with pytest.raises(UnpackError, match=r"is a hard link to .*pull the image with --sif"):
+        unpack(tmp_path, entries)
 
 
 def seen(layers):

@@ -127,6 +127,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             self._content(url.path)
 
+    def do_POST(self):
+        fields = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        asked = (fields.get("grant_type"), fields.get("refresh_token"), fields.get("service"))
+        if self.path == "/token" and asked == (["refresh_token"], [PASSWORD], ["test"]) and fields.get("client_id"):
+            self._send(200, b'{"access_token": "the-token"}')
+        else:
+            self._send(401, b"{}")
+
     def _token(self, fields):
         known = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
         if fields.get("service") == ["test"] and self.headers.get("Authorization") == f"Basic {known}":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,3 +154,34 @@ def test_inserted_lines_are_where_they_belong_and_nothing_else_changes(text, dat
     after_line = data.draw(st.integers(0, len(found.lines)))
     lines = insert_lines(found, after_line, "new").split("\n")[: len(found.lines) + 1]
     assert lines == [*found.lines[:after_line], "new", *found.lines[after_line:]]
+
+
+@pytest.mark.parametrize(
+    ("before", "old", "new", "after"),
+    [
+        (b"a\r\nb\nc\r\nd", "a\nb", "x\ny", b"x\r\ny\nc\r\nd"),
+        (b"a\r\nb\nc\r\nd\n", "b\nc", "q", b"a\r\nq\r\nd\n"),
+        (b"a\r\nb\nc\r\nd\n", "b\r\nc", "q\nr\ns\nt", b"a\r\nq\nr\r\ns\r\nt\r\nd\n"),
+        (b"a\r\nb\nc\r\n", "c\n", "", b"a\r\nb\n"),
+        (b"a\r\nb\n", "b\n", "b\nz\n", b"a\r\nb\nz\n"),
+        (b"a\nb\r\n", "a", "1\n2", b"1\n2\nb\r\n"),
+        ("é\r\nb\n".encode("latin-1"), "é\nb", "b\né", "b\r\né\n".encode("latin-1")),
+    ],
+)
+def test_a_file_with_both_line_ends_matches_either_and_keeps_them(before, old, new, after):
+    found = decode(before, "f")
+    text, _ = replace_once(found, old, new, "f")
+    assert encode(found, text, "f") == after
+    assert "some in CR LF" in found.note
+
+
+def test_any_file_with_both_line_ends_comes_back_as_it_was():
+    dice = random.Random(16)
+    for _ in range(3000):
+        content = "".join(dice.choices(["a\n", "b\r\n", "\n", "\r\n", "\r", "c"], k=dice.randint(0, 7))).encode()
+        found = decode(content, "f")
+        assert encode(found, found.text, "f") == content
+        at = dice.randint(0, content.count(b"\n"))
+        added = encode(found, insert_lines(found, at, "new"), "f")
+        lines, kept = added.split(b"\n"), content.split(b"\n")
+        assert (lines[:at], lines[at + 1 :]) == (kept[:at], kept[at:]), (content, at, added)

@@ -240,7 +240,7 @@ def test_what_has_no_effect_on_a_task_is_left_out_of_a_dockerfile(load):
         'SHELL ["/bin/bash", "-o", "pipefail", "-c"]\nRUN echo $VERSION | cat\nRUN ["true", "x y"]\n'
         'EXPOSE 80/tcp 443\nSTOPSIGNAL SIGINT\nCMD ["python3"]\n'
     )
-    environment = load(dockerfile=dockerfile).payload["environment"]
+    environment = load(dockerfile=dockerfile)[0].payload["environment"]
     assert environment["image"] == "docker://python:3.12-slim"
     assert environment["env"] == {"OTHER": "env"}
     exports = "export DEBIAN_FRONTEND=noninteractive; export VERSION=3.12; export OTHER=env; "
@@ -264,7 +264,7 @@ def test_what_has_no_effect_on_a_task_is_left_out_of_a_dockerfile(load):
 )
 @pytest.mark.parametrize("version", ["version", "schema_version"])
 def test_sizes_of_every_schema_are_read(load, version, lines, memory_mb, storage_mb):
-    environment = load(f'{version} = "1.0"\n[environment]\ncpus = 1\n{lines}\n').payload["environment"]
+    environment = load(f'{version} = "1.0"\n[environment]\ncpus = 1\n{lines}\n')[0].payload["environment"]
     sizes = (environment["memory_bytes"], environment["disk_bytes"])
     assert sizes == tuple(size and size * 1024 * 1024 for size in (memory_mb, storage_mb))
 
@@ -274,7 +274,7 @@ def test_tasks_of_the_first_terminal_bench_are_refused_by_their_name(tmp_path):
     (tmp_path / "one" / "task.yaml").write_text("instruction: do it\n")
     for folder in (tmp_path, tmp_path / "one"):
         with pytest.raises(
-            ConfigError, match=r"one/task.yaml: tasks of the first Terminal-Bench .* harbor task migrate"
+            ConfigError, match=r"one/task.yaml: tasks of the first Terminal-Bench .*harbor task migrate"
         ):
             load_task_set(str(folder))
 

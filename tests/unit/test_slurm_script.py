@@ -112,3 +112,51 @@ def test_engines_on_machines_of_their_own_are_a_group_with_options_of_its_own():
 
 def test_without_engines_the_script_does_not_speak_of_them():
     assert "engine" not in batch_script(plan())
+
+
+CPUS = {
+    "of the job": ({}, {"SLURM_CPUS_PER_TASK": "16"}, ["16", "16"]),
+    "not asked for, and left over from elsewhere": ({}, {"SRUN_CPUS_PER_TASK": "3"}, ["", ""]),
+    "of the second group, told by Slurm": (
+        {"machines": 2},
+        {"SLURM_CPUS_PER_TASK": "16", "SLURM_CPUS_PER_TASK_HET_GROUP_1": "8"},
+        ["8", "16"],
+    ),
+    "of the second group, told by its option": (
+        {"machines": 2, "sbatch": ["--gres=gpu:8", "-c", "4"]},
+        {"SLURM_CPUS_PER_TASK": "16"},
+        ["4", "16"],
+    ),
+    "of the first group alone": ({"machines": 2}, {"SLURM_CPUS_PER_TASK": "16"}, ["", "16"]),
+}
+
+
+@pytest.mark.parametrize("name", CPUS)
+def test_steps_have_the_cpus_that_the_job_has_for_a_task(tmp_path, name):
+    """Run the script with programs in place of its own that print what srun would take."""
+    engine, told, wanted = CPUS[name]
+    program = tmp_path / "prorl-trio"
+    program.write_text('#!/bin/sh\n[ "$2" != pulse ] || echo "$3 ${SRUN_CPUS_PER_TASK-}"\n')
+    for name in ("scontrol", "squeue"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+    for path in tmp_path.iterdir():
+        path.chmod(0o755)
+    script = batch_script(
+        plan(
+            program=str(program),
+            fleet_dir=str(tmp_path / "fleet"),
+            sbatch=["--cpus-per-task=16"],
+            engine=EnginePlan(command="vllm serve /m", **engine),
+        )
+    )
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **told}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=env)
+    assert sorted(done.stdout.splitlines()) == [f"--name=engines {wanted[0]}", f"--name=nodes {wanted[1]}"]
+
+
+@pytest.mark.parametrize(
+    "options", [["-c8"], ["-c", "8"], ["--cpus-per-task=8"], ["--cpus-per-task", "8"], ["--cpus-per-t=8", "-N2"]]
+)
+def test_each_form_of_the_option_is_read(options):
+    script = batch_script(plan(engine=EnginePlan(command="x", machines=1, sbatch=options)))
+    assert "cpus=${SLURM_CPUS_PER_TASK_HET_GROUP_1:-8}" in script

@@ -36,6 +36,7 @@ FIRST_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 60.0
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
 
+_CLIENT_ID: Final = "prorl-trio"
 _PASSING: Final = frozenset({408, 429, 500, 502, 503, 504})
 _CHALLENGE: Final = re.compile(r'(\w+)="([^"]*)"')
 _MANIFESTS: Final = ", ".join(
@@ -162,8 +163,13 @@ class Registry:
                 fields = dict(_CHALLENGE.findall(rest))
                 realm = fields.pop("realm", "")
                 fields.setdefault("scope", f"repository:{self._reference.repository}:pull")
-                request = urllib.request.Request(f"{realm}?{urllib.parse.urlencode(fields)}")
-                if known is not None:
+                if known is not None and known.is_identity_token:
+                    fields |= {"grant_type": "refresh_token", "refresh_token": known.password}
+                    fields["client_id"] = _CLIENT_ID
+                    request = urllib.request.Request(realm, data=urllib.parse.urlencode(fields).encode())
+                else:
+                    request = urllib.request.Request(f"{realm}?{urllib.parse.urlencode(fields)}")
+                if known is not None and not known.is_identity_token:
                     request.add_unredirected_header("Authorization", known.header)
                 self._authorization = f"Bearer {self._token(request)}"
             else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import shutil
 import stat
 import tarfile
 from typing import IO, TYPE_CHECKING, Final, NamedTuple, cast
@@ -142,10 +143,9 @@ class _Tree:
                     done.clear()
                 waiting += [part for part in target.split("/") if part not in ("", ".")][::-1]
                 continue
-            if not os.path.isdir(path):
-                self._clear(path)
-                os.mkdir(path, 0o755)
             done.append(name)
+            if not os.path.isdir(path):
+                self._make_folder("/".join(done))
         return "/".join(done)
 
     def _white_out(self, folder: str, name: str) -> None:
@@ -162,12 +162,10 @@ class _Tree:
         mode = entry.mode & 0o777
         if entry.isdir():
             if os.path.islink(full) or not os.path.isdir(full):
-                if self._clear(full):
-                    self.opaque.add(path)
-                os.mkdir(full, 0o755)
+                self._make_folder(path)
             self._folder_modes[path] = (mode | 0o700, entry.mtime)
         elif entry.isreg():
-            self._clear(full)
+            self._clear(path)
             source = tar.extractfile(entry)
             assert source is not None, "it is a file"
             with open(full, "xb") as file:
@@ -176,26 +174,54 @@ class _Tree:
                 os.fchmod(file.fileno(), mode | 0o400)
             os.utime(full, (entry.mtime, entry.mtime))
         elif entry.issym():
-            self._clear(full)
+            self._clear(path)
             os.symlink(entry.linkname, full)
         elif entry.islnk():
             *parents, name = _parts(entry.linkname) or [""]
             source_path = self._full(os.path.join(self._folder(parents), name))
-            if not name or not os.path.lexists(source_path) or os.path.isdir(source_path):
-                raise UnpackError(f"{entry.name} is a hard link to {entry.linkname}, which the layer does not have")
+            if not name or not _is_file(source_path):
+                raise _no_target(entry)
             if not os.path.samestat(os.lstat(source_path), os.lstat(full)) if os.path.lexists(full) else True:
-                self._clear(full)
+                self._clear(path)
+                if not os.path.lexists(source_path):  # it was below
+                    raise _no_target(entry)
                 os.link(source_path, full, follow_symlinks=False)
 
-    def _clear(self, full: str) -> bool:
-        """Make room for another kind of entry; return whether a whiteout was there."""
+    def _make_folder(self, path: str) -> None:
+        """Make a folder; where the layer had a whiteout or a file, nothing of the layers below is seen in it."""
+        if self._clear(path):
+            self.opaque.add(path)
+        os.mkdir(self._full(path), 0o755)
+
+    def _clear(self, path: str) -> bool:
+        """Make room for another entry, the later one of a layer; return whether something was there."""
+        full = self._full(path)
         if not os.path.lexists(full):
             return False
         if os.path.isdir(full) and not os.path.islink(full):
-            raise UnpackError(f"{os.path.relpath(full, self._root)} is a folder and something else in one layer")
-        was_whiteout = stat.S_ISCHR(os.lstat(full).st_mode)
-        os.unlink(full)
-        return was_whiteout
+            shutil.rmtree(full)
+            inside = f"{path}/"
+            self.opaque = {each for each in self.opaque if each != path and not each.startswith(inside)}
+            for each in [each for each in self._folder_modes if each == path or each.startswith(inside)]:
+                del self._folder_modes[each]
+        else:
+            os.unlink(full)
+        return True
+
+
+def _is_file(path: str) -> bool:
+    """Return whether a file or link is there: neither a folder, nor a whiteout."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
+
+
+def _no_target(entry: tarfile.TarInfo) -> UnpackError:
+    return UnpackError(
+        f"{entry.name} is a hard link to {entry.linkname}, which the layer does not have: pull the image with --sif"
+    )
 
 
 def _parts(name: str) -> list[str]:
