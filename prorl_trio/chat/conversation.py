@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from prorl_trio.chat.sampled import sampled_arrays
-from prorl_trio.chat.template import assistant_message, call_id, parameter_schemas
+from prorl_trio.chat.template import assistant_message, call_id, parameter_schemas, spoken_message
 from prorl_trio.chat.token_memory import RolloutTokens
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded, HandlerError, TokenDrift
 from prorl_trio.types.models import ChatMessage, PolicySpan, Segment, ToolCall
@@ -446,16 +446,19 @@ class Conversation:
         """Return a turn that was sampled as a message: its text, or, where the template needs them, its parts."""
         mark = self._format.codec.mark
         if not self._format.capabilities.needs_calls:
-            return {"role": "assistant", "content": self._last_said()}
+            return self._last_said()
         return assistant_message(self._calls(turn.tool_calls), mark(turn.content), mark(turn.reasoning))
 
-    def _last_said(self) -> str:
-        """Return the last completion as the content of a message: without its end-of-turn token."""
+    def _last_said(self) -> Message:
+        """Return the last completion as a message: its text without its end-of-turn token, in parts if need be."""
         start, end, _segment = self.completion_ranges[-1]
         ids = self._current.token_ids[start:end].tolist()
         if ids and ids[-1] in self._format.end_of_turn_ids:
             ids = ids[:-1]
-        return self._format.codec.mark(self._format.decode(ids), speech=True)
+        text = self._format.codec.mark(self._format.decode(ids), speech=True)
+        if self._format.capabilities.takes_reasoning:
+            return spoken_message(text, self._opens_thinking())
+        return {"role": "assistant", "content": text}
 
     def _speech(self, ids: Sequence[int], following: str = "") -> SpokenTurn:
         return self._format.parse(ids, self._known_tools, self._opens_thinking(), following)

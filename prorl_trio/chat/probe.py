@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +17,7 @@ from prorl_trio.chat.template import (
     ChatTemplate,
     assistant_message,
     call_id,
+    spoken_message,
 )
 from prorl_trio.types.errors import ConfigError, HandlerError
 
@@ -51,6 +53,10 @@ def probe(template: ChatTemplate) -> None:
         _note(
             template,
             opens_thinking=opening.rstrip().endswith("<think>"),
+            takes_reasoning=_takes_reasoning(template, opening),
+        )
+        _note(
+            template,
             rewrites_history=_rewrites_history(template, opening),
         )
         template.capabilities = msgspec.structs.replace(template.capabilities, recall=_shortest_recall(template))
@@ -159,6 +165,26 @@ def _check_texts_stand(template: ChatTemplate) -> None:
             )
 
 
+def _takes_reasoning(template: ChatTemplate, opening: str) -> bool:
+    """Return whether reasoning is written as it was said only where it is in a field of its own."""
+    if template.capabilities.needs_calls:
+        return False
+    opened = opening.rstrip().endswith("<think>")
+    said = ("" if opened else "<think>\n") + "probe-why\n</think>\n\nprobe-answer"
+    thought = re.compile(
+        r"\s*probe-why\s*</think>\s*probe-answer" if opened else r"\s*<think>\s*probe-why\s*</think>\s*probe-answer"
+    )
+    as_said = []
+    for answer in ({"role": "assistant", "content": said}, spoken_message(said, opened)):
+        try:
+            prompt = template.prompt([_USER], ())
+            text = template.prompt([_USER, answer], (), open_turn=False)
+        except HandlerError:
+            return False
+        as_said.append(text.startswith(prompt) and thought.match(text, len(prompt)) is not None)
+    return as_said == [False, True]
+
+
 def _rewrites_history(template: ChatTemplate, opening: str) -> bool:
     said = [*_SAID]
     thought = "probe why\n</think>\n\nprobe answer"
@@ -184,7 +210,9 @@ def _differs(
 
     False where the template refuses it.
     """
-    answer = {"role": "assistant", "content": said}
+    answer: Message = {"role": "assistant", "content": said}
+    if template.capabilities.takes_reasoning:
+        answer = spoken_message(said, template.capabilities.opens_thinking)
     if template.capabilities.needs_calls and new[0]["role"] == "tool":
         answer = assistant_message([template.as_wanted(call) for call in _calls_for(new)], said)
     try:

@@ -319,15 +319,16 @@ class _Prover:
         Where the template writes calls itself, it says exactly what the template would write.
         """
         chat, capabilities = self._chat, self._chat.capabilities
-        if capabilities.needs_calls or (each.arguments and capabilities.renders_calls):
+        in_parts = capabilities.needs_calls or capabilities.takes_reasoning
+        if in_parts or (each.arguments and capabilities.renders_calls):
             answer = self._parts(each)
             written = self._as_written(answer, messages, prompt)
-            if written is None and capabilities.needs_calls:  # it alters earlier turns as soon as it sees this one
+            if written is None and in_parts:  # it alters earlier turns as soon as it sees this one
                 alone: list[Message] = [{"role": "user", "content": "x"}]
                 written = self._as_written(answer, alone, self._whole(alone))
             if written is not None:
                 return *written, answer
-            if capabilities.needs_calls:
+            if in_parts:
                 raise HandlerError("the template does not continue its own prompt")
         said = each.content or "So"
         thoughts = chat.family.syntax.thoughts
@@ -343,8 +344,10 @@ class _Prover:
             function = {"name": "probe", "arguments": arguments}
             call = {"id": call_id(self._calls), "type": "function", "function": function}
             calls.append(self._chat.template.as_wanted(call))
-        content = "" if each.reasoning and calls else each.content
-        return assistant_message(calls, content, each.reasoning)
+        takes_reasoning = self._chat.capabilities.takes_reasoning
+        content = "" if each.reasoning and calls and not takes_reasoning else each.content
+        reasoning = each.reasoning or ("So" if takes_reasoning and self._chat.capabilities.opens_thinking else "")
+        return assistant_message(calls, content, reasoning)
 
     def _as_written(self, answer: Message, messages: Sequence[Message], prompt: str) -> tuple[str, int | None] | None:
         """Return what the template writes for `answer` after its own prompt, and the token that closes it."""

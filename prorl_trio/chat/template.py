@@ -28,7 +28,18 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.messages import Message, ToolSchema
 
-__all__ = ["Capabilities", "ChatTemplate", "assistant_message", "call_id", "parameter_schemas"]
+__all__ = [
+    "REASONING_FIELDS",
+    "Capabilities",
+    "ChatTemplate",
+    "assistant_message",
+    "call_id",
+    "parameter_schemas",
+    "spoken_message",
+]
+
+REASONING_FIELDS = ("thinking", "reasoning_content", "reasoning")
+"""Names that templates have for what an assistant thought; the same text is in all of them."""
 
 SENTINEL = f"\u0298{MARK}\u0298"
 """Cannot occur in marked text: there a MARK is doubled, or follows a character of an added token, which this is not."""
@@ -47,6 +58,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         needs_calls: how it writes tool results depends on the calls that they answer (their names, their ids, or that
             there are any), so an assistant's turn is rendered from its parts, not from its text.
         opens_thinking: its generation prompt ends inside `<think>`.
+        takes_reasoning: it writes what an assistant thought from a field of its own (`reasoning_content`, `reasoning` or
+            `thinking`), and does not look for it in the content: a turn is given to it in these two parts.
         rewrites_history: it renders an earlier assistant turn otherwise than it was sampled (drops its reasoning, or
             differs in some other way on the dialogues of the self-test).
         recall: on what of the dialogue before an assistant turn it depends what follows that turn. A delta is rendered
@@ -60,6 +73,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     json_arguments: bool = False
     needs_calls: bool = False
     opens_thinking: bool = False
+    takes_reasoning: bool = False
     rewrites_history: bool = False
     recall: Recall = Recall()
 
@@ -250,8 +264,21 @@ def assistant_message(calls: Sequence[Message], content: str = "", reasoning: st
     """Return an assistant's turn in parts. Templates test whether a part is there, so one that is empty is left out."""
     parts: Message = {"role": "assistant", "content": content}
     if reasoning:
-        parts |= {"thinking": reasoning, "reasoning_content": reasoning}
+        parts |= dict.fromkeys(REASONING_FIELDS, reasoning)
     return {**parts, "tool_calls": list(calls)} if calls else parts
+
+
+def spoken_message(text: str, opened: bool) -> Message:
+    """Return a turn's text as an assistant's message in its two parts, for a template that takes reasoning from a field.
+
+    `opened`: the prompt ended with `<think>`. Reasoning that does not end is all there is.
+    """
+    if not opened:
+        before, thought, text = text.partition("<think>")
+        if not thought or before.strip():
+            return assistant_message((), before + thought + text)
+    reasoning, _, content = text.partition("</think>")
+    return assistant_message((), content, reasoning)
 
 
 def _call(name: str, identity: str, arguments: Any) -> Message:
