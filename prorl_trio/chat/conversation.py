@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from prorl_trio.chat.sampled import sampled_arrays
-from prorl_trio.chat.template import assistant_message, call_id, parameter_schemas
+from prorl_trio.chat.template import assistant_message, call_id, parameter_schemas, spoken_message
 from prorl_trio.chat.token_memory import RolloutTokens
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded, HandlerError, TokenDrift
 from prorl_trio.types.models import ChatMessage, PolicySpan, Segment, ToolCall
@@ -446,16 +446,22 @@ class Conversation:
         """Return a turn that was sampled as a message: its text, or, where the template needs them, its parts."""
         mark = self._format.codec.mark
         if not self._format.capabilities.needs_calls:
-            return {"role": "assistant", "content": self._last_said()}
+            return self._last_said(turn)
         return assistant_message(self._calls(turn.tool_calls), mark(turn.content), mark(turn.reasoning))
 
-    def _last_said(self) -> str:
-        """Return the last completion as the content of a message: without its end-of-turn token."""
+    def _last_said(self, turn: ParsedTurn) -> Message:
+        """Return the last completion as a message: its text without its end-of-turn token, in parts if need be."""
         start, end, _segment = self.completion_ranges[-1]
         ids = self._current.token_ids[start:end].tolist()
         if ids and ids[-1] in self._format.end_of_turn_ids:
             ids = ids[:-1]
-        return self._format.codec.mark(self._format.decode(ids), speech=True)
+        capabilities, text, calls = self._format.capabilities, self._format.decode(ids), []
+        if capabilities.calls_in_parts and turn.tool_calls and not any(call.error for call in turn.tool_calls):
+            before, first, _ = text.partition(turn.tool_calls[0].raw)
+            if first:
+                text, calls = before.rstrip("\n"), self._calls(turn.tool_calls)
+        text = self._format.codec.mark(text, speech=True)
+        return spoken_message(text, self._opened(), capabilities.reasoning_form, calls)
 
     def _speech(self, ids: Sequence[int], following: str = "") -> SpokenTurn:
         return self._format.parse(ids, self._known_tools, self._opens_thinking(), following)
@@ -472,9 +478,15 @@ class Conversation:
 
     def _opens_thinking(self) -> bool:
         """Return whether the prompt of the turn that is being sampled, or was last, ends inside reasoning."""
+        return bool(self._opened())
+
+    def _opened(self) -> str:
+        """Return what opens reasoning at the end of that prompt, with the space after it; empty if nothing does."""
         end = len(self) if self._awaits_completion else self.completion_ranges[-1].start
         tail = self._format.decode(self._current.token_ids[max(0, end - _TAIL_TOKENS) : end].tolist())
-        return tail.rstrip().endswith(tuple(self._format.family.syntax.thoughts))
+        thoughts = self._format.family.syntax.thoughts
+        found = next((each for each in thoughts if tail.rstrip().endswith(each)), "")
+        return tail[tail.rfind(found) :] if found else ""
 
 
 @dataclass(slots=True)

@@ -58,7 +58,9 @@ def shape(messages: Iterable[Message]) -> list[Message]:
     """Return `messages` without what they say: who spoke, and whether a tool was called."""
     shapes = []
     for message in messages:
-        bare = {**message, "content": "x"} | {key: "" for key in ("thinking", "reasoning_content") if key in message}
+        bare = {**message, "content": "x"} | {
+            key: "" for key in ("thinking", "reasoning_content", "reasoning") if key in message
+        }
         if "tool_calls" in message:
             functions = [(call, call["function"]) for call in message["tool_calls"]]
             bare["tool_calls"] = [

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, get_args
 
 import msgspec
 
@@ -14,8 +15,10 @@ from prorl_trio.chat.template import (
     SENTINEL,
     Capabilities,
     ChatTemplate,
+    ReasoningForm,
     assistant_message,
     call_id,
+    spoken_message,
 )
 from prorl_trio.types.errors import ConfigError, HandlerError
 
@@ -48,11 +51,13 @@ def probe(template: ChatTemplate) -> None:
         _note(template, needs_calls=_needs_calls(template))
         opening = _check_messages_survive(template)
         _check_texts_stand(template)
-        _note(
-            template,
-            opens_thinking=opening.rstrip().endswith("<think>"),
-            rewrites_history=_rewrites_history(template, opening),
-        )
+        opened = opening[opening.rfind("<think>") :] if opening.rstrip().endswith("<think>") else ""
+        _note(template, opens_thinking=bool(opened))
+        if not template.capabilities.needs_calls:
+            form = _reasoning_form(template, opened)
+            template.capabilities = msgspec.structs.replace(template.capabilities, reasoning_form=form)
+            _note(template, calls_in_parts=_calls_in_parts(template, opened))
+        _note(template, rewrites_history=_rewrites_history(template, opened))
         template.capabilities = msgspec.structs.replace(template.capabilities, recall=_shortest_recall(template))
     except HandlerError as exc:
         raise ConfigError(f"{template.origin}: the chat template failed its self-test: {exc}") from exc
@@ -159,12 +164,43 @@ def _check_texts_stand(template: ChatTemplate) -> None:
             )
 
 
-def _rewrites_history(template: ChatTemplate, opening: str) -> bool:
+def _reasoning_form(template: ChatTemplate, opened: str) -> ReasoningForm:
+    """Return the first form in which reasoning is written as it was said; if there is none, as it was said."""
+    said = ("" if opened else "<think>\n") + "probe-why\n</think>\n\nprobe-answer"
+    thought = re.compile(("" if opened else r"\s*<think>") + r"\s*probe-why\s*</think>\s*probe-answer")
+    for form in get_args(ReasoningForm):
+        try:
+            prompt = template.prompt([_USER], ())
+            text = template.prompt([_USER, spoken_message(said, opened, form)], (), open_turn=False)
+        except HandlerError:
+            continue
+        if text.startswith(prompt) and thought.match(text, len(prompt)):
+            return form
+    return "said"
+
+
+def _calls_in_parts(template: ChatTemplate, opened: str) -> bool:
+    """Return whether a turn as the template itself writes it, with a call, is not written so where it is all content."""
+    capabilities = template.capabilities
+    if capabilities.needs_calls or not capabilities.renders_calls:
+        return False
+    try:
+        prompt = template.prompt([_USER], ())
+        text = template.prompt([_USER, assistant_message([template.as_wanted(_CALL)], "", "probe-why"), _TOOL], ())
+        said = template.said_in(text, prompt)
+        if said is None:
+            return False
+        return template.prompt([_USER, spoken_message(said, opened, capabilities.reasoning_form), _TOOL], ()) != text
+    except HandlerError:
+        return False
+
+
+def _rewrites_history(template: ChatTemplate, opened: str) -> bool:
     said = [*_SAID]
     thought = "probe why\n</think>\n\nprobe answer"
-    said.append(thought if opening.rstrip().endswith("<think>") else "<think>\n" + thought)
+    said.append(thought if opened else "<think>\n" + thought)
     return any(
-        _differs(template, history, text, new, tools)
+        _differs(template, history, text, opened, new, tools)
         for history in _histories(template, _HISTORIES)
         for text in said
         for new in _NEW_MESSAGES
@@ -177,6 +213,7 @@ def _differs(
     template: ChatTemplate,
     history: Sequence[Message],
     said: str,
+    opened: str,
     new: Sequence[Message],
     tools: Sequence[ToolSchema],
 ) -> bool:
@@ -184,7 +221,7 @@ def _differs(
 
     False where the template refuses it.
     """
-    answer = {"role": "assistant", "content": said}
+    answer = spoken_message(said, opened, template.capabilities.reasoning_form)
     if template.capabilities.needs_calls and new[0]["role"] == "tool":
         answer = assistant_message([template.as_wanted(call) for call in _calls_for(new)], said)
     try:

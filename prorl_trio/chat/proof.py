@@ -21,7 +21,7 @@ from prorl_trio.chat.corpus import CORPUS_TOOLS, Dialogue, Round, forged_tool, l
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.chat.history import RECALLS, Recall
 from prorl_trio.chat.model_folder import read_model_folder
-from prorl_trio.chat.template import assistant_message, call_id
+from prorl_trio.chat.template import assistant_message, call_id, spoken_message
 from prorl_trio.types.errors import ConfigError, HandlerError, TokenDrift
 from prorl_trio.types.models import ChatMessage
 
@@ -319,22 +319,25 @@ class _Prover:
         Where the template writes calls itself, it says exactly what the template would write.
         """
         chat, capabilities = self._chat, self._chat.capabilities
-        if capabilities.needs_calls or (each.arguments and capabilities.renders_calls):
+        in_parts = capabilities.needs_calls or capabilities.reasoning_form == "field"
+        if in_parts or (each.arguments and capabilities.renders_calls):
             answer = self._parts(each)
             written = self._as_written(answer, messages, prompt)
-            if written is None and capabilities.needs_calls:  # it alters earlier turns as soon as it sees this one
+            if written is None and in_parts:  # it alters earlier turns as soon as it sees this one
                 alone: list[Message] = [{"role": "user", "content": "x"}]
                 written = self._as_written(answer, alone, self._whole(alone))
             if written is not None:
                 return *written, answer
-            if capabilities.needs_calls:
+            if in_parts:
                 raise HandlerError("the template does not continue its own prompt")
         said = each.content or "So"
         thoughts = chat.family.syntax.thoughts
         if each.reasoning and "<think>" in thoughts:
             said = f"{each.reasoning}\n</think>\n\n{said}"
             said = said if capabilities.opens_thinking else f"<think>\n{said}"
-        return said, None if each.results else chat.end_of_turn_id, {"role": "assistant", "content": said}
+        opened = prompt[prompt.rfind("<think>") :] if prompt.rstrip().endswith("<think>") else ""
+        answer = spoken_message(said, opened, capabilities.reasoning_form)
+        return said, None if each.results else chat.end_of_turn_id, answer
 
     def _parts(self, each: Round) -> Message:
         calls = []
@@ -343,8 +346,10 @@ class _Prover:
             function = {"name": "probe", "arguments": arguments}
             call = {"id": call_id(self._calls), "type": "function", "function": function}
             calls.append(self._chat.template.as_wanted(call))
-        content = "" if each.reasoning and calls else each.content
-        return assistant_message(calls, content, each.reasoning)
+        takes_reasoning = self._chat.capabilities.reasoning_form == "field"
+        content = "" if each.reasoning and calls and not takes_reasoning else each.content
+        reasoning = each.reasoning or ("So" if takes_reasoning and self._chat.capabilities.opens_thinking else "")
+        return assistant_message(calls, content, reasoning)
 
     def _as_written(self, answer: Message, messages: Sequence[Message], prompt: str) -> tuple[str, int | None] | None:
         """Return what the template writes for `answer` after its own prompt, and the token that closes it."""

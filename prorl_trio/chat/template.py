@@ -11,7 +11,7 @@ import json
 from copy import copy
 from datetime import datetime
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 import msgspec
@@ -28,7 +28,23 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.messages import Message, ToolSchema
 
-__all__ = ["Capabilities", "ChatTemplate", "assistant_message", "call_id", "parameter_schemas"]
+__all__ = [
+    "REASONING_FIELDS",
+    "Capabilities",
+    "ChatTemplate",
+    "ReasoningForm",
+    "assistant_message",
+    "call_id",
+    "parameter_schemas",
+    "spoken_message",
+]
+
+ReasoningForm = Literal["said", "opened", "field"]
+"""Reasoning as it was sampled, in the content; with the `<think>` that the prompt ended with before it; or in a field of
+its own (`reasoning_content`, `reasoning` or `thinking`)."""
+
+REASONING_FIELDS = ("thinking", "reasoning_content", "reasoning")
+"""Names that templates have for what an assistant thought; the same text is in all of them."""
 
 SENTINEL = f"\u0298{MARK}\u0298"
 """Cannot occur in marked text: there a MARK is doubled, or follows a character of an added token, which this is not."""
@@ -47,6 +63,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
         needs_calls: how it writes tool results depends on the calls that they answer (their names, their ids, or that
             there are any), so an assistant's turn is rendered from its parts, not from its text.
         opens_thinking: its generation prompt ends inside `<think>`.
+        reasoning_form: how it is given what an assistant thought, such that it writes it as it was said.
+        calls_in_parts: it writes a turn with calls as it was said only where it is given the calls apart from the text.
         rewrites_history: it renders an earlier assistant turn otherwise than it was sampled (drops its reasoning, or
             differs in some other way on the dialogues of the self-test).
         recall: on what of the dialogue before an assistant turn it depends what follows that turn. A delta is rendered
@@ -60,6 +78,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     json_arguments: bool = False
     needs_calls: bool = False
     opens_thinking: bool = False
+    reasoning_form: ReasoningForm = "said"
+    calls_in_parts: bool = False
     rewrites_history: bool = False
     recall: Recall = Recall()
 
@@ -229,6 +249,13 @@ class ChatTemplate:
         except TEMPLATE_FAULTS as exc:
             raise HandlerError(f"the model's chat template refuses these messages: {exc}") from exc
 
+    def said_in(self, text: str, prompt: str) -> str | None:
+        """Return what is said in `text` after `prompt`, up to the next token that structures the dialogue."""
+        if not text.startswith(prompt):
+            return None
+        end = self._control.search(text, len(prompt))
+        return text[len(prompt) : end.start() if end else len(text)]
+
     def _after_sentinel(self, messages: Sequence[Message], new: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
         _before, *after = self.prompt(messages, tools).split(SENTINEL)
         if len(after) != 1:
@@ -250,8 +277,26 @@ def assistant_message(calls: Sequence[Message], content: str = "", reasoning: st
     """Return an assistant's turn in parts. Templates test whether a part is there, so one that is empty is left out."""
     parts: Message = {"role": "assistant", "content": content}
     if reasoning:
-        parts |= {"thinking": reasoning, "reasoning_content": reasoning}
+        parts |= dict.fromkeys(REASONING_FIELDS, reasoning)
     return {**parts, "tool_calls": list(calls)} if calls else parts
+
+
+def spoken_message(text: str, opened: str, form: ReasoningForm, calls: Sequence[Message] = ()) -> Message:
+    """Return a turn's text, without its `calls`, as an assistant's message for a template that takes it in this form.
+
+    `opened`: `<think>` and what follows it at the prompt's end; empty: the prompt did not end so. Reasoning that does
+    not end is all there is.
+    """
+    if form == "opened":
+        text = opened + text
+    if form != "field":
+        return assistant_message(calls, text)
+    if not opened:
+        before, thought, text = text.partition("<think>")
+        if not thought or before.strip():
+            return assistant_message(calls, before + thought + text)
+    reasoning, _, content = text.partition("</think>")
+    return assistant_message(calls, content, reasoning)
 
 
 def _call(name: str, identity: str, arguments: Any) -> Message:

@@ -9,7 +9,7 @@ from prorl_trio.chat.families.deepseek import DEEPSEEK
 from prorl_trio.chat.families.gemma import GEMMA_4
 from prorl_trio.chat.families.harmony import HARMONY
 from prorl_trio.chat.families.kimi import KIMI_K2, KIMI_K3
-from prorl_trio.chat.families.llama import LLAMA
+from prorl_trio.chat.families.llama import LFM2, LLAMA
 from prorl_trio.chat.families.mistral import MISTRAL
 from prorl_trio.chat.families.syntax import HERMES, CallSyntax
 from prorl_trio.chat.families.xml import GLM_XML, HUNYUAN, MINIMAX, QWEN_XML, SEED_XML, STEP3
@@ -65,6 +65,7 @@ FAMILIES: tuple[Family, ...] = (
         MARKUP | {"<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"},
     ),
     Family("hunyuan", ("<tool_calls>",), HUNYUAN, _GLM_MARKUP | {"<tool_calls>", "</tool_calls>", "<tool_sep>"}),
+    Family("lfm2", ("<|tool_call_start|>",), LFM2, MARKUP | {"<|tool_call_start|>", "<|tool_call_end|>"}),
     Family("granite", ("<|start_of_role|>",), QWEN_XML),
     Family("ling", ("<role>",), GLM_XML, _GLM_MARKUP),
     Family("qwen3-coder", ("<|im_start|>", "<function="), QWEN_XML),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prorl_trio.chat.families.call_values import MAX_ARGUMENT_NESTING, Malformed, add_once, decode_json, skip_space
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["GEMMA", "PYTHON", "Notation", "read_pairs", "read_value"]
 
@@ -26,13 +29,17 @@ PYTHON = Notation(
     re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL), re.compile(r"[^\W\d]\w*"), escapes=True
 )
 GEMMA = Notation(re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL), re.compile(r"[^:{}\[\],]{1,200}"), escapes=False)
+MAX_VALUES = 4000
+"""Values of one call that are read."""
 _BARE = re.compile(r"[^\s,()\[\]{}:'\"<]{1,64}")
 
 
 def read_value(
-    text: str, position: int, notation: Notation, levels_left: int = MAX_ARGUMENT_NESTING
+    text: str, position: int, notation: Notation, values: Iterator[int], levels_left: int = MAX_ARGUMENT_NESTING
 ) -> tuple[Any, int]:
-    """Return the value at `position` and where it ends. Raises Malformed."""
+    """Return the value at `position` and where it ends. Raises Malformed. `values` counts those that were read."""
+    if next(values, None) is None:
+        raise Malformed(f"more than {MAX_VALUES} values")
     position = skip_space(text, position)
     if (string := notation.string.match(text, position)) is not None:
         content = next(group for group in string.groups() if group is not None)
@@ -42,8 +49,8 @@ def read_value(
         if levels_left == 0:
             raise Malformed(f"nested deeper than {MAX_ARGUMENT_NESTING} levels")
         if opened == "{":
-            return read_pairs(text, position + 1, notation, ":", "}", levels_left - 1)
-        return _read_items(text, position + 1, notation, "]" if opened == "[" else ")", levels_left - 1)
+            return read_pairs(text, position + 1, notation, ":", "}", values, levels_left - 1)
+        return _read_items(text, position + 1, notation, "]" if opened == "[" else ")", values, levels_left - 1)
     bare = _BARE.match(text, position)
     if bare is None:
         raise Malformed(f"expected a value, not {text[position : position + 20]!r}")
@@ -56,16 +63,23 @@ def read_value(
 
 
 def read_pairs(
-    text: str, position: int, notation: Notation, sign: str, close: str, levels_left: int = MAX_ARGUMENT_NESTING
+    text: str,
+    position: int,
+    notation: Notation,
+    sign: str,
+    close: str,
+    values: Iterator[int] | None = None,
+    levels_left: int = MAX_ARGUMENT_NESTING,
 ) -> tuple[dict[str, Any], int]:
     """Return the pairs (key, `sign`, value) up to `close` as an object, and where it ends. Raises Malformed."""
+    values = iter(range(MAX_VALUES)) if values is None else values
     pairs: dict[str, Any] = {}
     while not text.startswith(close, position := skip_space(text, position)):
         key, position = _read_key(text, position, notation)
         position = skip_space(text, position)
         if not text.startswith(sign, position):
             raise Malformed(f"expected {sign!r} after {key[:40]!r}")
-        value, position = read_value(text, position + 1, notation, levels_left)
+        value, position = read_value(text, position + 1, notation, values, levels_left)
         add_once(pairs, key, value)
         position = _after_item(text, position, close)
     return pairs, position + 1
@@ -80,10 +94,12 @@ def _read_key(text: str, position: int, notation: Notation) -> tuple[str, int]:
     return _portable(bare[0]), bare.end()
 
 
-def _read_items(text: str, position: int, notation: Notation, close: str, levels_left: int) -> tuple[list[Any], int]:
+def _read_items(
+    text: str, position: int, notation: Notation, close: str, values: Iterator[int], levels_left: int
+) -> tuple[list[Any], int]:
     items: list[Any] = []
     while not text.startswith(close, position := skip_space(text, position)):
-        item, position = read_value(text, position, notation, levels_left)
+        item, position = read_value(text, position, notation, values, levels_left)
         items.append(item)
         position = _after_item(text, position, close)
     return items, position + 1

@@ -18,13 +18,13 @@ from prorl_trio.chat.families.syntax import HERMES, CallSyntax, SpokenTurn, func
 from prorl_trio.chat.families.xml import QWEN_XML
 from prorl_trio.types.models import ToolCall
 
-__all__ = ["LLAMA"]
+__all__ = ["LFM2", "LLAMA"]
 
 _MARK = re.compile(r"(?:<\|python_tag\|>|<\|python_start\|>)\s*")
 _FENCE = re.compile(r"[ \t]*```(?:json)?[ \t]*\n\s*")
 _OPENING = re.compile(
     rf"{_MARK.pattern}|<tool_call>|<tools>|<function="
-    r"|(?m:^)(?:[ \t]*```(?:json)?[ \t]*\n\s*|[ \t]*)(?=\[?\s*\{\s*\"(?:name|type|function|arguments|parameters)\"\s*:)"
+    r"|(?m:^)(?:[ \t]*```(?:json)?[ \t]*\n\s*|[ \t]*)(?=(?:\[\s*+)?\{\s*+\"(?:name|type|function|arguments|parameters)\"\s*+:)"
 )
 _END = re.compile(r"\s*(?:<\|python_end\|>|<\|eom_id\|>|<\|eom\|>)|\s*\Z")
 _CLOSED_FENCE = re.compile(r"\s*```[ \t]*(?=\n|\Z)")
@@ -112,6 +112,17 @@ def _read_function(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] 
     return [ToolCall(name=name, arguments=arguments, raw=text[start:end])], _after_end(text, end)
 
 
+def _read_lfm2(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
+    """Read Python calls in a list between LFM2's own tokens."""
+    body = start + len(_LFM2_START)
+    end = text.find(_LFM2_END, body)
+    after = len(text) if end < 0 else end + len(_LFM2_END)
+    written = text[body : len(text) if end < 0 else end].strip()
+    if not _PYTHONIC.match(written):
+        return [failed_call(text[start:after], "what follows is no list of calls", _EXPECTED_PYTHONIC)], after
+    return _read_pythonic(written, tools), after
+
+
 def _end_of_mark(text: str, position: int) -> int:
     end = text.find("<|python_end|>", position)
     end = len(text) if end < 0 else end
@@ -161,3 +172,6 @@ def _read_pythonic(body: str, tools: Tools) -> list[ToolCall]:
 
 
 LLAMA = CallSyntax(_OPENING, _read, whole_turn=_pythonic_turn)
+
+_LFM2_START, _LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
+LFM2 = CallSyntax(re.compile(re.escape(_LFM2_START)), _read_lfm2, closing=_LFM2_END)
