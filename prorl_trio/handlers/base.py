@@ -51,8 +51,8 @@ class AgentHandler(abc.ABC):
     after_run: ClassVar[AfterRun] = "release"
     gold_check: ClassVar[str] = ""
     """The scorer (`module:function`) that reads a payload's gold answer with the grader's own reader and grades it
-    against itself. Called with `{"payload": ...}`, it returns `{"error": "", "path": ""}` for a task that can be graded;
-    else `error` is a sentence with the remedy, and `path` the payload's field. Empty: `validate` checks everything."""
+    against itself. Called with `{"payload": ...}`, it returns `{"error": "", "path": ""}` for a task that can be
+    graded; else `error` is a sentence with the remedy, and `path` the payload's field. Empty: `validate` is enough."""
 
     async def prepare(self, resources: Resources) -> None:  # noqa: B027 - a hook, not an obligation
         """Prepare the handler. Called once when the node starts, before jobs are taken. Default: nothing."""

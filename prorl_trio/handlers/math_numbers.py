@@ -69,6 +69,8 @@ _IN_PROSE: Final = re.compile(
     r"(?<![\w.,\\^{-])(?P<currency>[$€£¥₹₽₩])?(?P<number>-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?)(?<=\d)(?![\d^/*+=:])"
 )
 _IN_MATH_MODE: Final = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_PROSE: Final = re.compile(r"[A-Za-z\s,.:!'\"%-]*")
+"""The text around a number: signs of mathematics and brackets would mean something."""
 _FOR_WHOM: Final = re.compile(r"\b(?:for|with) (?:the|her|his|their|its|an?|each|every|this|that)\b")
 _DECIMAL: Final = re.compile(
     r"[-+]?\s*(\d*\.\d+)(?:[eE][+-]?\d+|\s*\\times\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))?"
@@ -167,7 +169,7 @@ def only_formula(text: str) -> str | None:
     rest = text[: found[0].start()] + " " + text[found[0].end() :]
     if (
         not re.search("[A-Za-z]{2}", rest)
-        or re.search(r"[\d\\$=?]", rest)
+        or not _PROSE.fullmatch(rest)
         or not _harmless(rest, _CHANGES | _CHANGES_BEFORE)
     ):
         return None
@@ -180,14 +182,14 @@ def number_in_prose(text: str) -> Number | None:
     if numbers and numbers[-1]["currency"] and not text[numbers[-1].end() :].strip(" .!"):
         prices = [found for found in numbers if found["currency"]]
         numbers = prices if len(prices) == 1 else numbers
-    if len(numbers) != 1 or "\\" in text or "?" in text or not re.search("[A-Za-z]{3}", text):
+    if len(numbers) != 1 or not re.search("[A-Za-z]{3}", text):
         return None
     found = numbers[0]
     before, after = text[: found.start()], text[found.end() :].strip(" .!")
     bare = re.sub(r"\b(?:minus|negative)\s*$", "", before, flags=re.IGNORECASE)
     if (
         not _harmless(re.sub(r"\d", "", bare), _CHANGES_BEFORE)
-        or re.search(r"[=<>^*/+]", text)
+        or not _PROSE.fullmatch(re.sub(r"\d", "", before) + ("" if _unit(after) else after))
         or (after and not re.match(r"[\s.!%]", text[found.end() :]))
     ):
         return None

@@ -131,7 +131,7 @@ def read(text: str) -> Reading:
         return Text(plain)
     try:
         return _plain(plain) if _PLAIN.fullmatch(plain) else _value(_FRENCH.sub(_french, with_plain_numbers(plain)))
-    except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, RecursionError):
+    except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, LookupError, RecursionError):
         if (formula := only_formula(text)) is not None:
             return read(formula)
         return number_in_prose(plain) or Text(plain)
@@ -163,7 +163,10 @@ def _value(text: str) -> Reading:
     if separators:
         if len(sides) > 2 or not _NAME.fullmatch(sides[0]):
             raise Unreadable("a membership of something else than an unknown")
-        return Named(_name(sides[0]), _value(sides[1]))
+        members = _value(sides[1])
+        if not isinstance(members, Ranges | Items) and not sides[1].startswith(r"\mathbb"):
+            raise Unreadable("a membership in something else than a set")
+        return Named(_name(sides[0]), members)
     sides, separators = _split(_SETS, text)
     if separators:
         return _united([as_ranges(_value(side)) for side in sides], separators)
@@ -307,13 +310,20 @@ def _equation(sides: list[str]) -> Reading:
         return Named(_name(first), value)
     if not isinstance(value, Number):
         raise Unreadable("an equation of no number")
-    formulas = [number(side).formula for side in (others[:-1] if named else sides[:-1])]
+    formulas = [_whole_side(side) for side in (others[:-1] if named else sides[:-1])]
     last = value.formula
     if all(agree(formula, last) for formula in formulas if named is False or formula.unknowns <= last.unknowns):
         return Named(_name(first), value) if named else value
     if len(sides) > 2 or not (formulas[0].unknowns | last.unknowns):
         raise Unreadable("sides that differ")
     return Relation("=", formulas[0].minus(last), value if _SUM.fullmatch(first) and not last.unknowns else None)
+
+
+def _whole_side(text: str) -> Formula:
+    side = number(text)
+    if side.percent:
+        raise Unreadable("a percentage in an equation")
+    return side.formula
 
 
 def _inequality(left: str, sign: str, right: str) -> Reading:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import mpmath
 
 from prorl_trio.handlers.final_answer import find_final_answer
-from prorl_trio.handlers.math_formula import Formula, Point, Undefined, Unreadable, agree, parse, same, wide
+from prorl_trio.handlers.math_formula import Formula, Point, agree, parse, same, wide
 from prorl_trio.handlers.math_numbers import Number
 from prorl_trio.handlers.math_reader import (
     Congruence,
@@ -123,7 +123,7 @@ def equal(gold: str, answer: str) -> bool:
         return True
     try:
         return _equal(_read_gold(gold), read(answer))
-    except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, RecursionError):
+    except Exception:  # an answer must not void its rollout, whatever mpmath makes of it
         return False
 
 
@@ -138,7 +138,7 @@ def _key(text: str) -> str:
     if re.fullmatch(r"\(?[A-Za-z]\)?", text):
         return text.strip("()").casefold()
     if re.fullmatch(r"[A-Za-z' .!-]+", text) and re.search(r"[A-Za-z]{2}", text) and " - " not in text:
-        words = text.casefold().strip(" .!").split()
+        words = text.casefold().rstrip(" .!").split()
         return " ".join(word for word in words if word not in ("the", "a", "an") or len(words) == 1)
     if time := re.fullmatch(r"0?(\d{1,2}(?::\d\d)*)\s*([ap])\.?\s*m\.?", text, re.IGNORECASE):
         return f"{time[1]}{time[2].casefold()}m"
@@ -237,19 +237,21 @@ def _equal_formulas(gold: Number, answer: Number) -> bool:
     if any(long) and (y if long[0] else x) == _rounded_to(x if long[0] else y, SHOWN_DIGITS):
         return True  # what Python prints of a float: 0.30000000000000004
     if gold.digits:
-        return (answer.digits == 0 or answer.digits >= gold.digits) and _stands_for(x, gold.digits, y)
+        return (not answer.digits or answer.digits > gold.digits) and _stands_for(
+            x, gold.digits, y, cut=not answer.digits
+        )
     return not (isinstance(x, Fraction) and x.denominator == 1) and _stands_for(y, answer.digits, x)
 
 
-def _stands_for(decimal: Fraction, digits: int, exact: Any) -> bool:
-    """Return whether a decimal of enough significant digits is `exact`, rounded or cut off at its last digit."""
+def _stands_for(decimal: Fraction, digits: int, exact: Any, *, cut: bool = True) -> bool:
+    """Return whether a decimal of enough significant digits is `exact`, rounded (or `cut` off) at its last digit."""
     if digits < MIN_DIGITS or not decimal:
         return False
     if digits >= FLOAT_DIGITS:
         decimal, digits = _rounded_to(decimal, SHOWN_DIGITS), SHOWN_DIGITS
     last = mpmath.mpf(10) ** (mpmath.floor(mpmath.log10(abs(wide(decimal)))) + 1 - digits)
     away = (wide(exact) - wide(decimal)) * mpmath.sign(wide(decimal))
-    return bool(-last / 2 <= away < last)
+    return bool(-last / 2 <= away <= last / 2) or (cut and bool(0 <= away < last))
 
 
 def _rounded_to(x: Any, digits: int) -> Any:

@@ -15,7 +15,8 @@ _SIGNS: Final = {
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ", "½": " 1/2", "⅓": " 1/3", "¼": " 1/4",
     "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ",
     "∛": r"\sqrt[3]", "…": r"\ldots ", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}",
-    "（": "(", "）": ")", "，": ",", "≦": r"\le ", "≧": r"\ge ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
+    "（": "(", "）": ")", "，": ",", "≦": r"\le ", "≧": r"\ge ",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
 }  # fmt: skip
 _SIGN: Final = re.compile("|".join(sorted(_SIGNS, key=len, reverse=True)))
 _RAISED: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -99,7 +100,7 @@ def normalised(text: str) -> str:
     text = text.replace("\\%", "%").replace("\\$", "$").replace("\\#", "#").replace("\\&", "&").replace("\\_", "_")
     text = _SPACE.sub(" ", text).strip("*_` ")
     text = re.sub(r"^[\"'“”‘]+(.*?)[\"'“”’]+\.?$", r"\1", text).strip()
-    text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]!])!$", "", text).rstrip()
+    text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]!\s])!$", "", text).rstrip()
     return _REMARK.sub("", _LEADING.sub("", text)).strip()
 
 
