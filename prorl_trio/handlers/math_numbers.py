@@ -57,7 +57,7 @@ _PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?P<currency>[$€£¥₹₽₩])\s*
 _BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z$€£¥₹]")
 _PHRASE: Final = re.compile(r"[A-Za-z$€£¥₹][A-Za-z$€£¥₹./^{}'\s\d-]*")
 _ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[CF]?$")
-_QUOTIENT: Final = re.compile(r"\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+(?:\^\{?2\}?)?)\s*\}$")
+_QUOTIENT: Final = re.compile(r"\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+\s*(?:\^\s*\{?2\}?)?)\s*\}$")
 _SHORT_NOUNS: Final = frozenset(
     """
     a.m p.m am pm of egg men cup day car cat dog pen box bag way pie toy kid boy hen cow pig bus key hat jar can bar
@@ -108,7 +108,7 @@ def number(text: str) -> Number:
             continue
         factor, named = measured
         formula = parse(f"({before}) * {factor}" if factor != 1 else before)
-        if formula.unknowns and (len(phrase) == 1 or not named):
+        if formula.unknowns and (not named or re.match(r"[A-Za-z](?![A-Za-z])", phrase)):
             continue
         return Number(formula, significant_digits(before), False, named or unit)
     return Number(parse(text), significant_digits(text), percent, unit)
@@ -143,6 +143,7 @@ def _is_noun_phrase(phrase: str) -> bool:
 def _unit(text: str) -> str:
     """Return the unit that all of `text` is, in a form to compare; empty if it is unknown."""
     text = re.sub(r"\b(square|cubic|sq|cu)\.?\s+([A-Za-z]+)", lambda f: f"{f[2]}^{2 if f[1][0] == 's' else 3}", text)
+    text = re.sub(r"\b([A-Za-z]+)\s+(squared|cubed)$", lambda f: f"{f[1]}^{2 if f[2][0] == 's' else 3}", text)
     text = re.sub(r"\s+per\s+(?:an?\s+)?", "/", text.strip().strip(".")).replace("{", "").replace("}", "")
     known: list[str] = []
     for part in re.split(r"\s*/\s*", text):
@@ -188,7 +189,8 @@ def number_in_prose(text: str) -> Number | None:
     before, after = text[: found.start()], text[found.end() :].strip(" .!")
     bare = re.sub(r"\b(?:minus|negative)\s*$", "", before, flags=re.IGNORECASE)
     if (
-        not _harmless(re.sub(r"\d", "", bare), _CHANGES_BEFORE)
+        bare.rstrip().endswith(",")
+        or not _harmless(re.sub(r"\d", "", bare), _CHANGES_BEFORE)
         or not _PROSE.fullmatch(re.sub(r"\d", "", before) + ("" if _unit(after) else after))
         or (after and not re.match(r"[\s.!%]", text[found.end() :]))
     ):

@@ -74,6 +74,7 @@ class Ratio(NamedTuple):
 
     parts: tuple[Formula, ...]
     time: bool = False
+    half: str = ""
 
 
 class Matrix(NamedTuple):
@@ -101,7 +102,7 @@ _SIDES: Final = re.compile(
 _COLONS: Final = re.compile(rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})|(?P<sep>:)")
 _COMPARED: Final = {r"\le": "≤", "<=": "≤", r"\ge": "≥", ">=": "≥", r"\ne": "≠", "!=": "≠", "==": "="}
 _TURNED: Final = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
-_TIME: Final = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?")
+_TIME: Final = re.compile(r"(\d{1,2}:\d{2}(?::\d{2})?)(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _MATRIX: Final = re.compile(
     r"(?P<before>.*?)[(\[]?\s*\\begin\s*\{(?P<kind>[pb]?(?:small)?matrix|Bmatrix|array)\}(?:\s*\{[lcr| ]*\})?"
     r"(?P<body>.*)\\end\s*\{(?P=kind)\}\s*[)\]]?",
@@ -114,7 +115,7 @@ _FRENCH: Final = re.compile(r"([\[\]])((?:[^\[\]()]|\([^()]*\))+[,;](?:[^\[\]()]
 _NAME: Final = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\s*\([^()=]*\))?|\|?[A-Z]{2,}'*\|?|m?\s*\\(?:angle|triangle)\s*[A-Z]+"
     r"|m?\s*\\(?:overline|vec|overrightarrow|hat|bar)\s*\{?[A-Za-z]+\}?|\([A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)*\)"
-    r"|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Z]+(?:_\{?\w+\}?)?)+"
+    r"|[A-Za-z]\s*\^\s*(?:-1|\{-1\})\s*\([^()=]*\)|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Z]+(?:_\{?\w+\}?)?)+"
 )
 _SUM: Final = re.compile(r"[A-Za-z](?:_\w)?(?:\s*[-+]\s*[A-Za-z](?:_\w)?)+")
 _POINT: Final = re.compile(r"([ABD-Z])\s*(\([^()]*,[^()]*\))")
@@ -152,7 +153,10 @@ def _value(text: str) -> Reading:
         return Ranges(())
     if "mod" in text and (congruent := _CONGRUENT.fullmatch(text)) is not None:
         residues = tuple(map(parse, _split(_LIST, congruent["residues"])[0]))
-        return Congruence((congruent["name"] or "").replace(" ", ""), residues, congruent["modulus"])
+        name = (congruent["name"] or "").strip()
+        if name and not _NAME.fullmatch(name):
+            parse(name)
+        return Congruence(name.replace(" ", ""), residues, congruent["modulus"])
     parts, separators = _split(_LIST, text)
     if separators:
         return _several(parts, [separator.strip(",; ") for separator in separators])
@@ -182,7 +186,9 @@ def _value(text: str) -> Reading:
     sides, separators = _split(_COLONS, text)
     if separators and _WORDS.fullmatch(sides[0]):
         return _value(":".join(sides[1:]))
-    return Ratio(tuple(map(parse, sides)), _TIME.fullmatch(text) is not None) if separators else number(text)
+    if (time := _TIME.fullmatch(text)) is not None:
+        return Ratio(tuple(map(parse, time[1].split(":"))), time=True, half=(time[2] or "").casefold())
+    return Ratio(tuple(map(parse, sides))) if separators else number(text)
 
 
 def _split(pattern: re.Pattern[str], text: str) -> tuple[list[str], list[str]]:
@@ -228,7 +234,7 @@ def _bracketed(text: str) -> Reading | None:
         return None
     brackets = (opening + closing).replace("\\", "")
     if not separators:
-        if opening == r"\{":
+        if opening in (r"\{", "{"):
             named = re.fullmatch(r"\s*([A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*(?::|\\mid|\|)(.*)", inside)
             if named is not None:
                 return _value(named[2])

@@ -93,16 +93,13 @@ def _fault_of(gold: Any) -> str:
     shown = repr(gold)[:200]
     if not isinstance(gold, str):
         return f"the gold answer {shown} is no text; write it as one"
-    found = find_final_answer(gold)
-    key = _key(normalised(found))
-    if not key or key in _PLACEHOLDERS:
+    plain = normalised(find_final_answer(gold))
+    if not plain or _key(plain) in _PLACEHOLDERS:
+        return f"the gold answer {shown} is missing or a placeholder; give the final answer, or leave the row out"
+    if len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain)) > MAX_GOLD_WORDS:
         return (
-            f"the gold answer {shown} is empty or stands for a missing one; give the final answer, or leave the row out"
-        )
-    if isinstance(read(found), Text) and len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", key)) > MAX_GOLD_WORDS:
-        return (
-            f"the gold answer {shown} is prose, which no answer would equal; give the final answer alone, or grade the "
-            "row by a handler for texts"
+            f"the gold answer {shown} is prose, which no answer would equal; give the final answer alone, or use a "
+            "handler that grades texts"
         )
     if not score({"gold": gold, "answer": gold})["equal"]:
         return f"the gold answer {shown} does not equal itself; write it as a number, a formula or a word"
@@ -140,9 +137,8 @@ def _key(text: str) -> str:
     if re.fullmatch(r"[A-Za-z' .!-]+", text) and re.search(r"[A-Za-z]{2}", text) and " - " not in text:
         words = text.casefold().rstrip(" .!").split()
         return " ".join(word for word in words if word not in ("the", "a", "an") or len(words) == 1)
-    if time := re.fullmatch(r"0?(\d{1,2}(?::\d\d)*)\s*([ap])\.?\s*m\.?", text, re.IGNORECASE):
-        return f"{time[1]}{time[2].casefold()}m"
-    text = re.sub(r"(?<![A-Za-z\d])\s+|\s+(?![A-Za-z\d])", "", text)
+    text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\x1f", text)
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"\{(\w)\}", r"\1", text)
 
 
@@ -181,7 +177,9 @@ def _equal(gold: Reading, answer: Reading) -> bool:
         case Relation(), Relation():
             return _equal_relations(gold, answer)
         case Ratio(), Ratio() if gold.time or answer.time:
-            return [f.value(Point({})) for f in gold.parts] == [f.value(Point({})) for f in answer.parts]
+            return (gold.half == answer.half or not gold.half or not answer.half) and [
+                f.value(Point({})) for f in gold.parts
+            ] == [f.value(Point({})) for f in answer.parts]
         case (Ratio(time=True), _) | (_, Ratio(time=True)):
             return False
         case (Ratio(), _) | (_, Ratio()):
