@@ -71,6 +71,7 @@ _IN_PROSE: Final = re.compile(
 _IN_MATH_MODE: Final = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _PROSE: Final = re.compile(r"[A-Za-z\s,.:!'\"%-]*")
 """The text around a number: signs of mathematics and brackets would mean something."""
+_SINGLE_LETTER: Final = re.compile(r"(?<![A-Za-z'])[B-HJ-Zb-z](?![A-Za-z'])")
 _FOR_WHOM: Final = re.compile(r"\b(?:for|with) (?:the|her|his|their|its|an?|each|every|this|that)\b")
 _DECIMAL: Final = re.compile(
     r"[-+]?\s*(\d*\.\d+)(?:[eE][+-]?\d+|\s*\\times\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))?"
@@ -190,6 +191,7 @@ def number_in_prose(text: str) -> Number | None:
     bare = re.sub(r"\b(?:minus|negative)\s*$", "", before, flags=re.IGNORECASE)
     if (
         bare.rstrip().endswith(",")
+        or _SINGLE_LETTER.search(bare)
         or not _harmless(re.sub(r"\d", "", bare), _CHANGES_BEFORE)
         or not _PROSE.fullmatch(re.sub(r"\d", "", before) + ("" if _unit(after) else after))
         or (after and not re.match(r"[\s.!%]", text[found.end() :]))

@@ -18,6 +18,7 @@ from prorl_trio.handlers.math_text import normalised, with_plain_numbers
 
 __all__ = [
     "Congruence", "Items", "Matrix", "Named", "Ranges", "Ratio", "Reading", "Relation", "Text", "as_ranges", "read",
+    "read_prose",
 ]  # fmt: skip
 
 MAX_CHARS: Final = 2_000
@@ -133,9 +134,15 @@ def read(text: str) -> Reading:
     try:
         return _plain(plain) if _PLAIN.fullmatch(plain) else _value(_FRENCH.sub(_french, with_plain_numbers(plain)))
     except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, LookupError, RecursionError):
-        if (formula := only_formula(text)) is not None:
-            return read(formula)
-        return number_in_prose(plain) or Text(plain)
+        return Text(plain)
+
+
+def read_prose(text: str) -> Reading:
+    """Return the meaning of the one formula or number of a sentence; `Text` if it has none or several."""
+    if (formula := only_formula(text)) is not None:
+        return read(formula)
+    plain = normalised(text)
+    return (number_in_prose(plain) if len(plain) <= MAX_CHARS else None) or Text(plain)
 
 
 def _plain(text: str) -> Number:

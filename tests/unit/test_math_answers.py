@@ -1303,7 +1303,7 @@ x=\frac{-b\pm\sqrt{b^2-4ac}}{2a}
   = = 25
   = Thus, x = 25.
   = 5^2
-  = 5² 
+  = 5²
   = 25 (in dollars)
   = **25 apples**
   = *25*
@@ -1337,8 +1337,9 @@ x=\frac{-b\pm\sqrt{b^2-4ac}}{2a}
   = 11:59
   ! 11.59
 December 25
+  ! 25
   = December 25
-  = Dec 25
+  ! 25
   = december 25
   = December 25.
   ! December 24
@@ -1623,6 +1624,10 @@ f(n) = \begin{cases} 1 & n \text{ odd} \\ 0 & n \text{ even}\end{cases}
   ! 34 !
 127
   ! (odd n) 127
+  ! i 127
+There are 127 ways
+  = There are 127 ways.
+  ! 127
 75+24\sqrt{2}
   ! 75+24\sqrt{2} (odd n)
 1234.50
