@@ -342,6 +342,8 @@ def parse(text: str) -> Formula:
         node = parser.whole()
     except RecursionError:
         raise Unreadable("it is nested too deeply") from None
+    if r"\infty" in parser.tokens and len([token for token in parser.tokens if token not in ("+", "-")]) > 1:
+        raise Unreadable("infinity is no number to compute with")
     if parser.at < len(parser.tokens):
         raise Unreadable(f"{parser.tokens[parser.at]!r} is left over")
     return Formula(node, frozenset(parser.unknowns), parser.plain_log)
@@ -441,7 +443,7 @@ class _Parser:
         """Parse the argument of `^` or of a command: a group, or one thing."""
         if signed and self._next in ("-", "+"):
             return _node(_multiply, _number(-1 if self._take() == "-" else 1), self._argument(signed=True))
-        node = self._postfixed()
+        node = self._atom() if self._next == "{" else self._postfixed()
         return _node(_power, node, self._argument(signed=True)) if signed and self._skip("^") else node
 
     def _postfixed(self) -> Any:
@@ -569,7 +571,16 @@ class _Parser:
         elif name == "C" and "".join(self.tokens[self.at : self.at + 5]).count(",") == 1 and self._next == "(":
             return _node(_binomial, *self._arguments())
         self.unknowns.add(name)
-        return lambda p: p.values[name]
+        return _unknown_value(name)
+
+
+def _unknown_value(name: str) -> Any:
+    def value(p: Point) -> Number:
+        if name not in p.values:
+            raise Undefined(f"{name} has no value")
+        return p.values[name]
+
+    return value
 
 
 def _number(text: str | int) -> Any:

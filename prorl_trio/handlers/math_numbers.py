@@ -57,7 +57,7 @@ _PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?P<currency>[$€£¥₹₽₩])\s*
 _BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z$€£¥₹]")
 _PHRASE: Final = re.compile(r"[A-Za-z$€£¥₹][A-Za-z$€£¥₹./^{}'\s\d-]*")
 _ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[CF]?$")
-_QUOTIENT: Final = re.compile(r"\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+(?:\^\{?2\}?)?)\s*\}$")
+_QUOTIENT: Final = re.compile(r"\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+\s*(?:\^\s*\{?2\}?)?)\s*\}$")
 _SHORT_NOUNS: Final = frozenset(
     """
     a.m p.m am pm of egg men cup day car cat dog pen box bag way pie toy kid boy hen cow pig bus key hat jar can bar
@@ -69,6 +69,9 @@ _IN_PROSE: Final = re.compile(
     r"(?<![\w.,\\^{-])(?P<currency>[$€£¥₹₽₩])?(?P<number>-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?)(?<=\d)(?![\d^/*+=:])"
 )
 _IN_MATH_MODE: Final = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_PROSE: Final = re.compile(r"[A-Za-z\s,.:!'\"%-]*")
+"""The text around a number: signs of mathematics and brackets would mean something."""
+_SINGLE_LETTER: Final = re.compile(r"(?<![A-Za-z'])[B-HJ-Zb-z](?![A-Za-z'])")
 _FOR_WHOM: Final = re.compile(r"\b(?:for|with) (?:the|her|his|their|its|an?|each|every|this|that)\b")
 _DECIMAL: Final = re.compile(
     r"[-+]?\s*(\d*\.\d+)(?:[eE][+-]?\d+|\s*\\times\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))?"
@@ -106,7 +109,7 @@ def number(text: str) -> Number:
             continue
         factor, named = measured
         formula = parse(f"({before}) * {factor}" if factor != 1 else before)
-        if formula.unknowns and (len(phrase) == 1 or not named):
+        if formula.unknowns and (not named or re.match(r"[A-Za-z](?![A-Za-z])", phrase)):
             continue
         return Number(formula, significant_digits(before), False, named or unit)
     return Number(parse(text), significant_digits(text), percent, unit)
@@ -141,6 +144,7 @@ def _is_noun_phrase(phrase: str) -> bool:
 def _unit(text: str) -> str:
     """Return the unit that all of `text` is, in a form to compare; empty if it is unknown."""
     text = re.sub(r"\b(square|cubic|sq|cu)\.?\s+([A-Za-z]+)", lambda f: f"{f[2]}^{2 if f[1][0] == 's' else 3}", text)
+    text = re.sub(r"\b([A-Za-z]+)\s+(squared|cubed)$", lambda f: f"{f[1]}^{2 if f[2][0] == 's' else 3}", text)
     text = re.sub(r"\s+per\s+(?:an?\s+)?", "/", text.strip().strip(".")).replace("{", "").replace("}", "")
     known: list[str] = []
     for part in re.split(r"\s*/\s*", text):
@@ -167,7 +171,7 @@ def only_formula(text: str) -> str | None:
     rest = text[: found[0].start()] + " " + text[found[0].end() :]
     if (
         not re.search("[A-Za-z]{2}", rest)
-        or re.search(r"[\d\\$=?]", rest)
+        or not _PROSE.fullmatch(rest)
         or not _harmless(rest, _CHANGES | _CHANGES_BEFORE)
     ):
         return None
@@ -180,14 +184,16 @@ def number_in_prose(text: str) -> Number | None:
     if numbers and numbers[-1]["currency"] and not text[numbers[-1].end() :].strip(" .!"):
         prices = [found for found in numbers if found["currency"]]
         numbers = prices if len(prices) == 1 else numbers
-    if len(numbers) != 1 or "\\" in text or "?" in text or not re.search("[A-Za-z]{3}", text):
+    if len(numbers) != 1 or not re.search("[A-Za-z]{3}", text):
         return None
     found = numbers[0]
     before, after = text[: found.start()], text[found.end() :].strip(" .!")
     bare = re.sub(r"\b(?:minus|negative)\s*$", "", before, flags=re.IGNORECASE)
     if (
-        not _harmless(re.sub(r"\d", "", bare), _CHANGES_BEFORE)
-        or re.search(r"[=<>^*/+]", text)
+        bare.rstrip().endswith(",")
+        or _SINGLE_LETTER.search(bare)
+        or not _harmless(re.sub(r"\d", "", bare), _CHANGES_BEFORE)
+        or not _PROSE.fullmatch(re.sub(r"\d", "", before) + ("" if _unit(after) else after))
         or (after and not re.match(r"[\s.!%]", text[found.end() :]))
     ):
         return None

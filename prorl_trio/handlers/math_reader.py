@@ -18,6 +18,7 @@ from prorl_trio.handlers.math_text import normalised, with_plain_numbers
 
 __all__ = [
     "Congruence", "Items", "Matrix", "Named", "Ranges", "Ratio", "Reading", "Relation", "Text", "as_ranges", "read",
+    "read_prose",
 ]  # fmt: skip
 
 MAX_CHARS: Final = 2_000
@@ -74,6 +75,7 @@ class Ratio(NamedTuple):
 
     parts: tuple[Formula, ...]
     time: bool = False
+    half: str = ""
 
 
 class Matrix(NamedTuple):
@@ -101,7 +103,7 @@ _SIDES: Final = re.compile(
 _COLONS: Final = re.compile(rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})|(?P<sep>:)")
 _COMPARED: Final = {r"\le": "≤", "<=": "≤", r"\ge": "≥", ">=": "≥", r"\ne": "≠", "!=": "≠", "==": "="}
 _TURNED: Final = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
-_TIME: Final = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?")
+_TIME: Final = re.compile(r"(\d{1,2}:\d{2}(?::\d{2})?)(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _MATRIX: Final = re.compile(
     r"(?P<before>.*?)[(\[]?\s*\\begin\s*\{(?P<kind>[pb]?(?:small)?matrix|Bmatrix|array)\}(?:\s*\{[lcr| ]*\})?"
     r"(?P<body>.*)\\end\s*\{(?P=kind)\}\s*[)\]]?",
@@ -114,7 +116,7 @@ _FRENCH: Final = re.compile(r"([\[\]])((?:[^\[\]()]|\([^()]*\))+[,;](?:[^\[\]()]
 _NAME: Final = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\s*\([^()=]*\))?|\|?[A-Z]{2,}'*\|?|m?\s*\\(?:angle|triangle)\s*[A-Z]+"
     r"|m?\s*\\(?:overline|vec|overrightarrow|hat|bar)\s*\{?[A-Za-z]+\}?|\([A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)*\)"
-    r"|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Z]+(?:_\{?\w+\}?)?)+"
+    r"|[A-Za-z]\s*\^\s*(?:-1|\{-1\})\s*\([^()=]*\)|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Z]+(?:_\{?\w+\}?)?)+"
 )
 _SUM: Final = re.compile(r"[A-Za-z](?:_\w)?(?:\s*[-+]\s*[A-Za-z](?:_\w)?)+")
 _POINT: Final = re.compile(r"([ABD-Z])\s*(\([^()]*,[^()]*\))")
@@ -131,10 +133,16 @@ def read(text: str) -> Reading:
         return Text(plain)
     try:
         return _plain(plain) if _PLAIN.fullmatch(plain) else _value(_FRENCH.sub(_french, with_plain_numbers(plain)))
-    except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, RecursionError):
-        if (formula := only_formula(text)) is not None:
-            return read(formula)
-        return number_in_prose(plain) or Text(plain)
+    except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, LookupError, RecursionError):
+        return Text(plain)
+
+
+def read_prose(text: str) -> Reading:
+    """Return the meaning of the one formula or number of a sentence; `Text` if it has none or several."""
+    if (formula := only_formula(text)) is not None:
+        return read(formula)
+    plain = normalised(text)
+    return (number_in_prose(plain) if len(plain) <= MAX_CHARS else None) or Text(plain)
 
 
 def _plain(text: str) -> Number:
@@ -152,7 +160,10 @@ def _value(text: str) -> Reading:
         return Ranges(())
     if "mod" in text and (congruent := _CONGRUENT.fullmatch(text)) is not None:
         residues = tuple(map(parse, _split(_LIST, congruent["residues"])[0]))
-        return Congruence((congruent["name"] or "").replace(" ", ""), residues, congruent["modulus"])
+        name = (congruent["name"] or "").strip()
+        if name and not _NAME.fullmatch(name):
+            parse(name)
+        return Congruence(name.replace(" ", ""), residues, congruent["modulus"])
     parts, separators = _split(_LIST, text)
     if separators:
         return _several(parts, [separator.strip(",; ") for separator in separators])
@@ -163,7 +174,10 @@ def _value(text: str) -> Reading:
     if separators:
         if len(sides) > 2 or not _NAME.fullmatch(sides[0]):
             raise Unreadable("a membership of something else than an unknown")
-        return Named(_name(sides[0]), _value(sides[1]))
+        members = _value(sides[1])
+        if not isinstance(members, Ranges | Items) and not sides[1].startswith(r"\mathbb"):
+            raise Unreadable("a membership in something else than a set")
+        return Named(_name(sides[0]), members)
     sides, separators = _split(_SETS, text)
     if separators:
         return _united([as_ranges(_value(side)) for side in sides], separators)
@@ -179,7 +193,9 @@ def _value(text: str) -> Reading:
     sides, separators = _split(_COLONS, text)
     if separators and _WORDS.fullmatch(sides[0]):
         return _value(":".join(sides[1:]))
-    return Ratio(tuple(map(parse, sides)), _TIME.fullmatch(text) is not None) if separators else number(text)
+    if (time := _TIME.fullmatch(text)) is not None:
+        return Ratio(tuple(map(parse, time[1].split(":"))), time=True, half=(time[2] or "").casefold())
+    return Ratio(tuple(map(parse, sides))) if separators else number(text)
 
 
 def _split(pattern: re.Pattern[str], text: str) -> tuple[list[str], list[str]]:
@@ -225,7 +241,7 @@ def _bracketed(text: str) -> Reading | None:
         return None
     brackets = (opening + closing).replace("\\", "")
     if not separators:
-        if opening == r"\{":
+        if opening in (r"\{", "{"):
             named = re.fullmatch(r"\s*([A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*(?::|\\mid|\|)(.*)", inside)
             if named is not None:
                 return _value(named[2])
@@ -307,13 +323,20 @@ def _equation(sides: list[str]) -> Reading:
         return Named(_name(first), value)
     if not isinstance(value, Number):
         raise Unreadable("an equation of no number")
-    formulas = [number(side).formula for side in (others[:-1] if named else sides[:-1])]
+    formulas = [_whole_side(side) for side in (others[:-1] if named else sides[:-1])]
     last = value.formula
     if all(agree(formula, last) for formula in formulas if named is False or formula.unknowns <= last.unknowns):
         return Named(_name(first), value) if named else value
     if len(sides) > 2 or not (formulas[0].unknowns | last.unknowns):
         raise Unreadable("sides that differ")
     return Relation("=", formulas[0].minus(last), value if _SUM.fullmatch(first) and not last.unknowns else None)
+
+
+def _whole_side(text: str) -> Formula:
+    side = number(text)
+    if side.percent:
+        raise Unreadable("a percentage in an equation")
+    return side.formula
 
 
 def _inequality(left: str, sign: str, right: str) -> Reading:

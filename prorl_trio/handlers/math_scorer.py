@@ -10,7 +10,7 @@ from typing import Any, Final
 import mpmath
 
 from prorl_trio.handlers.final_answer import find_final_answer
-from prorl_trio.handlers.math_formula import Formula, Point, Undefined, Unreadable, agree, parse, same, wide
+from prorl_trio.handlers.math_formula import Formula, Point, agree, parse, same, wide
 from prorl_trio.handlers.math_numbers import Number
 from prorl_trio.handlers.math_reader import (
     Congruence,
@@ -24,6 +24,7 @@ from prorl_trio.handlers.math_reader import (
     Text,
     as_ranges,
     read,
+    read_prose,
 )
 from prorl_trio.handlers.math_text import normalised
 
@@ -93,16 +94,13 @@ def _fault_of(gold: Any) -> str:
     shown = repr(gold)[:200]
     if not isinstance(gold, str):
         return f"the gold answer {shown} is no text; write it as one"
-    found = find_final_answer(gold)
-    key = _key(normalised(found))
-    if not key or key in _PLACEHOLDERS:
+    plain = normalised(find_final_answer(gold))
+    if not plain or _key(plain) in _PLACEHOLDERS:
+        return f"the gold answer {shown} is missing or a placeholder; give the final answer, or leave the row out"
+    if len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain)) > MAX_GOLD_WORDS:
         return (
-            f"the gold answer {shown} is empty or stands for a missing one; give the final answer, or leave the row out"
-        )
-    if isinstance(read(found), Text) and len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", key)) > MAX_GOLD_WORDS:
-        return (
-            f"the gold answer {shown} is prose, which no answer would equal; give the final answer alone, or grade the "
-            "row by a handler for texts"
+            f"the gold answer {shown} is prose, which no answer would equal; give the final answer alone, or use a "
+            "handler that grades texts"
         )
     if not score({"gold": gold, "answer": gold})["equal"]:
         return f"the gold answer {shown} does not equal itself; write it as a number, a formula or a word"
@@ -122,8 +120,11 @@ def equal(gold: str, answer: str) -> bool:
     if _key(plain_gold) == _key(plain_answer):
         return True
     try:
-        return _equal(_read_gold(gold), read(answer))
-    except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, RecursionError):
+        expected, said = _read_gold(gold), read(answer)
+        if isinstance(said, Text) and not isinstance(expected, Text):  # the words of a gold answer count, too
+            said = read_prose(answer)
+        return _equal(expected, said)
+    except Exception:  # an answer must not void its rollout, whatever mpmath makes of it
         return False
 
 
@@ -138,11 +139,12 @@ def _key(text: str) -> str:
     if re.fullmatch(r"\(?[A-Za-z]\)?", text):
         return text.strip("()").casefold()
     if re.fullmatch(r"[A-Za-z' .!-]+", text) and re.search(r"[A-Za-z]{2}", text) and " - " not in text:
-        words = text.casefold().strip(" .!").split()
+        words = text.casefold().rstrip(" .!").split()
         return " ".join(word for word in words if word not in ("the", "a", "an") or len(words) == 1)
-    if time := re.fullmatch(r"0?(\d{1,2}(?::\d\d)*)\s*([ap])\.?\s*m\.?", text, re.IGNORECASE):
-        return f"{time[1]}{time[2].casefold()}m"
-    text = re.sub(r"(?<![A-Za-z\d])\s+|\s+(?![A-Za-z\d])", "", text)
+    if "\\" not in text and re.search(r"[A-Za-z]{4}", text):  # `December 25`
+        text = text.casefold()
+    text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\x1f", text)
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"\{(\w)\}", r"\1", text)
 
 
@@ -181,7 +183,9 @@ def _equal(gold: Reading, answer: Reading) -> bool:
         case Relation(), Relation():
             return _equal_relations(gold, answer)
         case Ratio(), Ratio() if gold.time or answer.time:
-            return [f.value(Point({})) for f in gold.parts] == [f.value(Point({})) for f in answer.parts]
+            return (gold.half == answer.half or not gold.half or not answer.half) and [
+                f.value(Point({})) for f in gold.parts
+            ] == [f.value(Point({})) for f in answer.parts]
         case (Ratio(time=True), _) | (_, Ratio(time=True)):
             return False
         case (Ratio(), _) | (_, Ratio()):
@@ -237,19 +241,21 @@ def _equal_formulas(gold: Number, answer: Number) -> bool:
     if any(long) and (y if long[0] else x) == _rounded_to(x if long[0] else y, SHOWN_DIGITS):
         return True  # what Python prints of a float: 0.30000000000000004
     if gold.digits:
-        return (answer.digits == 0 or answer.digits >= gold.digits) and _stands_for(x, gold.digits, y)
+        return (not answer.digits or answer.digits > gold.digits) and _stands_for(
+            x, gold.digits, y, cut=not answer.digits
+        )
     return not (isinstance(x, Fraction) and x.denominator == 1) and _stands_for(y, answer.digits, x)
 
 
-def _stands_for(decimal: Fraction, digits: int, exact: Any) -> bool:
-    """Return whether a decimal of enough significant digits is `exact`, rounded or cut off at its last digit."""
+def _stands_for(decimal: Fraction, digits: int, exact: Any, *, cut: bool = True) -> bool:
+    """Return whether a decimal of enough significant digits is `exact`, rounded (or `cut` off) at its last digit."""
     if digits < MIN_DIGITS or not decimal:
         return False
     if digits >= FLOAT_DIGITS:
         decimal, digits = _rounded_to(decimal, SHOWN_DIGITS), SHOWN_DIGITS
     last = mpmath.mpf(10) ** (mpmath.floor(mpmath.log10(abs(wide(decimal)))) + 1 - digits)
     away = (wide(exact) - wide(decimal)) * mpmath.sign(wide(decimal))
-    return bool(-last / 2 <= away < last)
+    return bool(-last / 2 <= away <= last / 2) or (cut and bool(0 <= away < last))
 
 
 def _rounded_to(x: Any, digits: int) -> Any:

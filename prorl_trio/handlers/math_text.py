@@ -15,7 +15,8 @@ _SIGNS: Final = {
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ", "½": " 1/2", "⅓": " 1/3", "¼": " 1/4",
     "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ",
     "∛": r"\sqrt[3]", "…": r"\ldots ", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}",
-    "（": "(", "）": ")", "，": ",", "≦": r"\le ", "≧": r"\ge ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
+    "（": "(", "）": ")", "，": ",", "≦": r"\le ", "≧": r"\ge ", "¢": " cents",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
 }  # fmt: skip
 _SIGN: Final = re.compile("|".join(sorted(_SIGNS, key=len, reverse=True)))
 _RAISED: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -45,7 +46,7 @@ _MATH_MODE: Final = re.compile(
 )
 _SPACE: Final = re.compile(r"(?:\\,|(?<!\\)\\(?=\s)|~(?!~)|\s)+")
 _QUAD: Final = re.compile(r"(?:\s*[,;]\s*)?(?:\\q?quad(?![A-Za-z])\s*)+(?:[,;]\s*)?")
-_MARKDOWN: Final = re.compile(r"(?<![\w)}\]])(\*\*|__|``?|~~|\*)(?=\S)(.+?)(?<=\S)\1(?![\w({\[])", re.DOTALL)
+_MARKDOWN: Final = re.compile(r"(?<![\w)}\]*])(\*\*|__|``?|~~|\*)(?=\S)(.+?)(?<=\S)\1(?![\w({\[*])", re.DOTALL)
 _LEADING: Final = re.compile(
     r"^(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:it(?:'s|\s+is)\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?"
     r"(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*:)\s*:?\s*)?(?:(?:option|choice)\s+(?=\(?[A-Z]\)?$))?"
@@ -54,11 +55,16 @@ _LEADING: Final = re.compile(
     r"|solutions?|roots?|matrix|values?|numbers?|ratio|no\.(?=\s*\d))\s*(?:(?:is|are|of)\s+)?:?\s*(?=[^\s,.a-z])|)",
     re.IGNORECASE,
 )
+_CASES: Final = re.compile(
+    r"(?:\\\{\s*)?\\begin\s*\{(cases|array|aligned|gathered)\}(?:\s*\{l\})?([^&]*?)(?:\\\\\s*)?\\end\s*\{\1\}"
+)
+_CROSS: Final = re.compile(r"(\\(?:mathbf|vec|boldsymbol|bm)\s*(?:\{\w\}|\w)\s*)\\times")
 _UNION: Final = re.compile(r"(?<=[)\]])\s*[Uu]\s*(?=[(\[])")
 _HAT: Final = re.compile(r"\\hat\s*\{?\s*\\?([ijk])(?:math)?\s*\}?(?![A-Za-z])")
 _WITHOUT: Final = re.compile(r"(?<=[})\]])\s*-\s*(?=\\\{)")
 _REMARK: Final = re.compile(
-    r"\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔])$|\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about)\)$"
+    r"\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔])$"
+    r"|\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about|in \w+)\)$"
 )
 _LATEX_GROUPED: Final = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!\s*|\\!,)(?=\d{3}(?!\d))")
 _GROUPED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -85,7 +91,7 @@ def normalised(text: str) -> str:
         text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_LOWERED)}}}", text)
     before = None
     if "\\" in text or "{" in text:
-        text = _QUAD.sub(", ", _LATEX_GROUPED.sub("", text))
+        text = _CROSS.sub(r"\1\\cross ", _QUAD.sub(", ", _LATEX_GROUPED.sub("", text)))
         while before != text:
             before, text = text, _FONT_GROUP.sub(_without_font, text)
         text = _FONT_ALONE.sub(" ", text)
@@ -94,12 +100,13 @@ def normalised(text: str) -> str:
         before, text = text, _MARKDOWN.sub(r"\2", text.strip())
     text = _MATH_MODE.sub(lambda found: "$" if found[0] == "$" and _is_price(text, found.end()) else "", text)
     text = _SYNONYM.sub(lambda found: _SYNONYMS[found[0]] + (" " if found[0][-1].isalpha() else ""), text)
+    text = _CASES.sub(lambda found: found[2].replace("\\\\", ", "), text)
     text = _UNION.sub(r"\\cup ", _HAT.sub(r" \1 ", text))
     text = _WITHOUT.sub(r"\\backslash ", text)
     text = text.replace("\\%", "%").replace("\\$", "$").replace("\\#", "#").replace("\\&", "&").replace("\\_", "_")
-    text = _SPACE.sub(" ", text).strip("*_` ")
+    text = re.sub(r"^#+\s+|(?<=\w)\\\\$", "", _SPACE.sub(" ", text).strip("*_` "))
     text = re.sub(r"^[\"'“”‘]+(.*?)[\"'“”’]+\.?$", r"\1", text).strip()
-    text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]!])!$", "", text).rstrip()
+    text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]!\s])!$", "", text).rstrip()
     return _REMARK.sub("", _LEADING.sub("", text)).strip()
 
 
