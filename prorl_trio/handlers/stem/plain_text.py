@@ -28,6 +28,7 @@ _CHARS: Final = str.maketrans({
 _RAISED: Final = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ"
 _LOWERED: Final = "₀₁₂₃₄₅₆₇₈₉₋₊ₙ"
 _LEVEL: Final = str.maketrans(_RAISED + _LOWERED, "0123456789-+n" * 2)
+_TIE: Final = re.compile(r"(?<=[\w})])~(?=[\w\\{(])")
 _SMALL: Final = re.compile(f"[{_RAISED}]+|[{_LOWERED}]+")
 _MARKDOWN: Final = re.compile(
     r"""(?:(?<![^\s(\["':.])|(?<=</)|(?<=<))(\*\*\*|\*\*|``?|\*)(?=[^\s*`])([^*`\n]{0,300}?[^\s*`])\1(?=[\s.,;:!?)\]"']|$)"""
@@ -74,11 +75,12 @@ def plain(text: str) -> str:
     """
     text = text.translate(_CHARS)
     text = _SMALL.sub(_small, text)
+    text = _TIE.sub(" ", text)
     if "\\" in text or "{" in text or "$" in text:
         text = text.replace("\\$", "\ue000")
         if text.count("$") % 2 == 0:
             text = text.replace("$", "\ue001")  # nothing, and still the end of a command before it
-        text = _Translator(re.sub(r"(?<=\w)~(?=[\w\\])", " ", text)).whole()
+        text = _Translator(text).whole()
         text = text.replace("\ue001", "").replace("\ue000", "$")
     if "*" in text or "`" in text:
         for _ in range(3):

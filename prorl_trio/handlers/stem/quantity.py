@@ -31,7 +31,7 @@ _MULTIPLE: Final = re.compile(rf"\s*({'|'.join(_MULTIPLES)})(?![A-Za-z])")
 _ABOUT: Final = r"(?:about|approximately|approx\.?|around|roughly|nearly|almost|exactly|precisely|ca\.?|circa|[≈~])"
 _SIGN: Final = re.compile(r"\s*(?:([+-])|(–)(?=\s*[\d.(π√])|(minus|negative|plus|positive)\s)\s*", re.IGNORECASE)
 _CONNECTOR: Final = re.compile(
-    rf"(?:(?<![A-Za-z])(?:is|are|was|were|be|becomes|equals?|yields|gives|get|obtain|find|have)(?![A-Za-z])|:)"
+    rf"(?:(?<![A-Za-z])(?:is|are|was|were|be|becomes|equals?|yields|gives|get|obtain|find|found|have|has|takes|moves|travels|weighs|contains)(?![A-Za-z])|:)"
     rf"\s*(?:equal\s+to\s*)?(?:{_ABOUT}\s*)*(?:an?\s+)?(?=[-+–]?\s?[\d.(√π\\]|(?:minus|negative)\s)",
     re.IGNORECASE,
 )
@@ -46,7 +46,12 @@ _LOGIC: Final = re.compile(
     re.IGNORECASE,
 )
 _FORMULA: Final = re.compile(r"[\w\\(){}\[\]^+\-*/·×÷√|'′.°%Å⟨⟩ ]*", re.DOTALL)
-_OF: Final = re.compile(r"(?<=[^\s]) of (?:the )?[A-Za-z][\w()+]{0,20}(?: [A-Za-z][a-z]{0,20}){0,2}$")
+_OF: Final = re.compile(
+    r"(?<=\S) (?:of (?:the )?[A-Za-z][\w()+]{0,20}(?: [A-Za-z][a-z]{0,20}){0,2}|long|tall|high|wide|deep|thick|away|apart|old|"
+    r"in (?:all|total|length|height|width|depth|diameter|magnitude))$"
+)
+"""What a quantity is of, behind its unit."""
+_THEREFORE: Final = re.compile(r"(?:so|thus|hence|therefore|then|finally|now)(?![A-Za-z])[\s,:]*", re.IGNORECASE)
 _ALSO: Final = re.compile(
     r"\s*[,;]?\s\((?:or|i\.e\.,?|that is,?|=|≈|~|about|approximately|\s)*([-+]?[\d.√π][^()]*(?:\([^()]*\)[^()]*)?)\)$"
 )
@@ -77,6 +82,8 @@ def read_quantities(text: str) -> list[Quantity]:
         return []
     text = _stripped(first_sentence(without_reason(plain(text))))
     text = re.sub(r"^[\s=≈~]+", "", text)
+    if (therefore := _THEREFORE.match(text)) is not None:
+        text = text[therefore.end() :]
     also: list[str] = []
     if (inner := _ALSO.search(text)) is not None and text[: inner.start()].strip():
         also, text = [inner[1]], text[: inner.start()]

@@ -12,7 +12,7 @@ __all__ = ["HEDGES", "REASON", "first_sentence", "place_of_box", "stated_answers
 MAX_BETWEEN_CHARS: Final = 24
 _ANCHOR: Final = re.compile(
     r"(?:(?<![A-Za-z])(?:answer|choice|option)(?:\s+(?:is|equals|should be|must be|would be)(?![A-Za-z])\s*:?"
-    r"|\s{0,3}[:=])|####)[\s*_]*",
+    r"|\s{0,3}[:=])|####)(?:[*_]{1,3}(?=\s))?\s*",
     re.IGNORECASE,
 )
 _TAG: Final = re.compile(r"<\s*(?:final[_ ]?)?answer\s*>", re.IGNORECASE)
@@ -79,6 +79,9 @@ def _anchored(text: str) -> str:
     if not anchors:
         return ""
     rest = text[anchors[-1].end() :].strip()
+    if rest.count("**") % 2:  # `**Answer: C**`
+        head, _, tail = rest.rpartition("**")
+        rest = head + tail
     taken_back = list(_RETRACTION.finditer(rest))
     return first_sentence(rest[taken_back[-1].end() :].strip() if taken_back else rest)
 
