@@ -28,6 +28,8 @@ _CHARS: Final = str.maketrans({
 _RAISED: Final = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ"
 _LOWERED: Final = "₀₁₂₃₄₅₆₇₈₉₋₊ₙ"
 _LEVEL: Final = str.maketrans(_RAISED + _LOWERED, "0123456789-+n" * 2)
+_LATEX: Final = ("\\", "$", "^{", "_{", "{,}")
+"""What braces mean groups beside; `{1, 2}` is a set."""
 _TIE: Final = re.compile(r"(?<=[\w})])~(?=[\w\\{(])")
 _SMALL: Final = re.compile(f"[{_RAISED}]+|[{_LOWERED}]+")
 _MARKDOWN: Final = re.compile(
@@ -76,7 +78,7 @@ def plain(text: str) -> str:
     text = text.translate(_CHARS)
     text = _SMALL.sub(_small, text)
     text = _TIE.sub(" ", text)
-    if "\\" in text or "{" in text or "$" in text:
+    if any(sign in text for sign in _LATEX):
         text = text.replace("\\$", "\ue000")
         if text.count("$") % 2 == 0:
             text = text.replace("$", "\ue001")  # nothing, and still the end of a command before it

@@ -47,8 +47,8 @@ _LOGIC: Final = re.compile(
 )
 _FORMULA: Final = re.compile(r"[\w\\(){}\[\]^+\-*/·×÷√|'′.°%Å⟨⟩ ]*", re.DOTALL)
 _OF: Final = re.compile(
-    r"(?<=\S) (?:of (?:the )?[A-Za-z][\w()+]{0,20}(?: [A-Za-z][a-z]{0,20}){0,2}|long|tall|high|wide|deep|thick|away|apart|old|"
-    r"in (?:all|total|length|height|width|depth|diameter|magnitude))$"
+    r"(?<=\S) (?:of (?:the )?[A-Za-z][\w()+]{0,20}(?: [A-Za-z][a-z]{0,20}){0,2}|"
+    r"long|tall|high|wide|deep|thick|away|apart|old|in (?:all|total|length|height|width|depth|diameter|magnitude))$"
 )
 """What a quantity is of, behind its unit."""
 _THEREFORE: Final = re.compile(r"(?:so|thus|hence|therefore|then|finally|now)(?![A-Za-z])[\s,:]*", re.IGNORECASE)

@@ -32,7 +32,12 @@ _RULES: Final = tuple(
     (re.compile(rule), by)
     for rule, by in (
         (r"(?<=[A-Za-z]{2})_(?=[A-Za-z]{2})|__", "‗"),  # of a program's names: they are no lowered text
-        (r"(?<=[\d)\]])\s*\^|\^(?=[^\W\d_])(?![A-Za-z]*[+-](?:\s|$))", "↑"),  # a power, not a charge or an isotope
+        (
+            r"(?<=[\d)\]])\s?\^(?!\d?[+-](?!\w))|\^(?=[^\W\d_])(?![A-Za-z]*[+-](?:\s|$))",
+            "↑",
+        ),  # a power, not a charge or an isotope
+        (r"√\((\w+)\)(?!\w)", r"√\1"),
+        (r"\((\d+/\d+)\)", r"\1"),
         (r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])", ","),  # digits in groups
         (r"(?<=\d),\s?(?=[-+]?\d)", " "),
         (r"(?<=\d)\s*[×·*]\s*(?=\d)", "*"),
