@@ -61,7 +61,7 @@ _RULES: Final = tuple(
         (r"(?<=[^\s])\s+-\s*(?=\S)|(?<=\S)-\s+(?=\S)", "-"),
     )
 )
-"""What may be written in more than one way. Every sign that stands in none of them counts."""
+"""Forms that may be written in more than one way. Every sign that no rule names counts."""
 _KEYS: Final = frozenset({"minor", "major", "flat", "sharp"})
 
 

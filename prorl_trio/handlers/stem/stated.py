@@ -1,4 +1,4 @@
-"""The answer that a text states: in its last box, in its last answer tag, after "the answer is", or all of it. Pure."""
+"""Find the answer that a text states: in its last box or answer tag, after "the answer is", or the whole text. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RETRACTION: Final = re.compile(
     r"(?![A-Za-z])[\s,.:!-]*(?:no(?![A-Za-z])[\s,.:-]*)?(?:(?:it(?: is|'s)|the (?:correct )?answer is)(?![A-Za-z]))?",
     re.IGNORECASE,
 )
-"""What takes back all that was said before it."""
+"""A phrase that takes back the answer before it."""
 _SENTENCE_END: Final = re.compile(r"(?<=[^\s.])(?<![^\w][A-Za-z])[.!?](?=\s+(?:[A-Z][A-Za-z']*\s+\S|[\\$(*]))|\n")
 HEDGES: Final = re.compile(
     r"(?<![A-Za-z])(?:or|nor|either|neither|but|however|maybe|perhaps|possibly|alternatively|alternative|instead|wait|"
