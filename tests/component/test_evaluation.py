@@ -222,7 +222,7 @@ async def test_graded_rewards_are_shown_and_counted_as_correct_from_the_reward_t
         rows = [line.split() for line in result.stdout.splitlines()]
         assert ["all", "reward", "4", "0.625", "0.219", "..", "0.908"] in rows
         assert ["all", "pass@1", "4", "75.0", "30.1", "..", "95.4", "75.0", "..", "75.0"] in rows
-        assert "correct from a reward of 0.5" in result.stdout
+        assert "correct: from a reward of 0.5" in result.stdout
         (folder,) = (tmp_path / "runs").iterdir()
         report = json.loads((folder / "report.json").read_bytes())
         assert (report["correct_from"], report["reward_mean"], report["even/pass@1"]) == (0.5, 0.625, 0.5)

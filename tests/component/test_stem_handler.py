@@ -96,6 +96,23 @@ async def test_a_boxed_answer_counts_and_a_reminder_is_given(rig):
     assert [tool["function"]["name"] for tool in context.tools] == ["bash", "ipython", "finish"]
 
 
+@pytest.mark.parametrize(
+    ("turn", "reward"),
+    [
+        (r"So $E = \boxed{79}\ \text{kJ}$.", 1.0),
+        (r"\boxed{79} J", 0.0),
+        (r"\boxed{79}", 0.0),
+        (r"\boxed{79\,\mathrm{kJ}}", 1.0),
+    ],
+)
+async def test_the_unit_behind_a_box_counts(rig, turn, reward):
+    rig.says = [turn]
+    task = instance({"kind": "number", "answer": 79, "unit": "kJ", "unit_required": True})
+    async with open_task(rig, None, task) as (handler, context):
+        await handler.run(context)
+        assert (await handler.eval(context)).reward == reward
+
+
 async def test_a_search_that_fails_for_everybody_ends_the_rollout_without_a_verdict(rig):
     backend = Scripted(*[SearchFailed("gone", retryable=True)] * 9)
     rig.says = [call("search", query="gold")]
@@ -147,6 +164,20 @@ async def test_a_task_that_asks_for_search_is_refused_where_there_is_none(rig):
         with pytest.raises(MalformedJob, match="no search") as caught:
             handler.validate(instance(tools=["search"]).payload)
     assert caught.value.path == "$.instance.payload.tools"
+
+
+def test_without_prepare_nothing_is_said_of_what_the_node_has():
+    """A client that loads a set knows neither the node's search nor its packages."""
+    StemHandler().validate(instance(tools=["search"]).payload)
+
+
+async def test_golds_are_checked_in_a_scoring_process(rig):
+    async with rig.open():
+        for unit, error in (("kJ", ""), ("zorks", "the task's unit 'zorks' cannot be read")):
+            payload = instance({"kind": "number", "answer": 5, "unit": unit}).payload
+            found = await rig.resources.scorers.score(StemHandler.gold_check, {"payload": payload}, timeout_s=60)
+            assert found["error"].startswith(error)
+            assert found["path"] == ("$.instance.payload.grader.unit" if error else "")
 
 
 def test_a_task_that_no_package_here_can_grade_is_refused():

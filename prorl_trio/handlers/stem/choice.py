@@ -28,7 +28,7 @@ _LETTER: Final = re.compile(
     r"(?P<rest>(?![\w+#^_'*/=&%-]).*)?",
     re.DOTALL,
 )
-_LONE: Final = re.compile(r"[(\[{<\"'*`\s]*([A-Za-z])\s?[)\]}>\"'*`]*\s?[.,:;]?[*\s]*")
+_LONE: Final = re.compile(r"[(\[{<\"'*`\s]*([A-Za-z])\s?[)\]}>\"'*`]*\s?[.,:;!]?[*\s]*")
 _EXPLAINS: Final = re.compile(
     r"(?:it|this|that|the|these|those|they|here|so|thus|hence|therefore|in|for|by|we|when|given|using|from|at|an?)\s",
     re.IGNORECASE,
@@ -40,6 +40,8 @@ _IS_RIGHT: Final = re.compile(
 )
 _BEHIND: Final = re.compile(r"(.+\S)\s?[(\[]([A-Z])[)\]]\.?", re.DOTALL)
 """The text of a choice, and its letter behind it."""
+_NEEDLESS_SPACE: Final = re.compile(r"(?<=\W) | (?=\W)|(?<=\d) (?=[^\W\d])")
+_SIMPLE_FRACTION: Final = re.compile(r"\((\d{1,9}/\d{1,9})\)")
 _ALSO: Final = re.compile(r"(?<![A-Za-z])(?:or|but|wait|actually|maybe|perhaps)[\s,]+[(\[]?[A-Z](?![A-Za-z])")
 """Another letter that may be right as well."""
 _OTHER_LETTER: Final = re.compile(r"(?<![A-Za-z'])(?:[(\[]([A-Za-z])[)\]]|([B-HJ-Z])(?![A-Za-z'’]))")  # noqa: RUF001
@@ -170,7 +172,7 @@ def _exact(text: str) -> str:
 
 
 def _undressed(text: str) -> str:
-    return _trimmed(plain(text)).replace(" ", "")
+    return _NEEDLESS_SPACE.sub("", _SIMPLE_FRACTION.sub(r"\1", _trimmed(plain(text))))
 
 
 def _trimmed(text: str) -> str:

@@ -15,6 +15,7 @@ from prorl_trio.handlers.final_answer import extract_boxed
 from prorl_trio.handlers.restoring import restored_text
 from prorl_trio.handlers.stem.generated import REFUSED, SOLVED, check_family
 from prorl_trio.handlers.stem.payload import Generated, Number, ShortAnswer, StemPayload, read_payload
+from prorl_trio.handlers.stem.stated import place_of_box
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import BashTool, FinishTool, IpythonTool, SearchTool, ToolSet
 from prorl_trio.types.errors import HostileAnswer, MalformedJob, NotRestorable, SandboxUnavailable
@@ -38,6 +39,8 @@ WARM_UP_TIMEOUT_S: Final = 60.0
 MAX_ANSWER_CHARS: Final = 20_000
 """A longer answer is wrong, and not looked at."""
 MAX_SHOWN_CHARS: Final = 500
+MAX_UNIT_CHARS: Final = 100
+"""Characters behind a box that are kept: its unit."""
 NUDGE: Final = "Continue: use a tool, or give the final answer as \\boxed{answer}."
 
 
@@ -104,7 +107,7 @@ class StemHandler(AgentHandler):
             ChatMessage(role="system", content=payload.system_prompt),
             ChatMessage(role="user", content=payload.prompt),
         ]
-        await run_agent(context, messages, tools, _STYLE)
+        await run_agent(context, messages, tools, _StemStyle(keeps_unit=isinstance(payload.grader, Number)))
 
     async def eval(self, context: RolloutContext) -> Evaluation:
         """1.0 for a right answer, else 0.0; no answer is 0.0, and one that the scorer fails at."""
@@ -209,13 +212,17 @@ async def _score(
 
 
 class _StemStyle(AgentStyle):
-    """`\\boxed{}` is the final answer."""
+    """`\\boxed{}` is the final answer; of a quantity, with what follows on its line, where the unit may be."""
+
+    def __init__(self, *, keeps_unit: bool) -> None:
+        self._keeps_unit = keeps_unit
 
     def final_answer(self, parsed: ParsedTurn) -> str | None:
-        return extract_boxed(parsed.content)
+        boxed = extract_boxed(parsed.content)
+        if boxed is None or not self._keeps_unit:
+            return boxed
+        behind = parsed.content[place_of_box(parsed.content, boxed)[1] :].removeprefix("}").partition("\n")[0]
+        return f"\\boxed{{{boxed}}}{behind[:MAX_UNIT_CHARS]}"
 
     def nudge(self) -> str:
         return NUDGE
-
-
-_STYLE: Final = _StemStyle()

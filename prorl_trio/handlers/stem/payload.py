@@ -48,10 +48,10 @@ class Choice(_Graded, frozen=True, tag="choice"):
 class Number(_Graded, frozen=True, tag="number"):
     """A number, with a unit or without.
 
-    `answer` is the number in `unit`, which is any that the package pint knows (`m/s^2`, `kJ/mol`, `degC`); empty for
-    none. An answer may be in another unit of the same dimension. It is right within the larger of both tolerances, the
-    relative one of `answer`, the absolute one in `unit`. An answer without a unit is taken to be in `unit`, but not
-    with `unit_required`.
+    `answer` is the number in `unit`, which is any unit that the package pint knows, in the forms that answers may have
+    (`m/s^2`, `kJ/mol`, `degC`, `degrees Celsius`); empty for none. An answer may be in another unit of the same
+    dimension. It is right within the larger of both tolerances, the relative one of `answer`, the absolute one in
+    `unit`. An answer without a unit is taken to be in `unit`, but not with `unit_required`.
     """
 
     answer: float | str

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001, RUF002 - signs of many kinds are what this file is about
-"""LaTeX, markdown and Unicode written as plain text: one form for what a reader sees as the same. Pure and linear.
+"""Write LaTeX, markdown and Unicode as plain text, so that what looks the same is the same. Pure, in linear time.
 
-Gold answers, choices and policies' answers pass through `plain`, so that no form is known on one side alone.
+Gold answers, units, choices and the policy's answers all pass through `plain`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ _CHARS: Final = str.maketrans({
 _RAISED: Final = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ"
 _LOWERED: Final = "₀₁₂₃₄₅₆₇₈₉₋₊ₙ"
 _LEVEL: Final = str.maketrans(_RAISED + _LOWERED, "0123456789-+n" * 2)
+_LATEX: Final = ("\\", "$", "^{", "_{", "{,}")
+"""Signs of LaTeX. Without them braces are braces: `{1, 2}` is a set."""
+_TIE: Final = re.compile(r"(?<=[\w})])~(?=[\w\\{(])")
 _SMALL: Final = re.compile(f"[{_RAISED}]+|[{_LOWERED}]+")
 _MARKDOWN: Final = re.compile(
     r"""(?:(?<![^\s(\["':.])|(?<=</)|(?<=<))(\*\*\*|\*\*|``?|\*)(?=[^\s*`])([^*`\n]{0,300}?[^\s*`])\1(?=[\s.,;:!?)\]"']|$)"""
@@ -66,7 +69,7 @@ _SIMPLE: Final = re.compile(r"[+-]?(?:\d+(?:\.\d+)?|[^\W\d_])")
 
 
 def plain(text: str) -> str:
-    """Return `text` as plain text, without what only its display needs. Raises nothing.
+    """Return `text` as plain text, without the markup that only its display needs. Raises nothing.
 
     `\\text{...}`, dollar signs in pairs, spacing and markdown's emphasis are taken off; commands with a sign of their
     own become that sign (`\\times` is `×`, `\\mu` is `µ`), fractions `a/b`, roots `√(a)`. Raised and lowered text is
@@ -74,11 +77,12 @@ def plain(text: str) -> str:
     """
     text = text.translate(_CHARS)
     text = _SMALL.sub(_small, text)
-    if "\\" in text or "{" in text or "$" in text:
+    text = _TIE.sub(" ", text)
+    if any(sign in text for sign in _LATEX):
         text = text.replace("\\$", "\ue000")
         if text.count("$") % 2 == 0:
             text = text.replace("$", "\ue001")  # nothing, and still the end of a command before it
-        text = _Translator(re.sub(r"(?<=\w)~(?=[\w\\])", " ", text)).whole()
+        text = _Translator(text).whole()
         text = text.replace("\ue001", "").replace("\ue000", "$")
     if "*" in text or "`" in text:
         for _ in range(3):
@@ -93,7 +97,7 @@ def _small(found: re.Match[str]) -> str:
 
 
 class _Translator:
-    """One pass over the tokens of a text with LaTeX in it."""
+    """A translator of a text with LaTeX in it, in one pass over its tokens."""
 
     def __init__(self, text: str) -> None:
         self._tokens = [found.groups() for found in _TOKEN.finditer(text)]

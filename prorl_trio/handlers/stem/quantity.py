@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - signs of many kinds are what this file is about
-"""Numbers with units, out of an answer: the number, and the text of its unit. Needs no package."""
+"""Read a number with its unit from an answer: the number, and the text of its unit. Needs no other package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MULTIPLE: Final = re.compile(rf"\s*({'|'.join(_MULTIPLES)})(?![A-Za-z])")
 _ABOUT: Final = r"(?:about|approximately|approx\.?|around|roughly|nearly|almost|exactly|precisely|ca\.?|circa|[≈~])"
 _SIGN: Final = re.compile(r"\s*(?:([+-])|(–)(?=\s*[\d.(π√])|(minus|negative|plus|positive)\s)\s*", re.IGNORECASE)
 _CONNECTOR: Final = re.compile(
-    rf"(?:(?<![A-Za-z])(?:is|are|was|were|be|becomes|equals?|yields|gives|get|obtain|find|have)(?![A-Za-z])|:)"
+    rf"(?:(?<![A-Za-z])(?:is|are|was|were|be|becomes|equals?|yields|gives|get|obtain|find|found|have|has|takes|moves|travels|weighs|contains)(?![A-Za-z])|:)"
     rf"\s*(?:equal\s+to\s*)?(?:{_ABOUT}\s*)*(?:an?\s+)?(?=[-+–]?\s?[\d.(√π\\]|(?:minus|negative)\s)",
     re.IGNORECASE,
 )
@@ -46,7 +46,12 @@ _LOGIC: Final = re.compile(
     re.IGNORECASE,
 )
 _FORMULA: Final = re.compile(r"[\w\\(){}\[\]^+\-*/·×÷√|'′.°%Å⟨⟩ ]*", re.DOTALL)
-_OF: Final = re.compile(r"(?<=[^\s]) of (?:the )?[A-Za-z][\w()+]{0,20}(?: [A-Za-z][a-z]{0,20}){0,2}$")
+_OF: Final = re.compile(
+    r"(?<=\S) (?:of (?:the )?[A-Za-z][\w()+]{0,20}(?: [A-Za-z][a-z]{0,20}){0,2}|"
+    r"long|tall|high|wide|deep|thick|away|apart|old|in (?:all|total|length|height|width|depth|diameter|magnitude))$"
+)
+"""Words behind a unit that name the object or the dimension that is measured."""
+_THEREFORE: Final = re.compile(r"(?:so|thus|hence|therefore|then|finally|now)(?![A-Za-z])[\s,:]*", re.IGNORECASE)
 _ALSO: Final = re.compile(
     r"\s*[,;]?\s\((?:or|i\.e\.,?|that is,?|=|≈|~|about|approximately|\s)*([-+]?[\d.√π][^()]*(?:\([^()]*\)[^()]*)?)\)$"
 )
@@ -54,14 +59,14 @@ _SIDES: Final = re.compile(r"==|[=≈]|,?\s+or\s+|,\s*i\.e\.,?\s+")
 
 
 class Quantity(NamedTuple):
-    """A finite number, and the text of its unit, which nobody has read yet; empty for none."""
+    """A finite number, and the text of its unit; empty for none. `units.read_unit` reads it."""
 
     value: float
     unit: str = ""
 
 
 def read_number(text: str) -> float | None:
-    """Return the number that all of a text is; None if it is none, or has a unit."""
+    """Return the number that a text consists of; None if it has a unit, or is not a number."""
     found = read_quantities(text)
     return found[0].value if len(found) == 1 and not found[0].unit else None
 
@@ -77,6 +82,8 @@ def read_quantities(text: str) -> list[Quantity]:
         return []
     text = _stripped(first_sentence(without_reason(plain(text))))
     text = re.sub(r"^[\s=≈~]+", "", text)
+    if (therefore := _THEREFORE.match(text)) is not None:
+        text = text[therefore.end() :]
     also: list[str] = []
     if (inner := _ALSO.search(text)) is not None and text[: inner.start()].strip():
         also, text = [inner[1]], text[: inner.start()]

@@ -36,7 +36,7 @@ def score(payload: dict[str, Any]) -> dict[str, Any]:
     not equal: that is the policy's doing.
 
     Raises:
-        ValueError: the task is wrong: nobody can read its unit. `check_gold` finds this before a rollout.
+        ValueError: the task's unit cannot be read. `check_gold` finds this before a rollout.
     """
     grader = msgspec.convert(payload["grader"], Grader)
     answer: str = payload["answer"]
@@ -59,7 +59,9 @@ def _grade_number(answer: str, grader: Number) -> dict[str, Any]:
         said = read_quantities(stated)
         if not said:
             continue
-        value = _agreed(said, wanted, stated, answer)
+        if len(said) == 1 and not said[0].unit and stated != answer.strip():
+            said = [Quantity(said[0].value, _unit_behind(stated, answer))]
+        value = _agreed(said, wanted)
         parsed = f"{said[0].value:g} {said[0].unit}".strip()[:MAX_SHOWN_CHARS]
         if value is None:
             continue
@@ -69,13 +71,11 @@ def _grade_number(answer: str, grader: Number) -> dict[str, Any]:
     return {"equal": False, "parsed_answer": parsed}
 
 
-def _agreed(said: list[Quantity], wanted: Unit, stated: str, answer: str) -> float | None:
+def _agreed(said: list[Quantity], wanted: Unit) -> float | None:
     """Return the value, in the unit `wanted`, of a quantity that may be stated in several units.
 
     None if one of them has another dimension, or they are not the same quantity.
     """
-    if len(said) == 1 and not said[0].unit and stated != answer.strip():
-        said = [Quantity(said[0].value, _unit_behind(stated, answer))]
     values = [_in_unit(each, wanted) for each in said]
     first = values[0]
     if first is None:

@@ -32,7 +32,12 @@ _RULES: Final = tuple(
     (re.compile(rule), by)
     for rule, by in (
         (r"(?<=[A-Za-z]{2})_(?=[A-Za-z]{2})|__", "‗"),  # of a program's names: they are no lowered text
-        (r"(?<=[\d)\]])\s*\^|\^(?=[^\W\d_])(?![A-Za-z]*[+-](?:\s|$))", "↑"),  # a power, not a charge or an isotope
+        (
+            r"(?<=[\d)\]])\s?\^(?!\d?[+-](?!\w))|\^(?=[^\W\d_])(?![A-Za-z]*[+-](?:\s|$))",
+            "↑",
+        ),  # a power, not a charge or an isotope
+        (r"√\((\w+)\)(?!\w)", r"√\1"),
+        (r"\((\d+/\d+)\)", r"\1"),
         (r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])", ","),  # digits in groups
         (r"(?<=\d),\s?(?=[-+]?\d)", " "),
         (r"(?<=\d)\s*[×·*]\s*(?=\d)", "*"),
@@ -56,7 +61,7 @@ _RULES: Final = tuple(
         (r"(?<=[^\s])\s+-\s*(?=\S)|(?<=\S)-\s+(?=\S)", "-"),
     )
 )
-"""What may be written in more than one way. Every sign that stands in none of them counts."""
+"""Forms that may be written in more than one way. Every sign that no rule names counts."""
 _KEYS: Final = frozenset({"minor", "major", "flat", "sharp"})
 
 

@@ -1,4 +1,4 @@
-"""The answer that a text states: in its last box, in its last answer tag, after "the answer is", or all of it. Pure."""
+"""Find the answer that a text states: in its last box or answer tag, after "the answer is", or the whole text. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HEDGES", "REASON", "first_sentence", "place_of_box", "stated_answers
 MAX_BETWEEN_CHARS: Final = 24
 _ANCHOR: Final = re.compile(
     r"(?:(?<![A-Za-z])(?:answer|choice|option)(?:\s+(?:is|equals|should be|must be|would be)(?![A-Za-z])\s*:?"
-    r"|\s{0,3}[:=])|####)[\s*_]*",
+    r"|\s{0,3}[:=])|####)(?:[*_]{1,3}(?=\s))?\s*",
     re.IGNORECASE,
 )
 _TAG: Final = re.compile(r"<\s*(?:final[_ ]?)?answer\s*>", re.IGNORECASE)
@@ -28,7 +28,7 @@ _RETRACTION: Final = re.compile(
     r"(?![A-Za-z])[\s,.:!-]*(?:no(?![A-Za-z])[\s,.:-]*)?(?:(?:it(?: is|'s)|the (?:correct )?answer is)(?![A-Za-z]))?",
     re.IGNORECASE,
 )
-"""What takes back all that was said before it."""
+"""A phrase that takes back the answer before it."""
 _SENTENCE_END: Final = re.compile(r"(?<=[^\s.])(?<![^\w][A-Za-z])[.!?](?=\s+(?:[A-Z][A-Za-z']*\s+\S|[\\$(*]))|\n")
 HEDGES: Final = re.compile(
     r"(?<![A-Za-z])(?:or|nor|either|neither|but|however|maybe|perhaps|possibly|alternatively|alternative|instead|wait|"
@@ -79,6 +79,9 @@ def _anchored(text: str) -> str:
     if not anchors:
         return ""
     rest = text[anchors[-1].end() :].strip()
+    if rest.count("**") % 2:  # `**Answer: C**`
+        head, _, tail = rest.rpartition("**")
+        rest = head + tail
     taken_back = list(_RETRACTION.finditer(rest))
     return first_sentence(rest[taken_back[-1].end() :].strip() if taken_back else rest)
 

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001 - signs of many kinds are what this file is about
-"""Units as people write them, and what the package pint makes of them. One table of spellings, for gold and answer.
+"""Read units as people write them, and convert them by the package pint. Gold and answer share one table of spellings.
 
-Everything in a unit's text is understood, or the text is no unit. Imports pint when it is first used.
+A text is a unit only if all of it is understood. Imports pint when it is first used.
 """
 
 from __future__ import annotations
@@ -197,11 +197,10 @@ def _factors_of(spelling: str) -> tuple[tuple[str, float], ...]:
 
 
 def read_unit(text: str) -> list[Unit]:
-    """Return the units that a text may mean, the likeliest first; empty if it is none, or not all of it is understood.
+    """Return the units that a text may mean, the likeliest first; empty if not all of it is understood.
 
-    Words (`meters per second squared`), symbols, LaTeX, siunitx, powers, products, quotients. What stands behind a
-    quotient, `J/mol·K`, is in its denominator by custom, and is not by arithmetic: both are returned. No unit at all
-    is `()`.
+    Reads words (`meters per second squared`), symbols, LaTeX, siunitx, powers, products and quotients. By custom the K
+    of `J/mol·K` is in the denominator, by arithmetic it is not: both units are returned. An empty text is the unit `()`.
     """
     text = plain(text)
     if len(text) > MAX_UNIT_CHARS:
