@@ -44,7 +44,7 @@ class Reporter(unittest.TextTestResult):
         """Begin a test, and limit its time."""
         super().startTest(test)
         self._running, self._worst = self.name_of(test), ("missing", "")
-        del self._session.skips[:]
+        del self._session.skips[:], self._session.raised[:]
         signal.signal(signal.SIGALRM, _time_out)
         signal.setitimer(signal.ITIMER_REAL, self._test_timeout_s)
 
@@ -58,7 +58,11 @@ class Reporter(unittest.TextTestResult):
     def addSuccess(self, test: Any) -> None:
         """Take that a test has passed."""
         super().addSuccess(test)
-        self._take(test, "passed")
+        raised = self._session.raised
+        if raised:
+            self._take(test, "failed", "this does not count: passed, although there was " + raised[0])
+        else:
+            self._take(test, "passed")
 
     def addFailure(self, test: Any, err: Any) -> None:
         """Take that a test has failed."""
@@ -141,6 +145,7 @@ def main() -> None:
     path, test_timeout_s, *arguments = sys.argv[1:]
     session = open_session(path)
     session.add_runner(unittest)
+    session.watch_parts()
     _watch_skips(session)
     first = [unittest.TextTestRunner.resultclass]
 

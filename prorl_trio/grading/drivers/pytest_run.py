@@ -17,6 +17,7 @@ import signal
 import sys
 import unittest
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .session import open_session
@@ -55,6 +56,7 @@ class Reporter:
         """Limit the test's time."""
         signal.signal(signal.SIGALRM, _time_out)
         signal.setitimer(signal.ITIMER_REAL, self._test_timeout_s)
+        self._session.raised.clear()
         yield
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -64,17 +66,28 @@ class Reporter:
         outcome: Any = yield
         report = outcome.get_result()
         raised = before or call.excinfo
-        if raised is None:
-            return
-        if report.outcome == "skipped":
+        objection = ""
+        if report.outcome == "skipped" and raised is not None:
             objection = self._objection(item, raised.value, expected=hasattr(report, "wasxfail"))
-        elif report.outcome == "passed":
-            objection = f"passed, although {raised.typename} was raised"
-        else:
-            return
+        elif report.outcome == "passed" and (names := [*self._session.raised, *([raised.typename] if raised else ())]):
+            objection = f"passed, although {names[0]} was raised"
         if objection:
             report.outcome, report.longrepr = "failed", f"this does not count: {objection}"
             report.__dict__.pop("wasxfail", None)
+
+    def pytest_plugin_registered(self, plugin: Any, manager: Any) -> None:
+        """Remove a plug-in that code under test has made. Repositories of plug-ins may change theirs."""
+        module = plugin if isinstance(plugin, ModuleType) else sys.modules.get(type(plugin).__module__)
+        filename = str(getattr(module, "__file__", None) or "")
+        if self._session.is_runner(filename) or self._session.trusts(filename) or self._is_of_plugins():
+            return
+        manager.unregister(plugin)
+
+    def _is_of_plugins(self) -> bool:
+        """Return whether a plug-in of the row's environment is in the repository."""
+        modules = {entry.partition("=")[2].partition(":")[0] for entry in self._session.job["plugins"]}
+        files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
+        return any(self._session.is_in_repository(each) for each in files if each)
 
     # What pytest.hookimpl does; pytest is imported late.
     for hook in (pytest_runtest_protocol, pytest_runtest_makereport):
@@ -263,6 +276,7 @@ def main() -> None:
     _import_pytest(session)
     _limit_plugins(frozenset(session.job["plugins"]))
     _watch_marks(session)
+    session.watch_parts()
     reporter = Reporter(session, float(test_timeout_s))
     pytest: Any = sys.modules["pytest"]
     sys.exit(pytest.main([*session.job["options"], *arguments, "--maxfail=0"], plugins=[reporter]))
