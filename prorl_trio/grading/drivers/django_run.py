@@ -20,6 +20,9 @@ from .session import open_session
 __all__ = ["Reporter", "main"]
 
 MAX_MESSAGE_CHARS = 2000
+GUARDED = [__name__, __package__ + ".session", __package__ + ".report"] + [
+    "unittest." + name for name in ("case", "result", "suite", "runner", "loader")
+]
 _RANK = {"missing": 0, "passed": 1, "xpassed": 2, "xfailed": 3, "skipped": 4, "timed_out": 5, "failed": 6, "error": 7}
 
 
@@ -52,6 +55,9 @@ class Reporter(unittest.TextTestResult):
         """Write the end of a test."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         super().stopTest(test)
+        replaced = self._session.replaced()
+        if replaced:
+            self._worst = ("failed", "this does not count: the code that is tested has replaced " + replaced)
         self._write({"test": self._running, "status": self._worst[0], "message": self._worst[1]})
         self._running = ""
 
@@ -159,6 +165,7 @@ def main() -> None:
     tests = os.path.join(os.getcwd(), "tests")
     script = os.path.join(tests, "runtests.py")
     session.add_repository(tests)
+    session.guard(GUARDED)
     sys.argv[:] = [script, *arguments]
     os.environ["DJANGO_TEST_PROCESSES"] = "1"
     runpy.run_path(script, run_name="__main__")

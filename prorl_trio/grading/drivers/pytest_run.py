@@ -33,6 +33,7 @@ MAX_MESSAGE_CHARS = 2000
 MAX_CHAIN = 10
 """Exceptions that were handled while a skip was raised, which are looked at."""
 GROUP = "pytest11"
+GUARDED = (__name__, f"{__package__}.session", f"{__package__}.report")
 OFF = ("cacheprovider", "randomly")
 """Plug-ins that leave files, or change the order."""
 
@@ -51,6 +52,7 @@ class Reporter:
         self._write = session.write
         self._test_timeout_s = test_timeout_s
         self._worst: dict[str, tuple[str, str]] = {}
+        self._tampered = ""
 
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         """Limit the test's time."""
@@ -124,6 +126,10 @@ class Reporter:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Write the end of a test."""
         status, message = self._worst.pop(nodeid, ("missing", ""))
+        if not self._tampered and (name := self._session.replaced()) and not self._is_of_plugins():
+            self._tampered = f"this does not count: the code that is tested has replaced {name}"
+        if self._tampered:
+            status, message = "failed", self._tampered
         self._write({"test": nodeid, "status": status, "message": message})
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -277,6 +283,7 @@ def main() -> None:
     _limit_plugins(frozenset(session.job["plugins"]))
     _watch_marks(session)
     session.watch_parts()
+    session.guard([*GUARDED, *(name for name in sys.modules if name.startswith(("_pytest.", "pluggy.", "unittest.")))])
     reporter = Reporter(session, float(test_timeout_s))
     pytest: Any = sys.modules["pytest"]
     sys.exit(pytest.main([*session.job["options"], *arguments, "--maxfail=0"], plugins=[reporter]))

@@ -18,6 +18,7 @@ import sys
 import unittest
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
+from types import FunctionType
 from typing import Any
 
 from .report import open_report
@@ -55,6 +56,7 @@ class Session:
         self._environment = [os.path.realpath(each) for each in self.outside] + [standard]
         self._runners = [os.path.dirname(os.path.realpath(__file__))]
         self._known = self._files()
+        self._guarded = []  # type: Any
         self.raised = []  # type: Any
 
     def add_repository(self, *first: str) -> None:
@@ -73,6 +75,41 @@ class Session:
         """Take a package for a part of the runner: its frames do as a caller, a marker or a decorator says."""
         path = os.path.realpath(module.__file__)
         self._runners.append(os.path.dirname(path) if os.path.basename(path) == "__init__.py" else path)
+
+    def guard(self, names: Any) -> None:
+        """Remember the functions and classes that these modules define, those that are loaded; see `replaced`."""
+        for module in [sys.modules[name] for name in names if name in sys.modules]:
+            own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+            for owner in [module] + [each for each in own if isinstance(each, type)]:
+                known = {name: value for name, value in vars(owner).items() if _is_code(value)}
+                if owner is module:
+                    known = {name: value for name, value in known.items() if any(value is each for each in own)}
+                self._guarded.append((owner, known, len(vars(owner)), owner is module))
+
+    def replaced(self) -> str:
+        """Return what code under test has replaced, removed or added in modules that are guarded; empty if nothing.
+
+        What the row's own code or the environment does there is left alone.
+        """
+        for owner, known, size, is_module in self._guarded:
+            now = vars(owner)
+            for name, value in known.items():
+                if now.get(name) is not value and not self._is_made_by_row(now.get(name)):
+                    return "{}.{}".format(owner.__name__, name)  # noqa: UP032 - Python 3.5
+            if len(now) != size and not is_module:
+                for name, value in list(now.items()):
+                    if name not in known and _is_code(value) and not self._is_made_by_row(value):
+                        return "{}.{}".format(owner.__name__, name)  # noqa: UP032 - Python 3.5
+        return ""
+
+    def _is_made_by_row(self, value: Any) -> bool:
+        function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+        if isinstance(function, type):
+            module = sys.modules.get(function.__module__)
+            filename = str(getattr(module, "__file__", None) or "")
+        else:
+            filename = str(getattr(getattr(function, "__code__", None), "co_filename", ""))
+        return bool(filename) and (self.is_runner(filename) or self.trusts(filename))
 
     def watch_parts(self) -> None:
         """Note in `raised` what leaves a part of a test of unittest, whatever unittest makes of it.
@@ -219,6 +256,10 @@ def _file_of(frame: Any) -> str:
     if name.startswith("<") and not name.startswith("<frozen "):
         return str(frame.f_globals.get("__file__") or "")
     return str(name)
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (type, FunctionType, classmethod, staticmethod, property))
 
 
 def _is_under(path: str, folder: str) -> bool:
