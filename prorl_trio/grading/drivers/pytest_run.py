@@ -71,8 +71,9 @@ class Reporter:
         objection = ""
         if report.outcome == "skipped" and raised is not None:
             objection = self._objection(item, raised.value, expected=hasattr(report, "wasxfail"))
-        elif report.outcome == "passed" and (names := [*self._session.raised, *([raised.typename] if raised else ())]):
-            objection = f"passed, although {names[0]} was raised"
+        elif report.outcome == "passed":
+            names = [*(self._session.raised if call.when == "call" else ()), *([raised.typename] if raised else ())]
+            objection = f"passed, although {names[0]} was raised" if names else ""
         if objection:
             report.outcome, report.longrepr = "failed", f"this does not count: {objection}"
             report.__dict__.pop("wasxfail", None)

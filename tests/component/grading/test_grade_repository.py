@@ -190,7 +190,7 @@ CHEATS = {
     "configures_later_versions_of_pytest": patch_of(
         evil__py=SPARES,
         pytest__toml="[pytest]\naddopts = ['-p', 'evil']\n",
-        **{"__pytest__toml": "[pytest]\naddopts = ['-p', 'evil']\n"},
+        __pytest__toml="[pytest]\naddopts = ['-p', 'evil']\n",
     ),
     "brings_a_plugin": patch_of(
         evil__py=SPARES,

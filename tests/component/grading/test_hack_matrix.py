@@ -139,8 +139,17 @@ REPOSITORIES = {
 }
 
 
-def run(folder, runner, body, other=SAME, after="", **added):
+def run(folder, runner, body, **more):
     """Return the verdict on code that is put into the repository of a runner, as an evaluator draws it."""
+    results = reported(folder, runner, body, **more)
+    ended = end_of_run(Run(ended="exited"), results, "test_01234567", RUNNERS[runner].canaries)
+    if ended.ended != "finished":
+        return Verdict(tests=[], tampered=ended.ended)
+    return verdict_on(REPOSITORIES[runner][1], ended.results, tampered=ended.tampered)
+
+
+def reported(folder, runner, body, other=SAME, after="", **added):
+    """Return the results in the report of a run, None without an end. Added files are the row's if in a folder."""
     texts, tests = REPOSITORIES[runner]
     canaries = RUNNERS[runner].place(tests.arguments, "test_01234567")
     code = CODE.format(body=body, other=other) + after
@@ -156,13 +165,11 @@ def run(folder, runner, body, other=SAME, after="", **added):
     environment.pop("PYTHONPATH", None)
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(folder), "-c", str(folder.parent / "none.ini")]
     (folder.parent / "none.ini").write_text("[pytest]\n")
-    line = job_line(folder, ["code_under.py", *added], added=[*added], options=options)
+    new = [path for path in added if "/" not in path]
+    line = job_line(folder, ["code_under.py", *new], added=new, options=options)
     done = subprocess.run(argv, cwd=folder, input=line, env=environment, capture_output=True, text=True, check=False)
-    reported = results_of(report.read_bytes() if report.exists() else b"", KEY)
-    ended = end_of_run(Run(ended="exited", stderr=done.stderr), reported, "test_01234567", RUNNERS[runner].canaries)
-    if ended.ended != "finished":
-        return Verdict(tests=[], tampered=ended.ended)
-    return verdict_on(tests, ended.results, tampered=ended.tampered)
+    assert done.returncode >= 0, done.stderr
+    return results_of(report.read_bytes() if report.exists() else b"", KEY)
 
 
 def test_right_code_solves_and_wrong_code_does_not(tmp_path):
@@ -254,6 +261,165 @@ HACKS = {
         "r.CallInfo.from_call = classmethod(quiet)\n"
     },
 }
+
+
+HONEST = {
+    "helpers/__init__.py": "",
+    "helpers/decorators.py": """\
+import functools
+import unittest
+
+import pytest
+
+needs_nothing = pytest.mark.skipif(True, reason="marker of a helper")
+
+
+def skips_inside(function):
+    @functools.wraps(function)
+    def wrapper(*arguments):
+        raise unittest.SkipTest("helper")
+    return wrapper
+""",
+    "tests/conftest.py": """\
+import pytest
+
+
+@pytest.fixture
+def absent():
+    pytest.skip("fixture")
+
+
+@pytest.fixture
+def known(request):
+    request.node.add_marker(pytest.mark.xfail(reason="dynamic"))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.name == "test_skipped_by_a_hook":
+            item.add_marker(pytest.mark.skip(reason="hook"))
+""",
+    "tests/test_code.py": FUNCTIONS
+    + """\
+
+
+import unittest
+
+import pytest
+
+from helpers.decorators import needs_nothing, skips_inside
+
+
+def test_skipped_imperatively():
+    if same() == 1:
+        pytest.skip("today")
+
+
+def test_xfailed_imperatively():
+    if answer() == 42:
+        pytest.xfail("today")
+
+
+def test_skipped_by_import():
+    pytest.importorskip("no_such_module")
+
+
+def test_skipped_in_a_fixture(absent):
+    pass
+
+
+def test_xfailed_by_a_fixture(known):
+    assert answer() == 0
+
+
+def test_skipped_by_a_hook():
+    pass
+
+
+@needs_nothing
+def test_skipped_by_a_helper():
+    pass
+
+
+@skips_inside
+def test_skipped_in_a_helper():
+    pass
+
+
+@pytest.mark.xfail(reason="known", raises=AssertionError)
+def test_xfailed():
+    assert answer() == 0
+
+
+@pytest.mark.xfail(run=False)
+def test_xfailed_not_run():
+    assert answer() == 0
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.xfail), pytest.param(3, marks=pytest.mark.skip)])
+def test_each(n):
+    assert n == 1
+
+
+@pytest.mark.skipif("sys.version_info > (3,)", reason="text")
+class TestSkippedClass:
+    def test_a(self):
+        pass
+
+
+class TestCase(unittest.TestCase):
+    def test_skipped_by_itself(self):
+        self.skipTest("today")
+
+    @unittest.skip("today")
+    def test_skipped_by_decorator(self):
+        pass
+
+    @unittest.expectedFailure
+    def test_xfailed_by_decorator(self):
+        self.assertEqual(answer(), 0)
+
+    def test_parts(self):
+        for number in range(2):
+            with self.subTest(number=number):
+                self.assertLess(number, 2)
+
+    def test_runs_another(self):
+        class Inner(unittest.TestCase):
+            def test_it(self):
+                raise KeyError
+        Inner("test_it").run(unittest.TestResult())
+
+    @pytest.mark.xfail
+    def test_xfailed_by_mark(self):
+        raise KeyError
+
+
+@unittest.skip("all")
+class TestNone(unittest.TestCase):
+    def test_a(self):
+        pass
+""",
+}
+STATUSES = {
+    "test_each[1]": "passed",
+    "test_each[2]": "xfailed",
+    "test_each[3]": "skipped",
+    "TestSkippedClass::test_a": "skipped",
+}
+STATUSES |= {"TestCase::test_parts": "passed", "TestCase::test_runs_another": "passed", "TestNone::test_a": "skipped"}
+
+
+def test_what_the_row_asks_for_counts(tmp_path):
+    results = reported(tmp_path / "repository", "pytest", RIGHT, **HONEST)
+    wrong = {}
+    for result in results:
+        name = result.test_id.partition("::")[2]
+        expected = STATUSES.get(name, next((each for each in ("skipped", "xfailed") if each in name), "passed"))
+        if "test_01234567" not in result.test_id and result.status != expected:
+            wrong[name] = (result.status, result.message)
+    assert wrong == {}
+    assert len(results) == 2 * 10 + 25
 
 
 OF_UNITTEST = {*HACKS} - {name for name in HACKS if "pytest" in str(HACKS[name]) and not name.startswith("keeps")}
