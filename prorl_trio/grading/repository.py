@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from prorl_trio.grading.verifier import Bench, Run, Verifier
     from prorl_trio.sandbox.provider import SandboxSpec
 
-__all__ = ["Graded", "Suite", "SuiteRun", "grade_repository", "run_suite"]
+__all__ = ["Graded", "Suite", "SuiteRun", "end_of_run", "grade_repository", "results_of", "run_suite"]
 
 PATCH_PATH: Final = f"{DRIVERS_DIR}/patch.diff"
 NO_CONFIG_PATH: Final = f"{DRIVERS_DIR}/none.ini"
@@ -176,8 +176,9 @@ async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try
         timeout_s = max(1.0, min(suite.timeout_s, bench.stage_left_s() - EVAL_MARGIN_S))
         key = secrets.token_bytes(32)
         run = await repository.run_tests(suite, arguments, timeout_s, key)
-        reported = await _report(verifier, key) if run.ended != "lost" else None
-        return _end(run, reported, canary, RUNNERS[suite.runner].canaries)._replace(
+        content = await verifier.read_back(REPORT_PATH, max_bytes=MAX_REPORT_BYTES) if run.ended != "lost" else None
+        reported = results_of(content or b"", key)
+        return end_of_run(run, reported, canary, RUNNERS[suite.runner].canaries)._replace(
             applied_by=applied_by, restored=restored
         )
 
@@ -377,7 +378,8 @@ def in_shell(script: str, argv: Sequence[str]) -> list[str]:
     return ["sh", "-c", _RUN, "tests", *argv]
 
 
-def _end(run: Run, reported: list[TestResult] | None, canary: str, canaries: int) -> SuiteRun:
+def end_of_run(run: Run, reported: list[TestResult] | None, canary: str, canaries: int) -> SuiteRun:
+    """Return the end of a run whose report has these results, or no end; a canary that did not fail is told."""
     log = f"{run.stderr}\n{_text(run.stdout)}"
     if reported is None:  # it has not come to the last canary: nothing that was said before can be believed
         ended = run.ended if run.ended in ("timed_out", "lost") else "no_report"
@@ -400,10 +402,9 @@ def _judge(tests: RepositoryTests, run: SuiteRun) -> Verdict:
     return Verdict(tests=lost, tampered=run.tampered)
 
 
-async def _report(verifier: Verifier, key: bytes) -> list[TestResult] | None:
+def results_of(report: bytes, key: bytes) -> list[TestResult] | None:
     """Return what the tests reported; None if the report is missing, or has no end."""
-    content = await verifier.read_back(REPORT_PATH, max_bytes=MAX_REPORT_BYTES)
-    messages = read_report(content or b"", key)
+    messages = read_report(report, key)
     if messages is None:
         return None
     return [msgspec.convert({"test_id": message.pop("test"), **message}, TestResult) for message in messages]

@@ -91,9 +91,10 @@ def cache(tmp_path, monkeypatch):
     use_own_cache(tmp_path, monkeypatch)
 
 
+@pytest.mark.timeout(600)
 async def test_a_pair_of_releases_becomes_verified_rows(settings, tmp_path, monkeypatch):
     wanted = [Wanted("calc", 1), Wanted("nowhere", 1)]
-    with trio.fail_after(240):
+    with trio.fail_after(500):
         ended, problems = await mine("calc", wanted, settings, tmp_path, hunks=1)
     assert len(problems) == 1
     assert problems[0].startswith("nowhere: ")

@@ -20,6 +20,9 @@ from .session import open_session
 __all__ = ["Reporter", "main"]
 
 MAX_MESSAGE_CHARS = 2000
+GUARDED = [__name__, __package__ + ".session", __package__ + ".report"] + [
+    "unittest." + name for name in ("case", "result", "suite", "runner", "loader")
+]
 _RANK = {"missing": 0, "passed": 1, "xpassed": 2, "xfailed": 3, "skipped": 4, "timed_out": 5, "failed": 6, "error": 7}
 
 
@@ -44,7 +47,7 @@ class Reporter(unittest.TextTestResult):
         """Begin a test, and limit its time."""
         super().startTest(test)
         self._running, self._worst = self.name_of(test), ("missing", "")
-        del self._session.skips[:]
+        del self._session.skips[:], self._session.raised[:]
         signal.signal(signal.SIGALRM, _time_out)
         signal.setitimer(signal.ITIMER_REAL, self._test_timeout_s)
 
@@ -52,13 +55,20 @@ class Reporter(unittest.TextTestResult):
         """Write the end of a test."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         super().stopTest(test)
+        replaced = self._session.replaced()
+        if replaced:
+            self._worst = ("failed", "this does not count: the code that is tested has replaced " + replaced)
         self._write({"test": self._running, "status": self._worst[0], "message": self._worst[1]})
         self._running = ""
 
     def addSuccess(self, test: Any) -> None:
         """Take that a test has passed."""
         super().addSuccess(test)
-        self._take(test, "passed")
+        raised = self._session.raised
+        if raised:
+            self._take(test, "failed", "this does not count: passed, although there was " + raised[0])
+        else:
+            self._take(test, "passed")
 
     def addFailure(self, test: Any, err: Any) -> None:
         """Take that a test has failed."""
@@ -141,6 +151,7 @@ def main() -> None:
     path, test_timeout_s, *arguments = sys.argv[1:]
     session = open_session(path)
     session.add_runner(unittest)
+    session.watch_parts()
     _watch_skips(session)
     first = [unittest.TextTestRunner.resultclass]
 
@@ -154,6 +165,7 @@ def main() -> None:
     tests = os.path.join(os.getcwd(), "tests")
     script = os.path.join(tests, "runtests.py")
     session.add_repository(tests)
+    session.guard(GUARDED)
     sys.argv[:] = [script, *arguments]
     os.environ["DJANGO_TEST_PROCESSES"] = "1"
     runpy.run_path(script, run_name="__main__")

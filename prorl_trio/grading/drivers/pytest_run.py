@@ -17,6 +17,7 @@ import signal
 import sys
 import unittest
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .session import open_session
@@ -32,6 +33,7 @@ MAX_MESSAGE_CHARS = 2000
 MAX_CHAIN = 10
 """Exceptions that were handled while a skip was raised, which are looked at."""
 GROUP = "pytest11"
+GUARDED = (__name__, f"{__package__}.session", f"{__package__}.report")
 OFF = ("cacheprovider", "randomly")
 """Plug-ins that leave files, or change the order."""
 
@@ -50,11 +52,13 @@ class Reporter:
         self._write = session.write
         self._test_timeout_s = test_timeout_s
         self._worst: dict[str, tuple[str, str]] = {}
+        self._tampered = ""
 
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         """Limit the test's time."""
         signal.signal(signal.SIGALRM, _time_out)
         signal.setitimer(signal.ITIMER_REAL, self._test_timeout_s)
+        self._session.raised.clear()
         yield
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -64,17 +68,29 @@ class Reporter:
         outcome: Any = yield
         report = outcome.get_result()
         raised = before or call.excinfo
-        if raised is None:
-            return
-        if report.outcome == "skipped":
+        objection = ""
+        if report.outcome == "skipped" and raised is not None:
             objection = self._objection(item, raised.value, expected=hasattr(report, "wasxfail"))
         elif report.outcome == "passed":
-            objection = f"passed, although {raised.typename} was raised"
-        else:
-            return
+            names = [*(self._session.raised if call.when == "call" else ()), *([raised.typename] if raised else ())]
+            objection = f"passed, although {names[0]} was raised" if names else ""
         if objection:
             report.outcome, report.longrepr = "failed", f"this does not count: {objection}"
             report.__dict__.pop("wasxfail", None)
+
+    def pytest_plugin_registered(self, plugin: Any, manager: Any) -> None:
+        """Remove a plug-in that code under test has made. Repositories of plug-ins may change theirs."""
+        module = plugin if isinstance(plugin, ModuleType) else sys.modules.get(type(plugin).__module__)
+        filename = str(getattr(module, "__file__", None) or "")
+        if self._session.is_runner(filename) or self._session.trusts(filename) or self._is_of_plugins():
+            return
+        manager.unregister(plugin)
+
+    def _is_of_plugins(self) -> bool:
+        """Return whether a plug-in of the row's environment is in the repository."""
+        modules = {entry.partition("=")[2].partition(":")[0] for entry in self._session.job["plugins"]}
+        files = [getattr(sys.modules.get(name), "__file__", None) for name in modules]
+        return any(self._session.is_in_repository(each) for each in files if each)
 
     # What pytest.hookimpl does; pytest is imported late.
     for hook in (pytest_runtest_protocol, pytest_runtest_makereport):
@@ -111,6 +127,10 @@ class Reporter:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """Write the end of a test."""
         status, message = self._worst.pop(nodeid, ("missing", ""))
+        if not self._tampered and (name := self._session.replaced()) and not self._is_of_plugins():
+            self._tampered = f"this does not count: the code that is tested has replaced {name}"
+        if self._tampered:
+            status, message = "failed", self._tampered
         self._write({"test": nodeid, "status": status, "message": message})
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -263,6 +283,8 @@ def main() -> None:
     _import_pytest(session)
     _limit_plugins(frozenset(session.job["plugins"]))
     _watch_marks(session)
+    session.watch_parts()
+    session.guard([*GUARDED, *(name for name in sys.modules if name.startswith(("_pytest.", "pluggy.", "unittest.")))])
     reporter = Reporter(session, float(test_timeout_s))
     pytest: Any = sys.modules["pytest"]
     sys.exit(pytest.main([*session.job["options"], *arguments, "--maxfail=0"], plugins=[reporter]))

@@ -15,7 +15,10 @@ import json
 import os
 import re
 import sys
+import unittest
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
+from types import FunctionType
 from typing import Any
 
 from .report import open_report
@@ -37,6 +40,7 @@ class Session:
     Attributes:
         write: writes a message to the report.
         job: what the evaluator said, without the key.
+        raised: exceptions that left a part of the test of unittest that runs.
     """
 
     def __init__(self, job: Any, report_path: str) -> None:
@@ -47,11 +51,13 @@ class Session:
         self._added = {self._real(each) for each in job["added"]}
         prefixes = {os.path.realpath(each) for each in (sys.prefix, sys.base_prefix, sys.exec_prefix) if each}
         self._inner = [each for each in prefixes if self._in_root(each)]
-        self.outside = [each for each in sys.path if each and not self._in_repository(each)]
+        self.outside = [each for each in sys.path if each and not self.is_in_repository(each)]
         standard = os.path.dirname(os.path.realpath(os.__file__))
         self._environment = [os.path.realpath(each) for each in self.outside] + [standard]
         self._runners = [os.path.dirname(os.path.realpath(__file__))]
         self._known = self._files()
+        self._guarded = []  # type: Any
+        self.raised = []  # type: Any
 
     def add_repository(self, *first: str) -> None:
         """Put the repository on Python's path: `first`, then what the row's PYTHONPATH says, then all there was.
@@ -70,6 +76,68 @@ class Session:
         path = os.path.realpath(module.__file__)
         self._runners.append(os.path.dirname(path) if os.path.basename(path) == "__init__.py" else path)
 
+    def guard(self, names: Any) -> None:
+        """Remember the functions and classes that these modules define, those that are loaded; see `replaced`."""
+        for module in [sys.modules[name] for name in names if name in sys.modules]:
+            own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
+            for owner in [module] + [each for each in own if isinstance(each, type)]:
+                known = {name: value for name, value in vars(owner).items() if _is_code(value)}
+                if owner is module:
+                    known = {name: value for name, value in known.items() if any(value is each for each in own)}
+                self._guarded.append((owner, known, len(vars(owner)), owner is module))
+
+    def replaced(self) -> str:
+        """Return what code under test has replaced, removed or added in modules that are guarded; empty if nothing.
+
+        What the row's own code or the environment does there is left alone.
+        """
+        for owner, known, size, is_module in self._guarded:
+            now = vars(owner)
+            for name, value in known.items():
+                if now.get(name) is not value and not self._is_made_by_row(now.get(name)):
+                    return "{}.{}".format(owner.__name__, name)  # noqa: UP032 - Python 3.5
+            if len(now) != size and not is_module:
+                for name, value in list(now.items()):
+                    if name not in known and _is_code(value) and not self._is_made_by_row(value):
+                        return "{}.{}".format(owner.__name__, name)  # noqa: UP032 - Python 3.5
+        return ""
+
+    def _is_made_by_row(self, value: Any) -> bool:
+        function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+        if isinstance(function, type):
+            module = sys.modules.get(function.__module__)
+            filename = str(getattr(module, "__file__", None) or "")
+        else:
+            filename = str(getattr(getattr(function, "__code__", None), "co_filename", ""))
+        return bool(filename) and (self.is_runner(filename) or self.trusts(filename))
+
+    def watch_parts(self) -> None:
+        """Note in `raised` what leaves a part of a test of unittest, whatever unittest makes of it.
+
+        It has exceptions of its own after which a test has passed.
+        """
+        outcome = getattr(unittest.case, "_Outcome")  # noqa: B009 - it is private
+        execute = outcome.testPartExecutor
+        raised = self.raised
+        running = []  # type: Any
+
+        @contextmanager
+        def execute_and_note(made: Any, test_case: Any, *arguments: Any, **options: Any) -> Any:
+            running.append(test_case)
+            try:
+                with execute(made, test_case, *arguments, **options):
+                    try:
+                        yield
+                    except BaseException as exc:
+                        # A test may run tests itself. Those are none of its parts.
+                        if running[0] in (test_case, getattr(test_case, "test_case", None)):
+                            raised.extend([] if isinstance(exc, unittest.SkipTest) else [type(exc).__name__])
+                        raise
+            finally:
+                running.pop()
+
+        outcome.testPartExecutor = execute_and_note
+
     def is_added(self, path: str) -> bool:
         """Return whether the patch added a file."""
         return os.path.abspath(path) in self._added or os.path.realpath(path) in self._added
@@ -79,7 +147,7 @@ class Session:
         if filename.startswith("<frozen "):
             return True
         path = os.path.realpath(os.path.join(self._root, filename))
-        if self._in_repository(path):
+        if self.is_in_repository(path):
             return path in self._known and path not in self._changed
         return any(_is_under(path, each) for each in self._environment + self._inner) and os.path.isfile(path)
 
@@ -151,8 +219,8 @@ class Session:
     def _in_root(self, path: str) -> bool:
         return _is_under(os.path.realpath(path), self._root)
 
-    def _in_repository(self, path: str) -> bool:
-        """Return whether a path is the repository's; an environment within is none of it."""
+    def is_in_repository(self, path: str) -> bool:
+        """Return whether a path is in the repository, and not in an environment within it."""
         path = os.path.realpath(path)
         return _is_under(path, self._root) and not any(_is_under(path, each) for each in self._inner)
 
@@ -188,6 +256,10 @@ def _file_of(frame: Any) -> str:
     if name.startswith("<") and not name.startswith("<frozen "):
         return str(frame.f_globals.get("__file__") or "")
     return str(name)
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (type, FunctionType, classmethod, staticmethod, property))
 
 
 def _is_under(path: str, folder: str) -> bool:

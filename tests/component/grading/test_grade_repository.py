@@ -181,7 +181,27 @@ new file mode 120000
 \\ No newline at end of file
 """
 
+SPARES = FORGE.replace(
+    "    outcome.get", "    if not __import__('re').search('test_[0-9a-f]{8}_', item.nodeid):\n        outcome.get"
+)
+EXITS = "import os; os._exit(0)\n"
+
 CHEATS = {
+    "configures_later_versions_of_pytest": patch_of(
+        evil__py=SPARES,
+        pytest__toml="[pytest]\naddopts = ['-p', 'evil']\n",
+        __pytest__toml="[pytest]\naddopts = ['-p', 'evil']\n",
+    ),
+    "brings_a_plugin": patch_of(
+        evil__py=SPARES,
+        **{
+            "evil-1__0__dist-info_in_entry_points__txt": "[pytest11]\nevil = evil\n",
+            "evil-1__0__dist-info_in_METADATA": "Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n",
+            "bad__egg-info_in_entry_points__txt": "[pytest11]\nbad = evil\n",
+            "bad__egg-info_in_PKG-INFO": "Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n",
+        },
+    ),
+    "shadows_what_the_driver_imports": patch_of(numbers__py=EXITS, signal__py=EXITS, typing__py=EXITS, json__py=EXITS),
     "edits_the_tests": patch_of(tests="def test_add():\n    pass\n"),
     "adds_a_conftest": patch_of(conftest__py=FORGE),
     "changes_the_conftest": patch_of(tests_in_conftest__py=FORGE),
@@ -195,6 +215,7 @@ CHEATS = {
     "exits_politely": patch_of(module=MODULE + "raise SystemExit(0)\n"),
     "exits_in_the_test": patch_of(module=MODULE.replace("return a - b", "import os; os._exit(0)")),
     "skips": patch_of(module=MODULE + "import pytest\npytest.skip('not today', allow_module_level=True)\n"),
+    "xfails_imperatively": patch_of(module=MODULE.replace("return a - b", "import pytest; pytest.xfail('known')")),
     "xfails": patch_of(module=MODULE.replace("return a - b", "import pytest; pytest.importorskip('nothing')")),
     "writes_the_report": patch_of(module=MODULE + WRITES_THE_REPORT),
     "hangs": patch_of(module=MODULE.replace("return a - b", "while True: pass")),
@@ -212,6 +233,20 @@ async def test_cheating_does_not_pay(rig, name):
     graded = await grade(rig(tests=tests), CHEATS[name])
     assert graded.reward == 0.0, graded.details
     assert not graded.details["resolved"]
+
+
+async def test_right_code_beside_modules_that_nobody_imports_is_right(rig):
+    beside = patch_of(
+        module=RIGHT, numbers__py=EXITS, typing__py=EXITS, pytest__toml="[pytest]\naddopts = ['-p', 'no']\n"
+    )
+    assert (await grade(rig(), beside)).reward == 1.0
+
+
+async def test_a_strict_row_takes_no_skip(rig):
+    skips = TESTS.replace("def test_two_words():", "def test_two_words():\n    pytest.skip('today')")
+    for strict, reward in ((False, 1.0), (True, 0.0)):
+        row = rig(test_files={"tests/test_calc.py": skips}, tests={**PAYLOAD["tests"], "strict": strict})
+        assert (await grade(row, patch_of(module=RIGHT))).reward == reward
 
 
 async def test_what_was_put_back_is_told(rig):
