@@ -67,7 +67,7 @@ def score(payload: dict[str, Any]) -> dict[str, Any]:
         ValueError: the gold answer is empty, which is the task's fault.
     """
     gold, answer = _find_gold(payload["gold"]), find_final_answer(payload["answer"])
-    if not _normalised_gold(gold):
+    if not normalised(gold):
         raise ValueError(f"the gold answer {payload['gold'][:MAX_SHOWN_CHARS]!r} is empty")
     return {
         "equal": equal(gold, answer),
@@ -112,7 +112,7 @@ def _fault_of(gold: Any) -> str:
 
 def equal(gold: str, answer: str) -> bool:
     """Return whether an answer is the gold one: the same text up to its dress, or the same value."""
-    plain_gold, plain_answer = _normalised_gold(gold), normalised(answer)
+    plain_gold, plain_answer = normalised(gold), normalised(answer)
     if _INTEGER.fullmatch(plain_gold) and _INTEGER.fullmatch(plain_answer):  # most golds, and the cheapest way
         return int(plain_gold) == int(plain_answer)
     if not plain_gold or not plain_answer:
@@ -130,7 +130,6 @@ def equal(gold: str, answer: str) -> bool:
 
 _INTEGER: Final = re.compile(r"-?\d{1,40}")
 _find_gold = lru_cache(maxsize=256)(find_final_answer)
-_normalised_gold = lru_cache(maxsize=256)(normalised)
 _read_gold = lru_cache(maxsize=256)(read)
 
 

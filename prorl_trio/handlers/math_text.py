@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import lru_cache
 from typing import Final
 
 __all__ = ["normalised", "with_plain_numbers"]
@@ -84,6 +85,7 @@ _COMPLEX: Final = re.compile(r"(\(?[-+\d.eE ]*\d)j(\)?)")
 _LOG_BASE: Final = re.compile(r"(?<![A-Za-z\\])\\?log_?\{?(2|10)\}?\s*(?=\()")
 
 
+@lru_cache(maxsize=256)
 def normalised(text: str) -> str:
     """Return `text` in ASCII and plain LaTeX: without math mode, fonts, markdown, or spaces that mean nothing."""
     if not text.isascii():
