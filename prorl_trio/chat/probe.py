@@ -38,7 +38,10 @@ def probe(template: ChatTemplate) -> None:
     """
     try:
         # Those that rendering itself depends on come first.
-        template.capabilities = Capabilities(renders_system=_renders_system(template))
+        template.capabilities = Capabilities(lists_content=not _renders_content(template))
+        if template.capabilities.lists_content and not _renders_content(template):
+            template.capabilities = Capabilities()
+        _note(template, renders_system=_renders_system(template))
         _note(template, renders_tools=_renders_tools(template))
         for json_arguments in (False, True):
             _note(template, json_arguments=json_arguments)
@@ -65,6 +68,13 @@ def probe(template: ChatTemplate) -> None:
 
 def _note(template: ChatTemplate, **found: bool) -> None:
     template.capabilities = msgspec.structs.replace(template.capabilities, **found)
+
+
+def _renders_content(template: ChatTemplate) -> bool:
+    try:
+        return SENTINEL in template.render([_USER, {"role": "assistant", "content": SENTINEL}], (), False)
+    except HandlerError:
+        return False
 
 
 def _renders_system(template: ChatTemplate) -> bool:

@@ -54,6 +54,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Abilities of a template, found by rendering probes with it when it is loaded.
 
     Attributes:
+        lists_content: it wants the content of a message as a list of parts, of which one is text.
         renders_system: it takes a system message; else its text becomes the beginning of the first user message.
         renders_tools: it writes tool schemas itself; else they are appended to the system message by us.
         renders_tool_role: it treats `tool` differently from a made-up role; else tool results become user messages
@@ -71,6 +72,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
             over no more, for most templates in time independent of the dialogue's length.
     """
 
+    lists_content: bool = False
     renders_system: bool = True
     renders_tools: bool = False
     renders_tool_role: bool = False
@@ -242,6 +244,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
         """Return what the template makes of exactly these messages. Raises HandlerError as `prompt` does."""
+        if self.capabilities.lists_content:
+            messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
         try:
             return self._compiled.render(
                 messages=messages, tools=list(tools) or None, add_generation_prompt=open_turn, **self._variables
