@@ -268,8 +268,8 @@ class Conversation:
     def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
         """Return whether the last of these sampled ids completes a tool call whose reading nothing can change any more.
 
-        Cheap unless the last id completes what closes a call, and that is looked at `MAX_CLOSINGS_READ` times in a turn:
-        a policy may write it again and again. Families that do not mark a call's end never say so.
+        Cheap unless the last id completes what closes a call, which is looked at `MAX_CLOSINGS_READ` times in a turn: a
+        policy may write it again and again. Families that do not mark a call's end never say so.
         """
         closings = tuple(each.closing for each in self._format.call_syntaxes if each.closing)
         if not token_ids or not self._format.decode(token_ids[-1:]).rstrip().endswith(">"):

@@ -11,7 +11,7 @@ import json
 from copy import copy
 from datetime import datetime
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jinja2
 import msgspec
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REASONING_FIELDS",
+    "REASONING_FORMS",
     "Capabilities",
     "ChatTemplate",
     "ReasoningForm",
@@ -40,8 +41,9 @@ __all__ = [
 ]
 
 ReasoningForm = Literal["said", "opened", "field"]
-"""Reasoning as it was sampled, in the content; with the `<think>` that the prompt ended with before it; or in a field of
-its own (`reasoning_content`, `reasoning` or `thinking`)."""
+"""Reasoning as it was sampled, in the content; with the `<think>` that the prompt ended with before it; or in a field
+of its own (`reasoning_content`, `reasoning` or `thinking`)."""
+REASONING_FORMS: Final[tuple[ReasoningForm, ...]] = ("said", "opened", "field")
 
 REASONING_FIELDS = ("thinking", "reasoning_content", "reasoning")
 """Names that templates have for what an assistant thought; the same text is in all of them."""
