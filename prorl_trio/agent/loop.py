@@ -53,6 +53,14 @@ MAX_PAUSE_S = 3600.0
 """A pause of the backends is charged to no budget, up to this."""
 MIN_TURN_TOKENS = 16
 """A turn with less room than this in the context is not begun."""
+LONG_TURN_TOKENS = 4096
+"""A turn of so many tokens is read in a thread: the loop would stand still for 5 ms and more."""
+LONG_REPLY_CHARS = 16_000
+"""What comes back to the policy is rendered and encoded in a thread from this length on."""
+LONG_DIALOGUE_TOKENS = 16_000
+"""What comes back in a longer dialogue is, too: some templates are rendered over all of it."""
+KEEP_S = 30.0
+"""For reading a turn, also when the agent is cancelled meanwhile: what was sampled is recorded."""
 MAX_FITTINGS = 4
 """Attempts to fit observations to the room that is left, before the loop ends for lack of it."""
 
@@ -324,10 +332,10 @@ class _Agent:
         except BaseException as exc:
             if only_cancelled(exc) and self.budget.used_up and len(so_far):
                 cut = so_far.whole("abort")
-                self._record(cut, self._keep(cut), heard, started_s, trio.current_time())
+                self._record(cut, await self._keep(cut), heard, started_s, trio.current_time())
             raise
         sampled_s = trio.current_time()
-        parsed = self._keep(completion)
+        parsed = await self._keep(completion)
         calls = parsed.tool_calls or self.style.implied_calls(parsed)
         observations: list[Observation] = []
         fits = True
@@ -337,7 +345,7 @@ class _Agent:
             if self.answer is None and not calls:
                 self.answer = self.style.final_answer(parsed)
             if self.answer is None and not is_last and self._is_answered(calls):
-                fits = self._reply(calls, observations)
+                fits = await self._reply(calls, observations)
         finally:
             self._record(completion, parsed, heard, started_s, sampled_s, calls, observations)
         return _Taken(calls, completion.finish_reason, fits, [each.text for each in observations])
@@ -346,7 +354,14 @@ class _Agent:
         """Return whether the policy gets an answer to its turn, or a reminder; if not, its loop is over."""
         return self.nudges_left > 0 if not calls else _understood(calls) or self.reflections_left > 0
 
-    def _reply(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
+    async def _reply(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
+        """See `_reply_now`. In a thread where much is rendered and encoded."""
+        characters = sum(len(observation.text) for observation in observations)
+        if characters < LONG_REPLY_CHARS and len(self.conversation) < LONG_DIALOGUE_TOKENS:
+            return self._reply_now(calls, observations)
+        return await trio.to_thread.run_sync(self._reply_now, calls, observations)
+
+    def _reply_now(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
         """Say to the policy what came of its turn: results, or a reminder.
 
         The longest results are cut where there is no room for all, with room for another turn. `observations` are then
@@ -385,17 +400,23 @@ class _Agent:
             return [ChatMessage(role="user", content=self.style.nudge())]
         return [ChatMessage(role="tool", content=text, name=call.name) for call, text in zip(calls, texts, strict=True)]
 
-    def _keep(self, completion: Completion) -> ParsedTurn:
-        """Add what was sampled to the dialogue."""
+    async def _keep(self, completion: Completion) -> ParsedTurn:
+        """Add what was sampled to the dialogue, and return what it says. A cancel does not stop it."""
         for span in completion.spans:
             self.context.dialogues.note_version(span.policy_version)
-        return self.conversation.add_completion(
+        add = partial(
+            self.conversation.add_completion,
             completion.token_ids,
             completion.logprobs,
             policy_version=completion.policy_version,
             engine=completion.engine,
             spans=completion.spans,
         )
+        if len(completion.token_ids) < LONG_TURN_TOKENS:
+            return add()
+        with trio.move_on_after(KEEP_S, shield=True):
+            return await trio.to_thread.run_sync(add)
+        return add()  # no thread became free
 
     def _record(
         self,

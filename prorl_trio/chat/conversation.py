@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CompletionRange", "Conversation", "ParsedTurn"]
 
+MAX_CLOSINGS_READ = 32
 _CLOSING_TOKENS = 64
 """Enough to see what closes a call, byte by byte."""
 _TAIL_TOKENS = 8
@@ -108,7 +109,7 @@ class Conversation:
         self._known_tools = parameter_schemas(tools)
         self._tools = chat_format.codec.mark_strings(list(tools))
         self._on_break = (on_break or chat_format.on_break) if chat_format.capabilities.rewrites_history else "keep"
-        self._calls_so_far = 0
+        self._calls_so_far = self._closings_read = 0
         self._answer = assistant_message(())
         self._history = self._marked(messages)
         self._tokens = RolloutTokens()
@@ -191,6 +192,7 @@ class Conversation:
         self.completion_ranges.append(CompletionRange(start, end, self.segment))
         self._proven += ids.tobytes()
         self._awaits_completion = False
+        self._closings_read = 0
         turn = self._parse(ids)
         if self._keeps_texts or self._format.capabilities.needs_calls:
             self._answer = self._as_message(turn)
@@ -266,13 +268,17 @@ class Conversation:
     def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
         """Return whether the last of these sampled ids completes a tool call whose reading nothing can change any more.
 
-        Cheap unless the last id completes what closes a call. Families that do not mark a call's end never say so.
+        Cheap unless the last id completes what closes a call, which is looked at `MAX_CLOSINGS_READ` times in a turn: a
+        policy may write it again and again. Families that do not mark a call's end never say so.
         """
         closings = tuple(each.closing for each in self._format.call_syntaxes if each.closing)
         if not token_ids or not self._format.decode(token_ids[-1:]).rstrip().endswith(">"):
             return False
         if not self._format.decode(token_ids[-_CLOSING_TOKENS:]).rstrip().endswith(closings):
             return False
+        if self._closings_read >= MAX_CLOSINGS_READ:
+            return False
+        self._closings_read += 1
         calls = self._speech(token_ids).tool_calls
         return (
             bool(calls)

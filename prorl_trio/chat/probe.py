@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from prorl_trio.chat.codec import MARK
 from prorl_trio.chat.history import RECALLS, STAND_IN, Recall, remembered
 from prorl_trio.chat.template import (
+    REASONING_FORMS,
     SENTINEL,
     Capabilities,
     ChatTemplate,
@@ -38,7 +39,10 @@ def probe(template: ChatTemplate) -> None:
     """
     try:
         # Those that rendering itself depends on come first.
-        template.capabilities = Capabilities(renders_system=_renders_system(template))
+        template.capabilities = Capabilities(lists_content=not _renders_content(template))
+        if template.capabilities.lists_content and not _renders_content(template):
+            template.capabilities = Capabilities()
+        _note(template, renders_system=_renders_system(template))
         _note(template, renders_tools=_renders_tools(template))
         for json_arguments in (False, True):
             _note(template, json_arguments=json_arguments)
@@ -65,6 +69,13 @@ def probe(template: ChatTemplate) -> None:
 
 def _note(template: ChatTemplate, **found: bool) -> None:
     template.capabilities = msgspec.structs.replace(template.capabilities, **found)
+
+
+def _renders_content(template: ChatTemplate) -> bool:
+    try:
+        return SENTINEL in template.render([_USER, {"role": "assistant", "content": SENTINEL}], (), False)
+    except HandlerError:
+        return False
 
 
 def _renders_system(template: ChatTemplate) -> bool:
@@ -168,7 +179,7 @@ def _reasoning_form(template: ChatTemplate, opened: str) -> ReasoningForm:
     """Return the first form in which reasoning is written as it was said; if there is none, as it was said."""
     said = ("" if opened else "<think>\n") + "probe-why\n</think>\n\nprobe-answer"
     thought = re.compile(("" if opened else r"\s*<think>") + r"\s*probe-why\s*</think>\s*probe-answer")
-    for form in get_args(ReasoningForm):
+    for form in REASONING_FORMS:
         try:
             prompt = template.prompt([_USER], ())
             text = template.prompt([_USER, spoken_message(said, opened, form)], (), open_turn=False)
@@ -180,7 +191,7 @@ def _reasoning_form(template: ChatTemplate, opened: str) -> ReasoningForm:
 
 
 def _calls_in_parts(template: ChatTemplate, opened: str) -> bool:
-    """Return whether a turn as the template itself writes it, with a call, is not written so where it is all content."""
+    """Return whether a turn with a call is written otherwise, where all of it is content, than the template wrote it."""
     capabilities = template.capabilities
     if capabilities.needs_calls or not capabilities.renders_calls:
         return False

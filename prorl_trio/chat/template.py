@@ -11,7 +11,7 @@ import json
 from copy import copy
 from datetime import datetime
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jinja2
 import msgspec
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REASONING_FIELDS",
+    "REASONING_FORMS",
     "Capabilities",
     "ChatTemplate",
     "ReasoningForm",
@@ -40,8 +41,9 @@ __all__ = [
 ]
 
 ReasoningForm = Literal["said", "opened", "field"]
-"""Reasoning as it was sampled, in the content; with the `<think>` that the prompt ended with before it; or in a field of
-its own (`reasoning_content`, `reasoning` or `thinking`)."""
+"""Reasoning as it was sampled, in the content; with the `<think>` that the prompt ended with before it; or in a field
+of its own (`reasoning_content`, `reasoning` or `thinking`)."""
+REASONING_FORMS: Final[tuple[ReasoningForm, ...]] = ("said", "opened", "field")
 
 REASONING_FIELDS = ("thinking", "reasoning_content", "reasoning")
 """Names that templates have for what an assistant thought; the same text is in all of them."""
@@ -54,6 +56,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Abilities of a template, found by rendering probes with it when it is loaded.
 
     Attributes:
+        lists_content: it wants the content of a message as a list of parts, of which one is text.
         renders_system: it takes a system message; else its text becomes the beginning of the first user message.
         renders_tools: it writes tool schemas itself; else they are appended to the system message by us.
         renders_tool_role: it treats `tool` differently from a made-up role; else tool results become user messages
@@ -71,6 +74,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
             over no more, for most templates in time independent of the dialogue's length.
     """
 
+    lists_content: bool = False
     renders_system: bool = True
     renders_tools: bool = False
     renders_tool_role: bool = False
@@ -242,6 +246,8 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], open_turn: bool) -> str:
         """Return what the template makes of exactly these messages. Raises HandlerError as `prompt` does."""
+        if self.capabilities.lists_content:
+            messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
         try:
             return self._compiled.render(
                 messages=messages, tools=list(tools) or None, add_generation_prompt=open_turn, **self._variables

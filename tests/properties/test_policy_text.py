@@ -88,23 +88,23 @@ READERS = {
 }
 
 TOKENS = (
-    *"{}[]()<>'\"\\`|$#,;:=-*_~.1aé", "\n", " ", "\t", "\ud800", "\\u", "\\\"", "1,", "[1,", "{}", "[]", "\n{}", "\n{", "\n[", "\n[{",
-    "<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<tool_call>{", "<tools>", "<tools>{\"",
+    *"{}[]()<>'\"\\`|$#,;:=-*_~.1aé", "\n", " ", "\t", "\ud800", "\\u", "\\\"", "1,", "[1,", "{}", "[]", "\n{}", "\n{", "\n[", "\n[{",  # noqa: E501
+    "<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<tool_call>{", "<tools>", "<tools>{\"",  # noqa: E501
     "<function=", "<function=f>", "<function=f>{", "</function>", "<parameter=s>", "</parameter>", "</parameter> ",
     "<tool_call>f<arg_key>", "<arg_key>s</arg_key><arg_value>", "</arg_value>", "<tool_calls>", "<tool_calls>[",
-    "[TOOL_CALLS]", "[TOOL_CALLS]f", "[ARGS]", "[CALL_ID]", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜DSML｜", '<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="s">',
+    "[TOOL_CALLS]", "[TOOL_CALLS]f", "[ARGS]", "[CALL_ID]", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",  # noqa: E501
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜DSML｜", '<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="s">',  # noqa: E501
     "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>",
     "<|open|>call ", '<|open|>call tool="f"<|sep|>', '<|open|>argument key="s"<|sep|>', "<|close|>argument<|sep|>",
     "<minimax:tool_call>", '<invoke name="f">', '<parameter name="s">', "</invoke>", "<seed:think>", "<seed:tool_call>",
-    "<｜tool_call_begin｜>", '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">', '<steptml:parameter name="s">',
+    "<｜tool_call_begin｜>", '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">', '<steptml:parameter name="s">',  # noqa: E501
     "<|python_tag|>", "[f(", "f(", "[f(s='", "<|tool_call>", "<|tool_call>call:f{", "<|tool_call>call:f{s:", '<|"|>',
     "<|channel>thought", "<|channel|>", "<|channel|>analysis", "<|channel|>commentary to=functions.f{", "<|message|>",
     "<|end|>", "<|end|> ", "<|call|>", "<|return|>", "<|start|>", "<|start|>assistant", "<|constrain|>", " to=",
     '{"name":', '{"name": "f", ', '{"name": "f", "arguments": {', '{"name": "f", "arguments": {"s": "', '\n{"name": 1}',
     '\n{"name": "f", "parameters": {}}', '"arguments":', "{'name':",
     "```", "``` ", "\n```\n", "```json\n", "```python\n", "\n```json\n{", "\n```\n{}\n```", "~~~\n",
-    "\\boxed{", "\\boxed{{", "\\boxed", "\\boxed ", "\\boxed{}", "\\fbox{", "\\text{", "\\frac{", "**", "__", "answer is ",
+    "\\boxed{", "\\boxed{{", "\\boxed", "\\boxed ", "\\boxed{}", "\\fbox{", "\\text{", "\\frac{", "**", "__", "answer is ",  # noqa: E501
     "Answer:", "#### ", "1e9", "x=", "A ", "(A) ", "Option B ", "<answer>", "</answer>", "\\[", "\\(", "$$",
 )  # fmt: skip
 OPENINGS = (

@@ -63,7 +63,7 @@ def in_elements(name, tool, *pairs):
         ),
         "minimax": ('<invoke name="{}">\n{}</invoke>', '<parameter name="{}">{}</parameter>\n'),
         "step3": (
-            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">{}</steptml:invoke><｜tool_call_end｜>',
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">{}</steptml:invoke><｜tool_call_end｜>',  # noqa: E501
             '<steptml:parameter name="{}">{}</steptml:parameter>',
         ),
         "kimi_k3": (
@@ -88,9 +88,9 @@ fragments = st.sampled_from(
         "f(s=", '<|"|>',
         "<|tool_call>call:f{", "<tool_call|>", "<|channel>thought", "<channel|>", "<|channel|>analysis", "<|message|>",
         "<|tool_calls_section_begin|>", "<|tool_call_begin|>f:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
-        "<|open|>", "<|close|>", "<|sep|>", "call", "tools", 'call tool="f"', 'argument key="s"', "<tools>", "<tool_calls>",
+        "<|open|>", "<|close|>", "<|sep|>", "call", "tools", 'call tool="f"', 'argument key="s"', "<tools>", "<tool_calls>",  # noqa: E501
         "<minimax:tool_call>", '<invoke name="f">', '<parameter name="s">', "</parameter>", "</invoke>", "<seed:think>",
-        "<seed:tool_call>", "<｜tool_call_begin｜>function<｜tool_sep｜>", '<steptml:invoke name="f">', "</steptml:invoke>",
+        "<seed:tool_call>", "<｜tool_call_begin｜>function<｜tool_sep｜>", '<steptml:invoke name="f">', "</steptml:invoke>",  # noqa: E501
         '<steptml:parameter name="s">', "</steptml:parameter>", "<｜tool_call_end｜>", "</tool_calls>", "~~~",
         "<|channel|>commentary to=functions.f", "<|end|>", "<|call|>", "<|start|>assistant", '{"name": "f", ',
         '"arguments": {"s": "x"}}', '"parameters": {', ' "n": 3',

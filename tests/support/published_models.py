@@ -8,6 +8,7 @@ benchmarks.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from prorl_trio.sandbox.cache import cache_dir
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["PUBLISHED_MODELS", "NotAvailable", "PublishedModel", "published_folder"]
+__all__ = ["PUBLISHED_MODELS", "NotAvailable", "PublishedModel", "published_folder", "trl_templates", "write_trl_model"]
 
 TOKENIZER_VERSION: Final = "3.7.2"
 TEMPLATES_VERSION: Final = "1.16.0"
@@ -106,6 +107,30 @@ def published_folder(name: str) -> Path:
     else:
         write_family_model(partial, model.tokens_of, template=template, more_tokens=model.more_tokens)
     return _complete(partial, folder)
+
+
+_CONTROL: Final = re.compile(
+    r"<\|[^|<>\s'\"{}]{1,40}\|?>|<[^|<>\s'\"{}]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|</?(?:start_of_turn|end_of_turn|think|s|image"
+    r"|arg_key|arg_value|end_of_utterance)>|\[/?INST\]|<\|\"\|>"
+)
+"""What looks like a control token in the source of a template."""
+
+
+def write_trl_model(folder: Path, name: str) -> Path:
+    """Write a tiny model with the template `name` of TRL, and with a token for each control token in its source.
+
+    Raises:
+        NotAvailable: TRL cannot be had.
+    """
+    template = (_templates() / f"{name}.jinja").read_text("utf-8")
+    known = {"<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"}
+    tokens = [token for token in dict.fromkeys(_CONTROL.findall(template)) if token not in known]
+    return write_family_model(folder, "qwen3", template=template, more_tokens=tokens)
+
+
+def trl_templates() -> list[str]:
+    """Return the names of all templates of TRL. Raises NotAvailable: it cannot be had."""
+    return sorted(file.stem for file in _templates().glob("*.jinja"))
 
 
 def _tokenizer(package: str) -> Path:

@@ -1,4 +1,4 @@
-"""Turns as each family is published to write them, and as its models break them: the part that is broken is all it costs."""
+"""Turns as each family is published to write them, and as models break them: a broken part costs nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WELL_FORMED = [
         "<think>hm</think>Ok." + K2.format(K2_CALL.format(0, '{"s": "x"}') + K2_CALL.format(1, '{"n": 3}')),
         ("Ok.", "hm", [X, THREE]),
     ),
-    ("kimi-k2", K2.format("<|tool_call_begin|>f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"), ("", "", [("f", {})])),
+    ("kimi-k2", K2.format("<|tool_call_begin|>f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"), ("", "", [("f", {})])),  # noqa: E501
     (
         "kimi-k3",
         "<|open|>think<|sep|>hm<|close|>think<|sep|><|open|>response<|sep|>Ok.<|close|>response<|sep|>"
@@ -35,7 +35,7 @@ WELL_FORMED = [
     ("kimi-k3", K3.format(K3_ARGUMENT.format("s", "string", "3")), ("", "", [("f", {"s": "3"})])),
     (
         "minimax",
-        '<think>\nhm\n</think>\n\nOk.\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">x</parameter>\n</invoke>\n'
+        '<think>\nhm\n</think>\n\nOk.\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">x</parameter>\n</invoke>\n'  # noqa: E501
         "<invoke name='f'>\n<parameter name=n>3</parameter>\n</invoke>\n</minimax:tool_call>",
         ("Ok.", "hm", [X, THREE]),
     ),
@@ -57,7 +57,7 @@ WELL_FORMED = [
     ("granite", "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>", ("", "", [X])),
     (
         "hunyuan",
-        '<think>hm</think>Ok.<tool_calls>[{"name": "f", "arguments": {"s": "x"}}, {"name": "f", "arguments": "{\\"n\\": 3}"}]'
+        '<think>hm</think>Ok.<tool_calls>[{"name": "f", "arguments": {"s": "x"}}, {"name": "f", "arguments": "{\\"n\\": 3}"}]'  # noqa: E501
         "</tool_calls>",
         ("Ok.", "hm", [X, THREE]),
     ),
@@ -67,25 +67,25 @@ WELL_FORMED = [
         ("", "", [X]),
     ),
     ("ling", '<tool_call>\n{"name": "f", "arguments": {"s": "x"}}\n</tool_call>', ("", "", [X])),
-    ("ling", "<think>hm</think><tool_call>f\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", ("", "hm", [THREE])),
-    ("glm", "<think>hm</think>Ok.<tool_call>f<arg_key>s</arg_key><arg_value>x</arg_value></tool_call>", ("Ok.", "hm", [X])),
+    ("ling", "<think>hm</think><tool_call>f\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", ("", "hm", [THREE])),  # noqa: E501
+    ("glm", "<think>hm</think>Ok.<tool_call>f<arg_key>s</arg_key><arg_value>x</arg_value></tool_call>", ("Ok.", "hm", [X])),  # noqa: E501
     ("chatml", '<tools>\n{"name": "f", "arguments": {"s": "x"}}\n</tools>', ("", "", [X])),
     ("llama", '{"name": "f", "parameters": {"s": "x"}}\n\nThis is it.', ("This is it.", "", [X])),
-    ("llama", 'I run:\n{"name": "f", "parameters": {"s": "x"}}; {"name": "f", "parameters": {"n": 3}}', ("I run:", "", [X, THREE])),
+    ("llama", 'I run:\n{"name": "f", "parameters": {"s": "x"}}; {"name": "f", "parameters": {"n": 3}}', ("I run:", "", [X, THREE])),  # noqa: E501
     ("llama", 'I run:\n```json\n{"name": "f", "parameters": {"s": "x"}}\n```', ("I run:", "", [X])),
     ("llama", '[{"name": "f", "parameters": {"s": "x"}}, {"name": "f", "arguments": {"n": 3}}]', ("", "", [X, THREE])),
     ("llama", '{"type": "function", "function": {"name": "f", "parameters": {"s": "x"}}}', ("", "", [X])),
     ("llama", 'Ok. <function=f>{"s": "x"}</function><|eom_id|>', ("Ok.", "", [X])),
-    ("llama", '<think>\nhm\n</think>\n<tool_call>\n{"name": "f", "arguments": {"s": "x"}}\n</tool_call>', ("", "hm", [X])),
+    ("llama", '<think>\nhm\n</think>\n<tool_call>\n{"name": "f", "arguments": {"s": "x"}}\n</tool_call>', ("", "hm", [X])),  # noqa: E501
     ("llama", 'Ok.<|python_tag|>{"name": "f", "parameters": {"s": "x"}}<|eom_id|>', ("Ok.", "", [X])),
     ("gpt-oss", "<|channel|>??<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>", ("42", "", [])),
     (
         "gpt-oss",
-        "<|channel|>commentary to=assistant<|channel|>commentary?<|end|><|start|>assistant<|channel|>commentary to=functions.f"
+        "<|channel|>commentary to=assistant<|channel|>commentary?<|end|><|start|>assistant<|channel|>commentary to=functions.f"  # noqa: E501
         ' <|constrain|>json<|message|>{"s":"x"}<|call|>',
         ("", "", [X]),
     ),
-    ("gpt-oss", "<|channel|>analysis hm<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>", ("42", "hm", [])),
+    ("gpt-oss", "<|channel|>analysis hm<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>", ("42", "hm", [])),  # noqa: E501
     ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|channel|>final<|message|>42<|return|>", ("42", "hm", [])),
     ("gpt-oss", "<|start|>assistant<|start|>assistant<|channel|>final<|message|>42<|return|>", ("42", "", [])),
     ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>fin", ("", "hm", [])),
@@ -160,7 +160,7 @@ def test_what_is_no_call_stays_content(family, text):
 @pytest.mark.parametrize(
     ("sign", "family"),
     [
-        ("<|tool_calls_section_begin|>", "kimi-k2"), ("<|open|>tools<|sep|>", "kimi-k3"), ("<minimax:tool_call>", "minimax"),
+        ("<|tool_calls_section_begin|>", "kimi-k2"), ("<|open|>tools<|sep|>", "kimi-k3"), ("<minimax:tool_call>", "minimax"),  # noqa: E501
         ("<steptml:invoke name=", "step3"), ("<seed:bos>system", "seed"), ("<|start_of_role|>", "granite"),
         ("<tool_calls>", "hunyuan"), ("<role>HUMAN</role>", "ling"),
     ],

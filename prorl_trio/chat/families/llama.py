@@ -24,7 +24,8 @@ _MARK = re.compile(r"(?:<\|python_tag\|>|<\|python_start\|>)\s*")
 _FENCE = re.compile(r"[ \t]*```(?:json)?[ \t]*\n\s*")
 _OPENING = re.compile(
     rf"{_MARK.pattern}|<tool_call>|<tools>|<function="
-    r"|(?m:^)(?:[ \t]*```(?:json)?[ \t]*\n\s*|[ \t]*)(?=(?:\[\s*+)?\{\s*+\"(?:name|type|function|arguments|parameters)\"\s*+:)"
+    r"|(?m:^)(?:[ \t]*```(?:json)?[ \t]*\n\s*|[ \t]*)"
+    r"(?=(?:\[\s*+)?\{\s*+\"(?:name|type|function|arguments|parameters)\"\s*+:)"
 )
 _END = re.compile(r"\s*(?:<\|python_end\|>|<\|eom_id\|>|<\|eom\|>)|\s*\Z")
 _CLOSED_FENCE = re.compile(r"\s*```[ \t]*(?=\n|\Z)")
