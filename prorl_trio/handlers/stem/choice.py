@@ -67,7 +67,8 @@ class _Texts:
 
     def __init__(self, choices: Sequence[str]) -> None:
         self._count = len(choices)
-        self._forms = [[form(choice) for choice in choices] for form in _FORMS]
+        self._choices = choices
+        self._forms: list[list[str]] = []
         self.longest = max(map(len, choices))
 
     def read(self, said: str) -> int | None:
@@ -92,12 +93,18 @@ class _Texts:
 
     def _same(self, said: str, forms: int | None = None) -> int | None:
         """Return the one choice with this text, by the first of `forms` in which there is any; None for several."""
-        for form, texts in list(zip(_FORMS, self._forms, strict=True))[:forms]:
+        for number, form in enumerate(_FORMS[:forms]):
             wanted = form(said)
-            same = [place for place, text in enumerate(texts) if text and are_same(text, wanted)]
+            same = [place for place, text in enumerate(self._in_form(number)) if text and are_same(text, wanted)]
             if same:
                 return same[0] if len(same) == 1 else None
         return None
+
+    def _in_form(self, number: int) -> list[str]:
+        """Return the choices in a form of `_FORMS`. Most answers need only the first ones."""
+        while len(self._forms) <= number:
+            self._forms.append([_FORMS[len(self._forms)](choice) for choice in self._choices])
+        return self._forms[number]
 
     def _lettered(self, said: str) -> tuple[int | None, bool]:
         """Return the choice named by its letter, and whether a letter is named at all."""
@@ -125,7 +132,7 @@ class _Texts:
         said = self._same(rest) if said is None else said
         if said is not None:
             return said == own
-        texts = self._forms[-1]
+        texts = self._in_form(len(_FORMS) - 1)
         if normalise(rest) == texts[own]:
             return True  # the text of another choice is the same
         if (reason := REASON.search(rest)) is not None and not HEDGES.search(rest[: reason.start()]):
@@ -148,7 +155,9 @@ class _Texts:
         return bool(shortened) and _within(shortened, mine) and len(shortened) > 2
 
     def _others_within(self, words: str, own: int) -> bool:
-        return any(place != own and text and _within(text, words) for place, text in enumerate(self._forms[-1]))
+        return any(
+            place != own and text and _within(text, words) for place, text in enumerate(self._in_form(len(_FORMS) - 1))
+        )
 
 
 def _within(part: str, whole: str) -> bool:

@@ -15,7 +15,8 @@ __all__ = ["Quantity", "read_number", "read_quantities"]
 MAX_QUANTITY_CHARS: Final = 600
 MAX_SIDES: Final = 8
 MAX_DEPTH: Final = 8
-MAX_EXPONENT: Final = 400
+MAX_DECIMAL: Final = re.compile(r"[+-]?[0-9]{1,60}(?:\.[0-9]{1,60})?(?:[eE][+-]?[0-9]{1,4})?")
+_EXPONENT: Final = 400
 _NUMBER: Final = re.compile(
     r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?! ?\d)|\d{1,3}(?:_\d{3})+(?!\w)|\d{1,60})(?:\.\d{0,60})?"
     r"|\.\d{1,60}"
@@ -80,6 +81,8 @@ def read_quantities(text: str) -> list[Quantity]:
     """
     if len(text) > MAX_QUANTITY_CHARS:
         return []
+    if _DECIMAL.fullmatch(text):  # as most answers are
+        return [Quantity(float(text))] if math.isfinite(float(text)) else []
     text = _stripped(first_sentence(without_reason(plain(text))))
     text = re.sub(r"^[\s=≈~]+", "", text)
     if (therefore := _THEREFORE.match(text)) is not None:

@@ -74,14 +74,15 @@ def normalise(text: str, *, case_sensitive: bool = False, articles: bool = False
     text.
     """
     text = plain(text)
-    text = " ".join(map(_without_accents, text.split(" ")))
-    for greek, name in _GREEK.items():
-        if greek in text:
+    if not text.isascii():
+        text = " ".join(map(_without_accents, text.split(" ")))
+        for greek, name in _GREEK.items():
             text = text.replace(greek, name)
     text = _MARK.sub(r"\1\2", text)
     for rule, by in _RULES:
-        text = rule.sub((lambda found: found[1].replace(",", "")) if by == "," else by, text)
-        text = _BLANKS.sub(" ", text)  # or the next rule's search for blanks would be quadratic
+        changed = rule.sub((lambda found: found[1].replace(",", "")) if by == "," else by, text)
+        if changed is not text:  # several blanks would make the next rule's search for them quadratic
+            text = _BLANKS.sub(" ", changed)
     words = text.split()
     if not articles:
         words = [word for place, word in enumerate(words) if not _is_article(words, place)]
@@ -144,7 +145,8 @@ def compare_short_answer(text: str, golds: Sequence[str], *, case_sensitive: boo
     stated = stated_answers(text)[0]
     said = normalise(stated, case_sensitive=case_sensitive)
     wanted = [normalise(gold, case_sensitive=case_sensitive) for gold in golds]
-    forms = [said, *(normalise(form, case_sensitive=case_sensitive) for form in (text, without_reason(stated)))]
+    others = {text.strip(), without_reason(stated)} - {stated}
+    forms = [said, *(normalise(form, case_sensitive=case_sensitive) for form in others)]
     equal = text.strip() in {gold.strip() for gold in golds} or any(
         bool(each) and any(are_same(form, each) for form in forms) for each in wanted
     )

@@ -200,7 +200,7 @@ def read_unit(text: str) -> list[Unit]:
     """Return the units that a text may mean, the likeliest first; empty if not all of it is understood.
 
     Reads words (`meters per second squared`), symbols, LaTeX, siunitx, powers, products and quotients. By custom the K
-    of `J/mol·K` is in the denominator, by arithmetic it is not: both units are returned. An empty text is the unit `()`.
+    of `J/mol·K` is in the denominator, by arithmetic it is not: both units are returned. Empty text is the unit `()`.
     """
     text = plain(text)
     if len(text) > MAX_UNIT_CHARS:
