@@ -13,7 +13,7 @@ from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed
 from prorl_trio.handlers.restoring import restored_text
-from prorl_trio.handlers.stem.generated import REFUSED, SOLVED, check_family
+from prorl_trio.handlers.stem.generated import SOLVED, check_family
 from prorl_trio.handlers.stem.payload import Generated, Number, ShortAnswer, StemPayload, read_payload
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import BashTool, FinishTool, IpythonTool, SearchTool, ToolSet
@@ -47,18 +47,17 @@ class StemHandler(AgentHandler):
     name = "stem"
 
     def __init__(self) -> None:
-        self._search_is_there: bool | None = None
-        """None until `prepare`: a loader on another machine need not have what a node has."""
+        self._search_is_there = False
 
     async def prepare(self, resources: Resources) -> None:
         """Note whether the node has a search."""
         self._search_is_there = resources.search is not None
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`. A node refuses a task that asks for search or a package that it lacks."""
+        """See `AgentHandler.validate`. A task is refused that asks for what this node has not: search, or a package."""
         found = read_payload(payload)
-        _check_packages(found.grader, is_node=self._search_is_there is not None)
-        if "search" in (found.tools or ()) and self._search_is_there is False:
+        _check_packages(found.grader)
+        if "search" in (found.tools or ()) and not self._search_is_there:
             raise MalformedJob(
                 "this node has no search: set search.backend in its node.toml, or leave `tools` out",
                 "$.instance.payload.tools",
@@ -144,14 +143,14 @@ class StemHandler(AgentHandler):
         return made
 
 
-def _check_packages(grader: Grader, *, is_node: bool) -> None:
-    """Raise MalformedJob if such answers are not graded anywhere, or if this is a node and lacks what grades them."""
-    if isinstance(grader, Generated) and (is_node or grader.family in REFUSED):
+def _check_packages(grader: Grader) -> None:
+    """Raise MalformedJob if this node lacks what grades such answers."""
+    if isinstance(grader, Generated):
         try:
             check_family(grader.family)
         except ValueError as exc:
             raise MalformedJob(str(exc), "$.instance.payload.grader.family") from exc
-    if is_node and isinstance(grader, Number) and grader.unit and find_spec("pint") is None:
+    if isinstance(grader, Number) and grader.unit and find_spec("pint") is None:
         raise MalformedJob(
             "this node cannot read units: pip install 'prorl-trio[stem]' there", "$.instance.payload.grader.unit"
         )
