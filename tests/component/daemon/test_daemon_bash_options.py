@@ -55,6 +55,7 @@ CHANGES = {
     "a function builtin in POSIX mode": "builtin() { true; }; set -o posix",
     "aliases": "shopt -s expand_aliases; "
     + "; ".join(f"alias {name}='echo ALIAS {name};'" for name in ("printf", "builtin", "command", "trap", ":")),
+    "aliases of reserved words": "alias case='echo no;' {='echo no;' in='no' esac=no; set -u",
     "disabled": "enable -n printf echo read trap set true; builtin echo >/dev/null",
     "disabled, with builtin": "enable -n printf eval unset builtin",
     "disabled under -eu": "set -eu; enable -n printf read return",
