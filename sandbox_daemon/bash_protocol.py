@@ -6,9 +6,9 @@
    with a NUL after each. Then it writes the nonce to the terminal and passes the gate. `PROMPT_COMMAND`, which bash
    runs whenever it is ready again, reports a command that was interrupted; after a command that was reported it writes
    `PROMPT_MARK` and the last nonce. (The nonce lies ready twice, because a command may unset our variables.)
-3. A report also takes away what could disturb our own lines: the options of `NEUTRAL`, the traps that bash runs for
-   its every command, and a function `builtin`; it enables the builtins that we call. The next command begins with text
-   that puts all of that back.
+3. A report also takes away what could disturb our own lines: the options of `NEUTRAL`, aliases, the traps that bash
+   runs for its every command, and a function `builtin`; it enables the builtins that we call. The next command begins
+   with text that puts all of that back.
 
 What ends the shell: `exit`, `exec`, a failing command under `set -e`, end of file on its input, `TMOUT`; and what takes
 the report's means away, such as a limit below our descriptors' numbers (`ulimit -n 4`) or a restricted shell: it exits
@@ -53,6 +53,8 @@ _REPORT = (
     r"""\builtin printf -v "__prorl[4]" x || __prorl[4]=; """
     rf"""case ${{__prorl[4]-}} in x) ;; *) {_FIX_BUILTIN};; esac; """
     rf"""\builtin set +{NEUTRAL} || __prorl[4]=; \builtin set +o history; """
+    r"""case ${#BASH_ALIASES[@]}:$BASHOPTS: in 0:*) ;; *:expand_aliases:*) \builtin shopt -u expand_aliases; """
+    r"""__prorl[2]+=:aliases;; esac; """
     r"""case ${__prorl[3]-} in 1) \builtin printf "\6" >&51;; *) """
     r"""case ${__prorl[7]-} in "") \builtin read -r -N 33 -u 53 "__prorl[7]";; esac; """
     r"""{ \builtin printf "%s\0%s\0%s\0%s\0" "${__prorl[7]}" "${__prorl[1]}" "${PWD-}" "${__prorl[2]}"; """
@@ -130,10 +132,12 @@ def _restore(last: CommandEnd) -> str:
     """Return lines that put back what the last report took away; empty if it was nothing."""
     letters, _, names = last.flags.partition(":")
     options = "".join(letter for letter in letters if letter in NEUTRAL and letter != "v")
-    has_history = "history" in names.split(":")
-    if not (options or has_history or last.traps or last.disabled or last.function):
+    has_history, has_aliases = ("history" in names.split(":")), names.endswith(":aliases")
+    if not (options or has_history or has_aliases or last.traps or last.disabled or last.function):
         return ""
     lines = [f"\\builtin {line}" if line.startswith("trap -- ") else line for line in last.traps.splitlines(True)]
+    if has_aliases:
+        lines.append("\\builtin shopt -s expand_aliases\n")
     if has_history:
         lines.append("\\builtin set -o history\n")
     if options:

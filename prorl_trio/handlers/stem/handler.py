@@ -13,7 +13,7 @@ from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed
 from prorl_trio.handlers.restoring import restored_text
-from prorl_trio.handlers.stem.generated import SOLVED, check_family
+from prorl_trio.handlers.stem.generated import REFUSED, SOLVED, check_family
 from prorl_trio.handlers.stem.payload import Generated, Number, ShortAnswer, StemPayload, read_payload
 from prorl_trio.handlers.stem.stated import place_of_box
 from prorl_trio.sandbox.provider import SandboxSpec
