@@ -56,9 +56,9 @@ MIN_TURN_TOKENS = 16
 LONG_TURN_TOKENS = 4096
 """A turn of so many tokens is read in a thread: the loop would stand still for 5 ms and more."""
 LONG_REPLY_CHARS = 16_000
-"""What comes back to the policy is rendered and encoded in a thread from this length on."""
+"""Replies of this length are rendered and encoded in a thread."""
 LONG_DIALOGUE_TOKENS = 16_000
-"""What comes back in a longer dialogue is, too: some templates are rendered over all of it."""
+"""Replies in a longer dialogue are, too: some templates are rendered over all of it."""
 KEEP_S = 30.0
 """For reading a turn, also when the agent is cancelled meanwhile: what was sampled is recorded."""
 MAX_FITTINGS = 4

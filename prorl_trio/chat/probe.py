@@ -191,7 +191,7 @@ def _reasoning_form(template: ChatTemplate, opened: str) -> ReasoningForm:
 
 
 def _calls_in_parts(template: ChatTemplate, opened: str) -> bool:
-    """Return whether a turn with a call is written otherwise, where all of it is content, than the template wrote it."""
+    """Return whether the template writes a turn with a call otherwise where all of it is given as content."""
     capabilities = template.capabilities
     if capabilities.needs_calls or not capabilities.renders_calls:
         return False

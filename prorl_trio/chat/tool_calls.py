@@ -26,7 +26,7 @@ MAX_TOOL_CALLS_PER_TURN = 64
 """Calls parsed of one turn. What follows is one more call, with an error."""
 
 MAX_TAGS_PER_TURN = 500
-"""What may begin a call or a thought, in one turn. What follows is one more call, with an error."""
+"""Tags read of one turn that may begin a call or a thought. The rest is one more call, with an error."""
 
 _EXPECTED = 'a JSON object {"name": "<tool>", "arguments": {...}}'
 _FENCE_LINE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([^`\r\n]*)\r?$", re.MULTILINE)

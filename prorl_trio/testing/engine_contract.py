@@ -158,7 +158,7 @@ class EngineContract:
             assert len(completion.token_ids) == 1
 
     async def test_its_tokenizer_is_its_models_or_not_offered(self, engine: EngineUnderTest) -> None:
-        """What a node compares with its own, so that no engine of another model joins."""
+        """Compare it as a node does, so that no engine of another model joins."""
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             ids = await engine.client.tokenize("A <tool_call> of 12?", timeout_s=CALL_TIMEOUT_S)
