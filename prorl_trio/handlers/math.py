@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["MathHandler", "MathPayload", "extract_boxed"]
 
 SCORER = "prorl_trio.handlers.math_scorer:score"
-"""By name: its imports (SymPy) stay out of the node."""
+"""By name: its imports (mpmath) stay out of the node."""
 WARM_UP_TIMEOUT_S = 60.0
 MAX_IMPLIED_CALLS = 1
 
@@ -88,7 +88,7 @@ class MathHandler(AgentHandler):
     gold_check = "prorl_trio.handlers.math_scorer:check_gold"
 
     async def prepare(self, resources: Resources) -> None:
-        """Start one scoring process: SymPy takes a second to import."""
+        """Start one scoring process: its imports take half a second."""
         await resources.scorers.prewarm(SCORER)
 
     def validate(self, payload: Mapping[str, Any]) -> None:
