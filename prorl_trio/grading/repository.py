@@ -188,7 +188,7 @@ class _Spoilt(Exception):
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What a driver's `look` finds in a repository that no patch has touched.
+    """The findings of a driver's `look` in a repository without a patch.
 
     Attributes:
         config: the file that configures pytest; empty if there is none.
@@ -365,7 +365,7 @@ _RUN_AFTER_SCRIPT: Final = (
     'exec 3<&0 0</dev/null; grading=("${@:2}"); eval "$1" 3<&-; set +eux; '
     f'exec 0<&3 3<&-; set -- "${{grading[@]}}"; {_RUN}'
 )
-"""What is on standard input is the driver's."""
+"""The driver alone reads standard input."""
 
 
 def in_shell(script: str, argv: Sequence[str]) -> list[str]:

@@ -43,7 +43,7 @@ MAX_PATCH_BYTES: Final = 4 * 1024 * 1024
 MAX_NEW_FILE_BYTES: Final = 1024 * 1024
 """A larger new file is left out of the patch."""
 MAX_NEW_BYTES: Final = 2 * 1024 * 1024
-"""Of all new files together; what is more is left out, largest folder first."""
+"""The limit of all new files together. Beyond it, the largest folders are left out."""
 MAX_LEFT_OUT: Final = 50
 """Paths that `details` names."""
 LEFT_OUT: Final = ("left_out", "left_out_paths")

@@ -211,9 +211,9 @@ async def test_cheating_at_django_does_not_pay(django, grade, name):
     assert (graded.verdict.resolved, graded.run.applied_by) == (False, "git apply")
     not_passed = [test.status for test in graded.verdict.tests if test.status != "passed"]
     assert (not_passed, graded.verdict.tampered) == {
-        "skips_and_changes_tests_and_runner": (["skipped"], ""),
-        "patches_results": ([], "a test that must fail has not failed"),
-        "writes_the_report": ([], "0 of 36 tests that must fail were reported"),
+        "skips_and_changes_tests_and_runner": (["failed"], ""),
+        "patches_results": (["failed"] * 4, ""),
+        "writes_the_report": (["missing"] * 4, ""),
     }[name]
     assert len(graded.run.restored) == (4 if name.startswith("skips") else 0)
 
