@@ -172,7 +172,7 @@ class _Reader:
             case _:
                 raise self._refuse(
                     it,
-                    "a task's Dockerfile has FROM, RUN, COPY, WORKDIR and ENV, and what has no effect; or name a docker_image",
+                    "a task's Dockerfile has FROM, RUN, COPY, WORKDIR and ENV; or name a docker_image",
                 )
 
     def _step(self, it: Instruction, command: str) -> dict[str, Any]:
