@@ -26,7 +26,6 @@ _VARIABLE: Final = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _ROOT: Final = ("root", "0", "root:root", "0:0")
 _NO_EFFECT: Final = ("CMD", "LABEL", "EXPOSE", "MAINTAINER", "STOPSIGNAL")
 """A task's container is started by the harness, with a command of its own, and nothing reaches its ports."""
-_KNOWN: Final = ("FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENV", "SHELL", "USER root", *_NO_EFFECT)
 _OPTIONS: Final = "options of an instruction are the builder's"
 
 
@@ -84,7 +83,7 @@ def image_of(name: str, images: Mapping[str, str]) -> str:
 
 
 def read_dockerfile(path: Path, images: Mapping[str, str], files: Files) -> Built:
-    """Return the steps of a Dockerfile of FROM, ARG, RUN, COPY, WORKDIR, ENV, SHELL. Blocks on the disk.
+    """Return the steps of a Dockerfile of FROM, ARG, RUN, COPY, WORKDIR, ENV. Blocks on the disk.
 
     What says how a container is started or described (CMD, LABEL, EXPOSE, ...) has no effect on a task: it is left out.
 
@@ -114,7 +113,6 @@ class _Reader:
         self.env: dict[str, str] = {}
         self._global_args: dict[str, str] = {}
         self._args: dict[str, str] = {}
-        self._shell: list[str] | None = None
 
     def _refuse(self, it: Instruction, why: str) -> ConfigError:
         return ConfigError(f"{self._path}: {it.problem(why)}")
@@ -153,8 +151,6 @@ class _Reader:
         match it.name:
             case "RUN":
                 words = json_words(it.rest)
-                if words is None and self._shell is not None and it.rest:
-                    words = [*self._shell, it.rest]
                 self.build.append(self._step(it, it.rest if words is None else shlex.join(words)))
             case "COPY":
                 self.build.append({"files": self._copied(it)})
@@ -167,10 +163,6 @@ class _Reader:
                 self._assign(it)
             case "ARG":
                 self._args |= self._arg(it, self._global_args)
-            case "SHELL":
-                self._shell = json_words(it.rest)
-                if not self._shell:
-                    raise self._refuse(it, "a JSON list of words is wanted")
             case "USER" if it.rest in _ROOT:
                 pass
             case name if name in _NO_EFFECT:
@@ -179,7 +171,8 @@ class _Reader:
                 raise self._refuse(it, "a build of several stages")
             case _:
                 raise self._refuse(
-                    it, f"a task's Dockerfile has {', '.join(_KNOWN)}; build the image, and name it as docker_image"
+                    it,
+                    "a task's Dockerfile has FROM, RUN, COPY, WORKDIR and ENV; or name a docker_image",
                 )
 
     def _step(self, it: Instruction, command: str) -> dict[str, Any]:
