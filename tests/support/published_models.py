@@ -125,7 +125,10 @@ def write_trl_model(folder: Path, name: str) -> Path:
     template = (_templates() / f"{name}.jinja").read_text("utf-8")
     known = {"<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>"}
     tokens = [token for token in dict.fromkeys(_CONTROL.findall(template)) if token not in known]
-    return write_family_model(folder, "qwen3", template=template, more_tokens=tokens)
+    write_family_model(folder, "qwen3", template=template, more_tokens=tokens)
+    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": "<|endoftext|>"}), "utf-8")
+    return folder
 
 
 def trl_templates() -> list[str]:
