@@ -15,8 +15,8 @@ __all__ = ["Quantity", "read_number", "read_quantities"]
 MAX_QUANTITY_CHARS: Final = 600
 MAX_SIDES: Final = 8
 MAX_DEPTH: Final = 8
-MAX_DECIMAL: Final = re.compile(r"[+-]?[0-9]{1,60}(?:\.[0-9]{1,60})?(?:[eE][+-]?[0-9]{1,4})?")
-_EXPONENT: Final = 400
+MAX_EXPONENT: Final = 400
+_DECIMAL: Final = re.compile(r"[+-]?[0-9]{1,60}(?:\.[0-9]{1,60})?(?:[eE][+-]?[0-9]{1,4})?")
 _NUMBER: Final = re.compile(
     r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?! ?\d)|\d{1,3}(?:_\d{3})+(?!\w)|\d{1,60})(?:\.\d{0,60})?"
     r"|\.\d{1,60}"
