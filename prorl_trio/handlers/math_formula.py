@@ -26,6 +26,8 @@ MAX_BITS: Final = 200_000
 MAX_ROOT: Final = 99
 """Higher odd roots of negative numbers are not real: the values of unknown exponents have large denominators."""
 MAX_FACTORIAL: Final = 5_000
+MAX_TERMS: Final = 500
+"""Of a finite sum or product that is written with \\sum or \\prod."""
 MAX_EXPONENT: Final = 10**6
 """Natural logarithm of the largest number that is evaluated."""
 
@@ -263,9 +265,11 @@ _FUNCTIONS: Final[dict[str, Callable[..., Number]]] = {
     "floor": _rounded(math.floor, mpmath.floor), "ceil": _rounded(math.ceil, mpmath.ceil),
     "factorial": _factorial, "binom": _binomial, "gcd": _integers(math.gcd), "lcm": _integers(math.lcm),
     "max": lambda p, *xs: max(xs, key=wide), "min": lambda p, *xs: min(xs, key=wide), "Rational": _divide,
-    "Re": lambda p, x: mpmath.re(wide(x)), "Im": lambda p, x: mpmath.im(wide(x)),
+    "complex": lambda p, a, b: _add(p, a, _multiply(p, b, _imaginary(p))),
+    "conj": lambda p, x: mpmath.conj(wide(x)), "Re": lambda p, x: mpmath.re(wide(x)), "Im": lambda p, x: mpmath.im(wide(x)),
 }  # fmt: skip
 _ALIASES: Final = {
+    "Fraction": "Rational", "conjugate": "conj",
     "ceiling": "ceil", "Abs": "abs", "binomial": "binom", "comb": "binom", "tg": "tan", "ctg": "cot", "cosec": "csc",
     "arctg": "arctan", "re": "Re", "im": "Im", "dbinom": "binom", "tbinom": "binom", "infinity": "infty",
     "inf": "infty", "oo": "infty", "Infinity": "infty", "imath": "i", "lcm": "lcm",
@@ -295,7 +299,7 @@ _TOKEN: Final = re.compile(
 )
 NAMES: Final = frozenset({*_FUNCTIONS, *_ALIASES, *_CONSTANTS, *_GREEK} - {"i", "e"})
 _NAME_FIRST: Final = re.compile(
-    "|".join(sorted((n for n in _FUNCTIONS if n not in ("Re", "Im", "max", "min", "lg", "abs")), key=len, reverse=True))
+    "|".join(sorted((n for n in _FUNCTIONS if n not in ("Re", "Im", "complex", "conj", "max", "min", "lg", "abs")), key=len, reverse=True))
 )
 _SHORT_WORDS: Final = frozenset(
     {"no", "yes", "odd", "one", "two", "six", "ten", "is", "if", "not", "the", "for", "all", "any"}
@@ -419,12 +423,12 @@ class _Parser:
         """Return whether the next token may be multiplied without a sign; two adjacent numbers may not."""
         token = self._next
         if token[:1].isdigit():
-            return self.tokens[self.at - 1] in ("}", ")")
+            return self.tokens[self.at - 1] in ("}", ")", "!")
         if token == "|":
             return not self._bars
         name = token[1:]
         return (
-            token.isalpha() or token in _CLOSING or token in (r"\frac", r"\mathrm")
+            token.isalpha() or token in _CLOSING or token in (r"\frac", r"\sum", r"\prod")
             or (token[:1] == "\\" and (name in NAMES or name in _DECORATIONS or name in ("e", "i")))
         )  # fmt: skip
 
@@ -472,10 +476,14 @@ class _Parser:
             return self._sqrt()
         if name in _FUNCTIONS:
             return self._function(name)
+        if name in ("sum", "prod"):
+            return self._series(_add if name == "sum" else _multiply, _number(int(name == "prod")))
         if name in _CONSTANTS:
             return _constant(name)
         if name in _GREEK:
             return self._unknown(token)
+        if name in ("overline", "bar") and self._next == "{" and self._is_complex():
+            return _node(_FUNCTIONS["conj"], self._argument())
         if name in _DECORATIONS:
             return self._unknown(token + self._raw())
         raise Unreadable(f"{token!r} is not known")
@@ -542,12 +550,44 @@ class _Parser:
             while opening == "{" and self._next == "{":  # \binom{n}{k}
                 arguments.append(self._argument())
             return arguments
-        if self._next.isdigit() and self.tokens[self.at - 1] == r"\binom":
+        if _ALIASES.get(self.tokens[self.at - 1][1:], self.tokens[self.at - 1][1:]) == "binom":  # \binom n2
             return [self._one(), self._one()]
         node = _node(_multiply, _number(-1), self._power()) if self._skip("-") else self._power()
         while self._starts_factor() and self._next not in ("(", "[") and self._next[1:] not in _FUNCTIONS:
             node = _node(_multiply, node, self._power())
         return [node]
+
+    def _is_complex(self) -> bool:
+        """Return whether the group that comes next is a sum with the imaginary unit."""
+        group = self.tokens[self.at : self.tokens.index("}", self.at)] if "}" in self.tokens[self.at :] else []
+        return "i" in group and ("+" in group or "-" in group)
+
+    def _series(self, join: Callable[..., Number], neutral: Any) -> Any:
+        """Parse `_{k=1}^{n}` and the factors behind it: a finite sum or product."""
+        self._take("_")
+        self._take("{")
+        name = self._take()
+        self._take("=")
+        first = self.sum()
+        self._take("}")
+        self._take("^")
+        last = self._argument()
+        known = name in self.unknowns
+        term = self._product()
+        if not name.isalpha() or (name in self.unknowns and known):
+            raise Unreadable("a sum over no unknown of its own")
+        self.unknowns.discard(name)
+
+        def value(p: Point) -> Number:
+            low, high = _whole(first(p)), _whole(last(p))
+            if not 0 <= high - low < MAX_TERMS:
+                raise Unreadable("too many terms")
+            result = neutral(p)
+            for number in range(low, high + 1):
+                result = join(p, result, term(p._replace(values={**p.values, name: Fraction(number)})))
+            return result
+
+        return value
 
     def _raw(self) -> str:
         """Return the text of a group or of one token, which is part of a name."""
@@ -560,14 +600,14 @@ class _Parser:
         return "".join(self.tokens[start : self.at - 1])
 
     def _unknown(self, name: str) -> Any:
+        if name == "C" and self._next in ("_", "^"):  # C_{10}^3 or C^3_{10}, a number of combinations
+            start, first, low = self.at, self._take(), self._argument()
+            if self._skip("^" if first == "_" else "_"):
+                high = self._argument()
+                return _node(_binomial, *((low, high) if first == "_" else (high, low)))
+            self.at = start
         if self._skip("_"):
-            sub = self._raw()
-            if name == "C" and sub.isdigit() and self._skip("^"):
-                over = self._raw()
-                if over.isdigit() and int(over) <= int(sub):  # C_{10}^3, a number of combinations
-                    return _node(_binomial, _number(sub), _number(over))
-                raise Unreadable("C with two indices")
-            name = f"{name}_{sub}"
+            name = f"{name}_{self._raw()}"
         elif name == "C" and "".join(self.tokens[self.at : self.at + 5]).count(",") == 1 and self._next == "(":
             return _node(_binomial, *self._arguments())
         self.unknowns.add(name)

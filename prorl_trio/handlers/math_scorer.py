@@ -181,11 +181,11 @@ def _equal(gold: Reading, answer: Reading) -> bool:
             return _congruent(gold, answer)
         case Relation(), Relation():
             return _equal_relations(gold, answer)
-        case Ratio(), Ratio() if gold.time or answer.time:
+        case Ratio(), Ratio() if gold.time or answer.half:
             return (gold.half == answer.half or not gold.half or not answer.half) and [
                 f.value(Point({})) for f in gold.parts
             ] == [f.value(Point({})) for f in answer.parts]
-        case (Ratio(time=True), _) | (_, Ratio(time=True)):
+        case (Ratio(time=True), _) | (Number(), Ratio(time=True)):
             return False
         case (Ratio(), _) | (_, Ratio()):
             return _equal_ratios(_parts(gold), _parts(answer))
@@ -194,7 +194,8 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 def _equal_numbers(gold: Number, answer: Number) -> bool:
     if gold.unit and answer.unit and gold.unit != answer.unit:
-        return False
+        if not (answer.unit == "deg" and gold.unit in ("degC", "degF")):  # `25 degrees`, of whichever scale
+            return False
     if answer.percent and not gold.percent:
         whole = not gold.formula.unknowns and abs(wide(_value(gold))) >= 1
         return _equal_formulas(gold, _hundredth(answer)) or (whole and _equal_formulas(gold, answer))
@@ -270,7 +271,7 @@ def _equal_items(gold: Items, answer: Items) -> bool:
         in_order = gold.brackets in ordered
     elif {gold.brackets, answer.brackets} <= {",", "()"}:
         in_order = True
-    elif answer.brackets == "[]" and (gold.brackets in (",", "or") or (gold.brackets == "{}" and not _is_pair(gold))):
+    elif answer.brackets == "[]" and gold.brackets in (",", "or", "{}") and not _is_pair(gold):
         in_order = False  # a list of Python
     else:
         return False
