@@ -10,6 +10,7 @@ import math
 import random
 import re
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import mpmath
@@ -21,8 +22,12 @@ __all__ = ["NAMES", "Formula", "Point", "Undefined", "Unreadable", "agree", "par
 
 DIGITS: Final = 120
 mpmath.mp.dps = DIGITS
+MORE_DIGITS: Final = 3 * DIGITS
 MAX_BITS: Final = 200_000
 """A formula with an exact number of more bits than this is not read."""
+MAX_INEXACT_BITS: Final = 1_000
+"""Where a value is not rational: of a fraction's numerator and denominator, and between the sizes of two terms. Fewer
+bits than `MORE_DIGITS` has."""
 MAX_ROOT: Final = 99
 """Higher odd roots of negative numbers are not real: the values of unknown exponents have large denominators."""
 MAX_FACTORIAL: Final = 5_000
@@ -52,25 +57,28 @@ Number = Any  # Fraction, mpf or mpc; mpmath has no types
 
 
 class Formula(NamedTuple):
-    """A formula: its value at a point, its unknowns, and whether it has a logarithm without a base."""
+    """A formula: its value at a point, its unknowns, whether it has a logarithm without a base, and pieces."""
 
     value: Callable[[Point], Number]
     unknowns: frozenset[str]
     plain_log: bool = False
+    in_pieces: bool = False
 
     def times(self, other: Formula) -> Formula:
         """Return the product of both."""
-        return Formula(
-            _node(_multiply, self.value, other.value),
-            self.unknowns | other.unknowns,
-            self.plain_log or other.plain_log,
-        )
+        return self._joined(_node(_multiply, self.value, other.value), other)
 
     def minus(self, other: Formula) -> Formula:
         """Return the difference of both."""
         negative = _node(_multiply, _number(-1), other.value)
+        return self._joined(_node(_add, self.value, negative), other)
+
+    def _joined(self, value: Callable[[Point], Number], other: Formula) -> Formula:
         return Formula(
-            _node(_add, self.value, negative), self.unknowns | other.unknowns, self.plain_log or other.plain_log
+            value,
+            self.unknowns | other.unknowns,
+            self.plain_log or other.plain_log,
+            self.in_pieces or other.in_pieces,
         )
 
 
@@ -88,14 +96,17 @@ def agree(a: Formula, b: Formula) -> bool:
     """Return whether two formulas have the same values wherever both are real, or else as complex numbers.
 
     They are evaluated at points whose coordinates are random rational numbers of both signs, so that `\\sqrt{ab}` is
-    `\\sqrt{a}\\sqrt{b}`, but `|x|` is not `x`. A logarithm without a base is natural or decimal, in both the same.
-
-    Raises:
-        Unreadable: a number is too large to be evaluated.
+    `\\sqrt{a}\\sqrt{b}`, but `|x|` is not `x`. Formulas in pieces (`|x|`, `\\lfloor x \\rfloor`) are tried at all scales and
+    close to whole numbers, too, where pieces end. Unknowns that by custom are whole numbers (`n`) may also be only
+    that. A logarithm without a base is natural or decimal, in both the same. A value that is not rational is computed
+    twice, with more digits than a term that counts may be smaller than another.
     """
+    names = sorted(a.unknowns | b.unknowns)
     bases = (0, 10) if a.plain_log or b.plain_log else (0,)
-    points = _points(sorted(a.unknowns | b.unknowns))
-    return any(_agree_at(a, b, points, base) for base in bases)
+    points = _points(names, in_pieces=a.in_pieces or b.in_pieces)
+    if any(_agree_at(a, b, points, base) for base in bases):
+        return True
+    return bool(a.unknowns and b.unknowns) and _WHOLE_UNKNOWNS.issuperset(names) and _agree_at(a, b, _wholes(names), 0)
 
 
 def _agree_at(a: Formula, b: Formula, points: list[dict[str, Fraction]], base: int) -> bool:
@@ -106,7 +117,11 @@ def _agree_at(a: Formula, b: Formula, points: list[dict[str, Fraction]], base: i
             try:
                 if not _same_at(a, b, point):
                     return False
-            except (Undefined, ArithmeticError, ValueError, TypeError):
+                if not met:
+                    with mpmath.workdps(MORE_DIGITS):
+                        if not _same_at(a, b, point):
+                            return False
+            except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError):
                 continue
             met += 1
         if met >= min(2, len(points)):
@@ -118,19 +133,40 @@ def _same_at(a: Formula, b: Formula, point: Point) -> bool:
     x, y = a.value(point), b.value(point)
     if same(x, y):
         return True
+    digits = mpmath.mp.dps
     size = max(abs(wide(x)), abs(wide(y)))
-    if size > mpmath.mpf(10) ** (30 - DIGITS):
+    if size > mpmath.mpf(10) ** (30 - digits):
         return False
-    with mpmath.workdps(2 * DIGITS):  # is it small, or 0 and the rest of a difference?
-        return bool(max(abs(wide(a.value(point))), abs(wide(b.value(point)))) < size * mpmath.mpf(10) ** (-DIGITS // 2))
+    with mpmath.workdps(2 * digits):  # is it small, or 0 and the rest of a difference?
+        return bool(max(abs(wide(a.value(point))), abs(wide(b.value(point)))) < size * mpmath.mpf(10) ** (-digits // 2))
 
 
-def _points(names: list[str]) -> list[dict[str, Fraction]]:
+@lru_cache(maxsize=64)
+def _random_points(count: int, in_pieces: bool) -> list[list[Fraction]]:
+    """Return points of `count` coordinates, always the same ones."""
+    choose = random.Random(count)
+    spans = [(1, 999, 1009), (1009, 3000, 1009), (2000, 9000, 1009), (-999, -1, 1009), (-3000, 3000, 1013)]
+    points = [[Fraction(choose.randint(low, high), under) for _ in range(count)] for low, high, under in spans]
+    if in_pieces:
+        for scale in range(-6, 16):
+            for sign in (1, -1):
+                size = sign * Fraction(10) ** scale
+                points.append([choose.randint(1009, 9999) * size / 1009 for _ in range(count)])
+                if scale >= 0:
+                    points.append([60 * (n + 1) + sign * (Fraction(1, 10**scale) if scale else 0) for n in range(count)])
+    return points
+
+
+def _points(names: list[str], *, in_pieces: bool) -> list[dict[str, Fraction]]:
     if not names:
         return [{}]
+    return [dict(zip(names, point, strict=True)) for point in _random_points(len(names), in_pieces)]
+
+
+def _wholes(names: list[str]) -> list[dict[str, Fraction]]:
     choose = random.Random(len(names))
-    spans = [(1, 999, 1009), (1009, 3000, 1009), (2000, 9000, 1009), (-999, -1, 1009), (-3000, 3000, 1013)]
-    return [{name: Fraction(choose.randint(low, high), under) for name in names} for low, high, under in spans]
+    highest = [*range(2, 14), 97, 480, *(10**n for n in range(3, 13))]
+    return [{name: Fraction(choose.randint(high // 2, high + n)) for n, name in enumerate(names)} for high in highest]
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -138,7 +174,11 @@ def _points(names: list[str]) -> list[dict[str, Fraction]]:
 
 def wide(x: Number) -> Number:
     """Return a number as mpmath has it, with `DIGITS` digits."""
-    return mpmath.mpf(x.numerator) / x.denominator if isinstance(x, Fraction) else x
+    if not isinstance(x, Fraction):
+        return x
+    if min(x.numerator.bit_length(), x.denominator.bit_length()) > MAX_INEXACT_BITS:
+        raise Unreadable("a fraction has more digits than are computed")
+    return mpmath.mpf(x.numerator) / x.denominator
 
 
 def _exact(x: Fraction) -> Fraction:
@@ -148,7 +188,12 @@ def _exact(x: Fraction) -> Fraction:
 
 
 def _add(p: Point, a: Number, b: Number) -> Number:
-    return _exact(a + b) if isinstance(a, Fraction) and isinstance(b, Fraction) else wide(a) + wide(b)
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return _exact(a + b)
+    a, b = wide(a), wide(b)
+    if a and b and abs(mpmath.mag(a) - mpmath.mag(b)) > MAX_INEXACT_BITS:
+        raise Unreadable("a term is too small to be seen beside another")
+    return a + b
 
 
 def _multiply(p: Point, a: Number, b: Number) -> Number:
@@ -294,8 +339,13 @@ _CLOSING: Final = {
 }  # fmt: skip
 _WRAPPED: Final = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs", r"\vert": "abs", "|": "abs"}
 
+_WHOLE_UNKNOWNS: Final = frozenset("kmnKMN")
+_IN_PIECES: Final = frozenset(
+    {"|", "//", r"\lvert", r"\lfloor", r"\lceil"}
+    | {rf"\{name}" for name in ("abs", "Abs", "floor", "ceil", "ceiling", "max", "min")}
+)
 _TOKEN: Final = re.compile(
-    r"(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d{1,4}(?![\w.]))?|\.\d+)|\\[A-Za-z]+|\\.|[A-Za-z]+|\*\*|\S", re.DOTALL
+    r"(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d{1,4}(?![\w.]))?|\.\d+)|\\[A-Za-z]+|\\.|[A-Za-z]+|\*\*|//|\S", re.DOTALL
 )
 NAMES: Final = frozenset({*_FUNCTIONS, *_ALIASES, *_CONSTANTS, *_GREEK} - {"i", "e"})
 _NAME_FIRST: Final = re.compile(
@@ -350,7 +400,8 @@ def parse(text: str) -> Formula:
         raise Unreadable("infinity is no number to compute with")
     if parser.at < len(parser.tokens):
         raise Unreadable(f"{parser.tokens[parser.at]!r} is left over")
-    return Formula(node, frozenset(parser.unknowns), parser.plain_log)
+    in_pieces = bool(parser.unknowns) and not _IN_PIECES.isdisjoint(parser.tokens)
+    return Formula(node, frozenset(parser.unknowns), parser.plain_log, in_pieces)
 
 
 class _Parser:
@@ -405,6 +456,9 @@ class _Parser:
             elif self._next in ("/", r"\div"):
                 self._take()
                 node = _node(_divide, node, self._signed())
+            elif self._next == "//":
+                self._take()
+                node = _node(_FUNCTIONS["floor"], _node(_divide, node, self._signed()))
             elif self._starts_factor():
                 node = _node(_multiply, node, self._power())
             else:

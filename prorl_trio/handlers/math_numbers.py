@@ -45,7 +45,7 @@ _TENS: Final = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 _SPELLED: Final = {
     **{word: n for n, word in enumerate(_SMALL)},
     **{word: 10 * n for n, word in enumerate(_TENS, 2)},
-    **{f"{ten}-{one}": 10 * n + k for n, ten in enumerate(_TENS, 2) for k, one in enumerate(_SMALL[1:10], 1)},
+    **{f"{ten} {one}": 10 * n + k for n, ten in enumerate(_TENS, 2) for k, one in enumerate(_SMALL[1:10], 1)},
     "one half": "1/2", "a half": "1/2", "half": "1/2", "one third": "1/3", "two thirds": "2/3", "one quarter": "1/4",
     "one fourth": "1/4", "three quarters": "3/4", "three fourths": "3/4", "one hundred": 100, "one thousand": 1000,
 }  # fmt: skip
@@ -104,7 +104,7 @@ def number(text: str) -> Number:
         text = f"-({text[negative.end() :]})"
         inner = number(text[2:-1])
         return inner._replace(formula=parse("0").minus(inner.formula))
-    if text[:1].isalpha() and (spelled := _SPELLED.get(text.casefold())) is not None:
+    if text[:1].isalpha() and (spelled := _SPELLED.get(text.casefold().replace("-", " "))) is not None:
         return Number(parse(str(spelled)))
     if (price := _PRICE.match(text)) is not None:
         unit, text = _CURRENCY[price["currency"]], price["sign"] + price["inner"] + text[price.end() :]

@@ -345,7 +345,7 @@ def _proportional(gold: Relation, answer: Relation) -> bool:
     factor = a.value(point) / b.value(point)
     if not factor or (gold.sign != "=" and factor < 0):
         return False
-    scaled = Formula(lambda p: factor, frozenset()).times(b)
+    scaled = Formula(lambda p: a.value(point) / b.value(point), frozenset()).times(b)  # with the digits of the moment
     return agree(a, scaled)
 
 

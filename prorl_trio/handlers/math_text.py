@@ -14,7 +14,7 @@ _SIGNS: Final = {
     "−": "-", "–": "-", "﹣": "-", "－": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
     "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ", "½": " 1/2", "⅓": " 1/3", "¼": " 1/4",
-    "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ",
+    "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ", "∴": r"\therefore ", "⇒": r"\Rightarrow ", "→": r"\to ",
     "∛": r"\sqrt[3]", "…": r"\ldots ", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}",
     "（": "(", "）": ")", "，": ",", "≦": r"\le ", "≧": r"\ge ", "¢": " cents",
     "⁄": "/", "∠": r"\angle ", "△": r"\triangle ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
@@ -37,7 +37,7 @@ _SYNONYM: Final = re.compile(
 )
 _FONT: Final = (
     r"\\(?:text(?:bf|it|rm|normal|sf|tt|color\s*\{[a-z]+\})?|math(?:rm|bf|it|sf)|bf|rm|it|sf|bm|boldsymbol|[mh]box"
-    r"|operatorname\*?|underline(?=\s*\{[-\d.,]*\})|tiny|small|[lL]arge|LARGE|[hH]uge|color\s*\{[a-z]+\}|boxed|fbox)(?![A-Za-z])"
+    r"|operatorname\*?|underline(?=\s*\{[-\d.,\s]*\})|tiny|small|[lL]arge|LARGE|[hH]uge|color\s*\{[a-z]+\}|boxed|fbox)(?![A-Za-z])"
 )
 _FONT_GROUP: Final = re.compile(rf"(?P<script>[\^_]\s*)?{_FONT}\s*\{{(?P<text>[^{{}}]*)\}}")
 _FONT_ALONE: Final = re.compile(_FONT)
@@ -49,7 +49,7 @@ _SPACE: Final = re.compile(r"(?:\\,|(?<!\\)\\(?=\s)|~(?!~)|\s)+")
 _QUAD: Final = re.compile(r"(?:\s*[,;]\s*)?(?:\\q?quad(?![A-Za-z])\s*)+(?:[,;]\s*)?")
 _MARKDOWN: Final = re.compile(r"(?<![\w)}\]*])(\*\*|__|``?|~~|\*)(?=\S)(.+?)(?<=\S)\1(?![\w({\[*])", re.DOTALL)
 _LEADING: Final = re.compile(
-    r"^(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:there\s+(?:is|are)\s+(?=no\b))?(?:it(?:'s|\s+is)\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?"
+    r"^(?:(?:\\(?:therefore|Rightarrow|implies|Longrightarrow|rightarrow|to)(?![A-Za-z])|=>|->)\s*)?(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:there\s+(?:is|are)\s+(?=no\b))?(?:it(?:'s|\s+is)\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?"
     r"(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*:)\s*:?\s*)?(?:(?:option|choice)\s+(?=\(?[A-Z]\)?$))?"
     r"(?:(?:=|\\approx|\\sim|≈|~|is|are|approximately|about|exactly|roughly|equals?|equal to)\s+|=|\\approx"
     r"|(?:the\s+|an?\s+)?(?:ordered\s+|open\s+|closed\s+)?(?:points?|coordinates?|pairs?|triples?|vectors?|intervals?(?!\()|sets?"
@@ -67,7 +67,7 @@ _UNION: Final = re.compile(r"(?<=[)\]])\s*[Uu]\s*(?=[(\[])")
 _HAT: Final = re.compile(r"\\hat\s*\{?\s*\\?([ijk])(?:math)?\s*\}?(?![A-Za-z])")
 _WITHOUT: Final = re.compile(r"(?<=[})\]])\s*-\s*(?=\\\{)")
 _REMARK: Final = re.compile(
-    r"\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔])$"
+    r"\s+is\s+(?:the|my|our)\s+(?:final |correct |right )?answer$|\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔])$"
     r"|\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about|in \w+)\)$"
 )
 _LATEX_GROUPED: Final = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!\s*|\\!,)(?=\d{3}(?!\d))")
