@@ -414,6 +414,7 @@ class _Parser:
         self.plain_log = False
         self._bars = 0
         self._angles = 0
+        self._indices: frozenset[str] = frozenset()
 
     @property
     def _next(self) -> str:
@@ -517,6 +518,8 @@ class _Parser:
             return _number(token)
         if token in _CLOSING:
             return self._group(token)
+        if token in self._indices:
+            return self._unknown(token)
         if token in ("i", r"\i", "I", r"\imath") and self._next != "_":
             return _imaginary
         if token == "e" and self._next != "_":
@@ -627,8 +630,10 @@ class _Parser:
         self._take("^")
         last = self._argument()
         known = name in self.unknowns
+        outside, self._indices = self._indices, self._indices | {name}
         term = self._product()
-        if not name.isalpha() or (name in self.unknowns and known):
+        self._indices = outside
+        if not name.isalpha() or known:
             raise Unreadable("a sum over no unknown of its own")
         self.unknowns.discard(name)
 

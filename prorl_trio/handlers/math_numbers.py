@@ -66,7 +66,8 @@ _CHANGES: Final = frozenset(
 """A word beside a number that makes another number of it, or none, or a condition."""
 _CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {"square", "cube", "other", "than", "different", "log", "sin"}
 _NEGATIVE: Final = re.compile(r"^(?:minus|negative)\s+", re.IGNORECASE)
-_PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?P<currency>[$€£¥₹₽₩])\s*(?P<inner>-?)\s*(?=[\d.])")
+_RATE: Final = re.compile(r"(?:\s*/\s*|\s+(?:per|an?|every)\s+)(?!hundred|thousand|dozen)[A-Za-z]{3,}$|\s+each$")
+_PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?:US)?(?P<currency>[$€£¥₹₽₩])\s*(?P<inner>-?)\s*(?=[\d.])")
 _BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z$€£¥₹]")
 _PHRASE: Final = re.compile(r"[A-Za-z$€£¥₹][A-Za-z$€£¥₹./^{}'\s\d-]*")
 _ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*([CF])?$")
@@ -107,7 +108,7 @@ def number(text: str) -> Number:
     if text[:1].isalpha() and (spelled := _SPELLED.get(text.casefold().replace("-", " "))) is not None:
         return Number(parse(str(spelled)))
     if (price := _PRICE.match(text)) is not None:
-        unit, text = _CURRENCY[price["currency"]], price["sign"] + price["inner"] + text[price.end() :]
+        unit, text = _CURRENCY[price["currency"]], price["sign"] + price["inner"] + _RATE.sub("", text[price.end() :])
     if (angle := _ANGLE.search(text)) is not None and not _TRIGONOMETRIC.search(text):
         unit, text = "deg" + (angle[1] or ""), text[: angle.start()]
     if text.endswith(("%", "percent", "per cent", "pct")):

@@ -129,6 +129,7 @@ def equal(gold: str, answer: str) -> bool:
 
 
 _INTEGER: Final = re.compile(r"-?\d{1,40}")
+_WORD_FORMS: Final = {"solutions": "solution", "exist": "", "exists": "", "infinity": "infinite"}
 _find_gold = lru_cache(maxsize=256)(find_final_answer)
 _read_gold = lru_cache(maxsize=256)(read)
 
@@ -139,7 +140,8 @@ def _key(text: str) -> str:
         return text.strip("()").casefold()
     if re.fullmatch(r"[A-Za-z' .!-]+", text) and re.search(r"[A-Za-z]{2}", text) and " - " not in text:
         words = text.casefold().rstrip(" .!").split()
-        return " ".join(word for word in words if word not in ("the", "a", "an") or len(words) == 1)
+        words = [_WORD_FORMS.get(word, word) for word in words if word not in ("the", "a", "an") or len(words) == 1]
+        return " ".join(filter(None, words))
     if "\\" not in text and re.search(r"[A-Za-z]{4}", text):  # `December 25`
         text = text.casefold()
     text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\x1f", text)
@@ -196,6 +198,8 @@ def _equal_numbers(gold: Number, answer: Number) -> bool:
     if gold.unit and answer.unit and gold.unit != answer.unit:
         if not (answer.unit == "deg" and gold.unit in ("degC", "degF")):  # `25 degrees`, of whichever scale
             return False
+    if answer.percent and gold.unit:
+        return False
     if answer.percent and not gold.percent:
         whole = not gold.formula.unknowns and abs(wide(_value(gold))) >= 1
         return _equal_formulas(gold, _hundredth(answer)) or (whole and _equal_formulas(gold, answer))
@@ -277,9 +281,12 @@ def _equal_items(gold: Items, answer: Items) -> bool:
         return False
     if len(gold.items) != len(answer.items):
         return False
-    names = {item.name for item in (*gold.items, *answer.items) if isinstance(item, Named)}
-    if "{}" in (gold.brackets, answer.brackets) and len(names) > 1:
-        return False  # values of several unknowns are no set
+    names = [{item.name for item in side.items if isinstance(item, Named)} for side in (gold, answer)]
+    if max(map(len, names)) > 1:  # values of several unknowns: no set, and without their names in alphabetical order
+        if "{}" in (gold.brackets, answer.brackets) or (gold.brackets == "or") != (answer.brackets == "or"):
+            return False
+        if not all(names):
+            gold, answer, in_order = _by_name(gold), _by_name(answer), True
     if in_order:
         return all(_equal(g, a) for g, a in zip(gold.items, answer.items, strict=True))
     left = list(answer.items)
@@ -289,6 +296,11 @@ def _equal_items(gold: Items, answer: Items) -> bool:
             return False
         del left[found]
     return True
+
+
+def _by_name(items: Items) -> Items:
+    named = all(isinstance(item, Named) for item in items.items)
+    return items._replace(items=tuple(sorted(items.items, key=lambda item: item.name))) if named else items
 
 
 def _is_pair(items: Items) -> bool:

@@ -70,6 +70,7 @@ _REMARK: Final = re.compile(
     r"\s+is\s+(?:the|my|our)\s+(?:final |correct |right )?answer$|\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔])$"
     r"|\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about|in \w+)\)$"
 )
+_ALSO: Final = re.compile(r"\s+\(\s*(or|=|\\approx)\s+([^()]*)\)$")
 _LATEX_GROUPED: Final = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!\s*|\\!,)(?=\d{3}(?!\d))")
 _GROUPED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACE_GROUPED: Final = re.compile(r"(?<![\d.,])-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
@@ -87,11 +88,15 @@ _EULER: Final = re.compile(r"(?<![A-Za-z\\])E(?=\s*\*)|(?<=\*)E(?![A-Za-z])")
 _COMPLEX: Final = re.compile(r"(\(?[-+\d.eE ]*\d)j(\)?)")
 _TO: Final = re.compile(r"(?<=[\d})])\s+to\s+(?=[\d({\\])")
 _SYMPY: Final = (
-    (re.compile(r"FiniteSet\((.*)\)", re.DOTALL), r"\\{\1\\}"),
-    (re.compile(r"Interval\(([^(),]+,[^(),]+)\)"), r"[\1]"),
     (re.compile(r"Interval\.open\(([^(),]+,[^(),]+)\)"), r"(\1)"),
-    (re.compile(r"(?:Matrix|array)\((\[.*\])\)", re.DOTALL), r"\1"),
+    (re.compile(r"Interval\.Lopen\(([^(),]+,[^(),]+)\)"), r"(\1]"),
+    (re.compile(r"Interval\.Ropen\(([^(),]+,[^(),]+)\)"), r"[\1)"),
+    (re.compile(r"Interval\(([^(),]+,[^(),]+)\)"), r"[\1]"),
+    (re.compile(r"^FiniteSet\((.*)\)$", re.DOTALL), r"\\{\1\\}"),
+    (re.compile(r"^(?:Matrix|array)\((\[.*\])\)$", re.DOTALL), r"\1"),
 )
+_SYMPY_NAME: Final = re.compile(r"(?:Interval|Union|FiniteSet|Matrix|array)[.(]")
+_SYMPY_UNION: Final = re.compile(r"Union\((.*)\)")
 _SYMPY_INTEGER: Final = re.compile(r"(?<![A-Za-z\\])S\((-?\d+)\)")
 _LOG_BASE: Final = re.compile(r"(?<![A-Za-z\\])\\?log_?\{?(2|10)\}?\s*(?=\()")
 
@@ -121,6 +126,7 @@ def normalised(text: str) -> str:
     text = re.sub(r"^#+\s+|(?<=[\w\s])\\+$", "", _SPACE.sub(" ", text).strip("*_` "))
     text = re.sub(r"^[\"'“”‘]+(.*?)[\"'“”’]+\.?$", r"\1", text).strip()
     text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]!\s])!$", "", text).rstrip()
+    text = _ALSO.sub(r" \1 \2", text)
     return _REMARK.sub("", _LEADING.sub("", text)).strip()
 
 
@@ -136,9 +142,11 @@ def _is_price(text: str, at: int) -> bool:
 def with_plain_numbers(text: str) -> str:
     """Return a normalised text with its numbers in the form that formulas have: `1,000`, `0.(3)`, `52_8`, `1 1/2`."""
     text = _SYMPY_INTEGER.sub(r"(\1)", _EULER.sub("e", _MODULE.sub("", text)))
-    for pattern, plain in _SYMPY:
-        if pattern.fullmatch(text):
+    if _SYMPY_NAME.match(text):
+        for pattern, plain in _SYMPY:
             text = pattern.sub(plain, text)
+        if (union := _SYMPY_UNION.fullmatch(text)) is not None:
+            text = re.sub(r"(?<=[)\]}])\s*,\s*(?=[(\[\\])", r"\\cup ", union[1])
     text = _TO.sub(":", text)
     text = _COMPLEX.sub(r"\1i\2", text) if _COMPLEX.fullmatch(text) else text
     text = _REPEATING.sub(_repeating, text)

@@ -242,7 +242,7 @@ even
   = even
 no solution
   = No solution
-  ! no solutions
+  = no solutions
 \text{(A)}
   = A
 A
