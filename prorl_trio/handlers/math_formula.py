@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections import Counter
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -31,8 +32,10 @@ bits than `MORE_DIGITS` has."""
 MAX_ROOT: Final = 99
 """Higher odd roots of negative numbers are not real: the values of unknown exponents have large denominators."""
 MAX_FACTORIAL: Final = 5_000
-MAX_TERMS: Final = 500
+MAX_TERMS: Final = 100
 """Of a finite sum or product that is written with \\sum or \\prod."""
+MAX_WORK: Final = 5_000
+"""Terms of such sums that are computed for a comparison."""
 MAX_EXPONENT: Final = 10**6
 """Natural logarithm of the largest number that is evaluated."""
 
@@ -46,11 +49,15 @@ class Undefined(Exception):
 
 
 class Point(NamedTuple):
-    """A point for evaluation: the values of the unknowns, whether only real numbers count, the base of log (0: e)."""
+    """A point for evaluation: the values of the unknowns, whether only real numbers count, the base of log (0: e).
+
+    `work` counts the terms of sums that were computed for it.
+    """
 
     values: Mapping[str, Fraction]
     real: bool = True
     log_base: int = 0
+    work: Counter[str] | None = None
 
 
 Number = Any  # Fraction, mpf or mpc; mpmath has no types
@@ -110,10 +117,11 @@ def agree(a: Formula, b: Formula) -> bool:
 
 
 def _agree_at(a: Formula, b: Formula, points: list[dict[str, Fraction]], base: int) -> bool:
+    work: Counter[str] = Counter()
     for real in (True, False):
         met = 0
         for values in points:
-            point = Point(values, real, base)
+            point = Point(values, real, base, work)
             try:
                 if not _same_at(a, b, point):
                     return False
@@ -122,6 +130,8 @@ def _agree_at(a: Formula, b: Formula, points: list[dict[str, Fraction]], base: i
                         if not _same_at(a, b, point):
                             return False
             except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError):
+                if work["terms"] > MAX_WORK:
+                    return False
                 continue
             met += 1
         if met >= min(2, len(points)):
@@ -254,7 +264,7 @@ def _factorial(p: Point, x: Number, step: int = 1) -> Number:
     if abs(wide(x)) > MAX_FACTORIAL:
         raise Unreadable("a factorial is too large")
     if isinstance(x, Fraction) and x.denominator == 1 and x >= 0:
-        return Fraction(math.prod(range(int(x), 0, -step)))
+        return Fraction(math.factorial(int(x)) if step == 1 else math.prod(range(int(x), 0, -step)))
     return mpmath.factorial(wide(x)) if step == 1 else mpmath.fac2(wide(x))
 
 
@@ -314,6 +324,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., Number]]] = {
     "conj": lambda p, x: mpmath.conj(wide(x)), "Re": lambda p, x: mpmath.re(wide(x)), "Im": lambda p, x: mpmath.im(wide(x)),
 }  # fmt: skip
 _ALIASES: Final = {
+    "sum": "sum", "prod": "prod", "product": "prod",
     "Fraction": "Rational", "conjugate": "conj",
     "ceiling": "ceil", "Abs": "abs", "binomial": "binom", "comb": "binom", "tg": "tan", "ctg": "cot", "cosec": "csc",
     "arctg": "arctan", "re": "Re", "im": "Im", "dbinom": "binom", "tbinom": "binom", "infinity": "infty",
@@ -622,14 +633,16 @@ class _Parser:
     def _series(self, join: Callable[..., Number], neutral: Any) -> Any:
         """Parse `_{k=1}^{n}` and the factors behind it: a finite sum or product."""
         self._take("_")
-        self._take("{")
+        closing = _CLOSING[self._take("{", "(")]
         name = self._take()
         self._take("=")
         first = self.sum()
-        self._take("}")
+        self._take(closing)
         self._take("^")
         last = self._argument()
         known = name in self.unknowns
+        if len(self._indices) > 1:
+            raise Unreadable("a sum in a sum in a sum")
         outside, self._indices = self._indices, self._indices | {name}
         term = self._product()
         self._indices = outside
@@ -641,6 +654,10 @@ class _Parser:
             low, high = _whole(first(p)), _whole(last(p))
             if not 0 <= high - low < MAX_TERMS:
                 raise Unreadable("too many terms")
+            if p.work is not None:
+                p.work["terms"] += high - low + 1
+                if p.work["terms"] > MAX_WORK:
+                    raise Unreadable("too many terms")
             result = neutral(p)
             for number in range(low, high + 1):
                 result = join(p, result, term(p._replace(values={**p.values, name: Fraction(number)})))

@@ -70,6 +70,7 @@ _REMARK: Final = re.compile(
     r"\s+is\s+(?:the|my|our)\s+(?:final |correct |right )?answer$|\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔])$"
     r"|\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about|in \w+)\)$"
 )
+_EQUIVALENT: Final = re.compile(r",?\s+or\s+(equivalently|approximately|about),?\s+(?=[^\sA-Za-z])")
 _ALSO: Final = re.compile(r"\s+\(\s*(or|=|\\approx)\s+([^()]*)\)$")
 _LATEX_GROUPED: Final = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!\s*|\\!,)(?=\d{3}(?!\d))")
 _GROUPED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -126,7 +127,7 @@ def normalised(text: str) -> str:
     text = re.sub(r"^#+\s+|(?<=[\w\s])\\+$", "", _SPACE.sub(" ", text).strip("*_` "))
     text = re.sub(r"^[\"'“”‘]+(.*?)[\"'“”’]+\.?$", r"\1", text).strip()
     text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]!\s])!$", "", text).rstrip()
-    text = _ALSO.sub(r" \1 \2", text)
+    text = _EQUIVALENT.sub(lambda found: " = " if found[1] == "equivalently" else r" \approx ", _ALSO.sub(r" \1 \2", text))
     return _REMARK.sub("", _LEADING.sub("", text)).strip()
 
 
