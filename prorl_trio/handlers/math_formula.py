@@ -27,13 +27,13 @@ MORE_DIGITS: Final = 3 * DIGITS
 MAX_BITS: Final = 200_000
 """A formula with an exact number of more bits than this is not read."""
 MAX_INEXACT_BITS: Final = 1_000
-"""Where a value is not rational: of a fraction's numerator and denominator, and between the sizes of two terms. Fewer
+"""Bits, where a value is not rational: of a fraction's numerator and denominator, and between the sizes of two terms. Fewer
 bits than `MORE_DIGITS` has."""
 MAX_ROOT: Final = 99
 """Higher odd roots of negative numbers are not real: the values of unknown exponents have large denominators."""
 MAX_FACTORIAL: Final = 5_000
 MAX_TERMS: Final = 100
-"""Of a finite sum or product that is written with \\sum or \\prod."""
+"""Terms of a finite sum or product that is written with \\sum or \\prod."""
 MAX_WORK: Final = 5_000
 """Terms of such sums that are computed for a comparison."""
 MAX_EXPONENT: Final = 10**6
@@ -103,8 +103,8 @@ def agree(a: Formula, b: Formula) -> bool:
     """Return whether two formulas have the same values wherever both are real, or else as complex numbers.
 
     They are evaluated at points whose coordinates are random rational numbers of both signs, so that `\\sqrt{ab}` is
-    `\\sqrt{a}\\sqrt{b}`, but `|x|` is not `x`. Formulas in pieces (`|x|`, `\\lfloor x \\rfloor`) are tried at all scales and
-    close to whole numbers, too, where pieces end. Unknowns that by custom are whole numbers (`n`) may also be only
+    `\\sqrt{a}\\sqrt{b}`, but `|x|` is not `x`. Formulas in pieces (`|x|`, `\\lfloor x \\rfloor`) are tried at all scales
+    and close to whole numbers, too, where pieces end. Unknowns that by custom are whole numbers (`n`) may also be only
     that. A logarithm without a base is natural or decimal, in both the same. A value that is not rational is computed
     twice, with more digits than a term that counts may be smaller than another.
     """
@@ -159,11 +159,9 @@ def _random_points(count: int, in_pieces: bool) -> list[list[Fraction]]:
     points = [[Fraction(choose.randint(low, high), under) for _ in range(count)] for low, high, under in spans]
     if in_pieces:
         for scale in range(-6, 16):
-            for sign in (1, -1):
-                size = sign * Fraction(10) ** scale
+            for size in (Fraction(10) ** scale, -(Fraction(10) ** scale)):
                 points.append([choose.randint(1009, 9999) * size / 1009 for _ in range(count)])
-                if scale >= 0:
-                    points.append([60 * (n + 1) + sign * (Fraction(1, 10**scale) if scale else 0) for n in range(count)])
+                points.append([60 * (n + 1) + (1 / size if scale > 0 else Fraction(0)) for n in range(count)])
     return points
 
 
@@ -321,14 +319,15 @@ _FUNCTIONS: Final[dict[str, Callable[..., Number]]] = {
     "factorial": _factorial, "binom": _binomial, "gcd": _integers(math.gcd), "lcm": _integers(math.lcm),
     "max": lambda p, *xs: max(xs, key=wide), "min": lambda p, *xs: min(xs, key=wide), "Rational": _divide,
     "complex": lambda p, a, b: _add(p, a, _multiply(p, b, _imaginary(p))),
-    "conj": lambda p, x: mpmath.conj(wide(x)), "Re": lambda p, x: mpmath.re(wide(x)), "Im": lambda p, x: mpmath.im(wide(x)),
+    "conj": lambda p, x: mpmath.conj(wide(x)),
+    "Re": lambda p, x: mpmath.re(wide(x)), "Im": lambda p, x: mpmath.im(wide(x)),
 }  # fmt: skip
 _ALIASES: Final = {
     "sum": "sum", "prod": "prod", "product": "prod",
     "Fraction": "Rational", "conjugate": "conj",
     "ceiling": "ceil", "Abs": "abs", "binomial": "binom", "comb": "binom", "tg": "tan", "ctg": "cot", "cosec": "csc",
     "arctg": "arctan", "re": "Re", "im": "Im", "dbinom": "binom", "tbinom": "binom", "infinity": "infty",
-    "inf": "infty", "oo": "infty", "Infinity": "infty", "imath": "i", "lcm": "lcm",
+    "inf": "infty", "oo": "infty", "Infinity": "infty", "imath": "i", 
     **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac"), "frac"),
 }  # fmt: skip
 _CONSTANTS: Final = {"pi": lambda: +mpmath.pi, "infty": lambda: mpmath.inf, "e": lambda: +mpmath.e}
@@ -346,9 +345,9 @@ _DECORATIONS: Final = frozenset(
 _TIMES: Final = frozenset({"*", r"\cdot", r"\times", r"\ast"})
 _CLOSING: Final = {
     "(": ")", "[": "]", "{": "}", r"\{": r"\}", "|": "|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil",
-    r"\lvert": r"\rvert", r"\vert": r"\vert",
+    r"\lvert": r"\rvert",
 }  # fmt: skip
-_WRAPPED: Final = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs", r"\vert": "abs", "|": "abs"}
+_WRAPPED: Final = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs", "|": "abs"}
 
 _WHOLE_UNKNOWNS: Final = frozenset("kmnKMN")
 _IN_PIECES: Final = frozenset(
@@ -360,7 +359,13 @@ _TOKEN: Final = re.compile(
 )
 NAMES: Final = frozenset({*_FUNCTIONS, *_ALIASES, *_CONSTANTS, *_GREEK} - {"i", "e"})
 _NAME_FIRST: Final = re.compile(
-    "|".join(sorted((n for n in _FUNCTIONS if n not in ("Re", "Im", "complex", "conj", "max", "min", "lg", "abs")), key=len, reverse=True))
+    "|".join(
+        sorted(
+            (n for n in _FUNCTIONS if n not in ("Re", "Im", "complex", "conj", "max", "min", "lg", "abs")),
+            key=len,
+            reverse=True,
+        )
+    )
 )
 _SHORT_WORDS: Final = frozenset(
     {"no", "yes", "odd", "one", "two", "six", "ten", "is", "if", "not", "the", "for", "all", "any"}

@@ -87,7 +87,7 @@ class Matrix(NamedTuple):
 Reading = Text | Number | Items | Ranges | Named | Relation | Congruence | Ratio | Matrix
 
 MAX_ORDER: Final = 4
-"""Of a determinant."""
+"""Rows of the largest determinant that is computed."""
 MAX_DEPTH: Final = 40
 """Brackets within brackets of an answer that is read."""
 _OPEN: Final = r"\\begin(?![A-Za-z])|\\\{|[(\[{]|\\lfloor|\\lceil"
@@ -136,7 +136,11 @@ def read(text: str) -> Reading:
     if not plain or len(plain) > MAX_CHARS:
         return Text(plain)
     try:
-        return _plain(plain) if _PLAIN.fullmatch(plain) else _alone(_value(_FRENCH.sub(_french, with_plain_numbers(plain))))
+        return (
+            _plain(plain)
+            if _PLAIN.fullmatch(plain)
+            else _alone(_value(_FRENCH.sub(_french, with_plain_numbers(plain))))
+        )
     except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, LookupError, RecursionError):
         return Text(plain)
 
@@ -276,8 +280,10 @@ def _alone(value: Reading) -> Reading:
     """Return the value of a set of one number: `\\{5\\}` is also an answer 5."""
     if isinstance(value, Named):
         return value._replace(value=_alone(value.value))
-    is_lone = isinstance(value, Items) and value.brackets == "{}" and len(value.items) == 1
-    return value.items[0] if is_lone and isinstance(value.items[0], Number | Named) else value
+    match value:
+        case Items("{}", ((Number() | Named()) as only,)):
+            return only
+    return value
 
 
 def _french(found: re.Match[str]) -> str:

@@ -195,9 +195,9 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 
 def _equal_numbers(gold: Number, answer: Number) -> bool:
-    if gold.unit and answer.unit and gold.unit != answer.unit:
-        if not (answer.unit == "deg" and gold.unit in ("degC", "degF")):  # `25 degrees`, of whichever scale
-            return False
+    degrees = answer.unit == "deg" and gold.unit in ("degC", "degF")  # `25 degrees`, of whichever scale
+    if gold.unit and answer.unit and gold.unit != answer.unit and not degrees:
+        return False
     if answer.percent and gold.unit:
         return False
     if answer.percent and not gold.percent:

@@ -14,10 +14,11 @@ _SIGNS: Final = {
     "−": "-", "–": "-", "﹣": "-", "－": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
     "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ", "½": " 1/2", "⅓": " 1/3", "¼": " 1/4",
-    "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ", "∴": r"\therefore ", "⇒": r"\Rightarrow ", "→": r"\to ",
+    "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ",
+    "∴": r"\therefore ", "⇒": r"\Rightarrow ", "→": r"\to ", "⁄": "/", "∠": r"\angle ", "△": r"\triangle ",
     "∛": r"\sqrt[3]", "…": r"\ldots ", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}",
     "（": "(", "）": ")", "，": ",", "≦": r"\le ", "≧": r"\ge ", "¢": " cents",
-    "⁄": "/", "∠": r"\angle ", "△": r"\triangle ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
+    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
 }  # fmt: skip
 _SIGN: Final = re.compile("|".join(sorted(_SIGNS, key=len, reverse=True)))
 _RAISED: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -26,9 +27,10 @@ _SYNONYMS: Final = {
     **dict.fromkeys((r"\leq", r"\leqslant", r"\leqq"), r"\le"),
     **dict.fromkeys((r"\geq", r"\geqslant", r"\geqq"), r"\ge"),
     **dict.fromkeys((r"\neq", r"\not="), r"\ne"), r"\lt": "<", r"\gt": ">", r"\varnothing": r"\emptyset",
-    **dict.fromkeys((r"\lbrace",), r"\{"), r"\rbrace": r"\}", r"\lparen": "(", r"\rparen": ")", r"\lbrack": "[",
+    r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lparen": "(", r"\rparen": ")", r"\lbrack": "[",
     r"\rbrack": "]", **dict.fromkeys((r"\dots", r"\cdots", r"\dotsc", r"\dotsb", "..."), r"\ldots"),
-    r"\surd": r"\sqrt", r"\Bbb": r"\mathbb", r"\vert": "|", "{:}": ":", r"\land": " and ", r"\wedge": " and ", r"\lor": " or ", r"\vee": " or ", r"\colon": ":", r"\rvert": r"\rvert",
+    r"\surd": r"\sqrt", r"\Bbb": r"\mathbb", r"\vert": "|", "{:}": ":", r"\land": " and ", r"\wedge": " and ", 
+    r"\lor": " or ", r"\vee": " or ", r"\colon": ":",
     r"\langle": "(", r"\rangle": ")", r"\setminus": r"\backslash", r"\R": r"\mathbb{R}", r"\simeq": r"\approx",
     r"\infin": r"\infty", r"\degree": r"^\circ", r"\iff": " or ", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
 }  # fmt: skip
@@ -127,7 +129,9 @@ def normalised(text: str) -> str:
     text = re.sub(r"^#+\s+|(?<=[\w\s])\\+$", "", _SPACE.sub(" ", text).strip("*_` "))
     text = re.sub(r"^[\"'“”‘]+(.*?)[\"'“”’]+\.?$", r"\1", text).strip()
     text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]!\s])!$", "", text).rstrip()
-    text = _EQUIVALENT.sub(lambda found: " = " if found[1] == "equivalently" else r" \approx ", _ALSO.sub(r" \1 \2", text))
+    text = _EQUIVALENT.sub(
+        lambda found: " = " if found[1] == "equivalently" else r" \approx ", _ALSO.sub(r" \1 \2", text)
+    )
     return _REMARK.sub("", _LEADING.sub("", text)).strip()
 
 
