@@ -27,8 +27,8 @@ MORE_DIGITS: Final = 3 * DIGITS
 MAX_BITS: Final = 200_000
 """A formula with an exact number of more bits than this is not read."""
 MAX_INEXACT_BITS: Final = 1_000
-"""Bits, where a value is not rational: of a fraction's numerator and denominator, and between the sizes of two terms. Fewer
-bits than `MORE_DIGITS` has."""
+"""Bits, where a value is not rational: of a fraction's numerator and denominator, and between two terms; fewer than
+`MORE_DIGITS` has."""
 MAX_ROOT: Final = 99
 """Higher odd roots of negative numbers are not real: the values of unknown exponents have large denominators."""
 MAX_FACTORIAL: Final = 5_000
@@ -103,10 +103,10 @@ def agree(a: Formula, b: Formula) -> bool:
     """Return whether two formulas have the same values wherever both are real, or else as complex numbers.
 
     They are evaluated at points whose coordinates are random rational numbers of both signs, so that `\\sqrt{ab}` is
-    `\\sqrt{a}\\sqrt{b}`, but `|x|` is not `x`. Formulas in pieces (`|x|`, `\\lfloor x \\rfloor`) are tried at all scales
-    and close to whole numbers, too, where pieces end. Unknowns that by custom are whole numbers (`n`) may also be only
-    that. A logarithm without a base is natural or decimal, in both the same. A value that is not rational is computed
-    twice, with more digits than a term that counts may be smaller than another.
+    `\\sqrt{a}\\sqrt{b}`, but `|x|` is not `x`. Formulas in pieces (`|x|`, `\\lfloor x \\rfloor`) are tried at all
+    scales and close to whole numbers, too, where pieces end. Unknowns that by custom are whole numbers (`n`) may also
+    be only that. A logarithm without a base is natural or decimal, in both the same. A value that is not rational is
+    computed twice, with more digits than a term that counts may be smaller than another.
     """
     names = sorted(a.unknowns | b.unknowns)
     bases = (0, 10) if a.plain_log or b.plain_log else (0,)
@@ -327,7 +327,7 @@ _ALIASES: Final = {
     "Fraction": "Rational", "conjugate": "conj",
     "ceiling": "ceil", "Abs": "abs", "binomial": "binom", "comb": "binom", "tg": "tan", "ctg": "cot", "cosec": "csc",
     "arctg": "arctan", "re": "Re", "im": "Im", "dbinom": "binom", "tbinom": "binom", "infinity": "infty",
-    "inf": "infty", "oo": "infty", "Infinity": "infty", "imath": "i", 
+    "inf": "infty", "oo": "infty", "Infinity": "infty", "imath": "i",
     **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac"), "frac"),
 }  # fmt: skip
 _CONSTANTS: Final = {"pi": lambda: +mpmath.pi, "infty": lambda: mpmath.inf, "e": lambda: +mpmath.e}

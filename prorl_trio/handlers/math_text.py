@@ -29,7 +29,7 @@ _SYNONYMS: Final = {
     **dict.fromkeys((r"\neq", r"\not="), r"\ne"), r"\lt": "<", r"\gt": ">", r"\varnothing": r"\emptyset",
     r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lparen": "(", r"\rparen": ")", r"\lbrack": "[",
     r"\rbrack": "]", **dict.fromkeys((r"\dots", r"\cdots", r"\dotsc", r"\dotsb", "..."), r"\ldots"),
-    r"\surd": r"\sqrt", r"\Bbb": r"\mathbb", r"\vert": "|", "{:}": ":", r"\land": " and ", r"\wedge": " and ", 
+    r"\surd": r"\sqrt", r"\Bbb": r"\mathbb", r"\vert": "|", "{:}": ":", r"\land": " and ", r"\wedge": " and ",
     r"\lor": " or ", r"\vee": " or ", r"\colon": ":",
     r"\langle": "(", r"\rangle": ")", r"\setminus": r"\backslash", r"\R": r"\mathbb{R}", r"\simeq": r"\approx",
     r"\infin": r"\infty", r"\degree": r"^\circ", r"\iff": " or ", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
