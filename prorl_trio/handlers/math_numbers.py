@@ -87,7 +87,7 @@ _PROSE: Final = re.compile(r"[A-Za-z\s,.:!'\"%-]*")
 """The text around a number: signs of mathematics and brackets would mean something."""
 _SINGLE_LETTER: Final = re.compile(r"(?<![A-Za-z'])[B-HJ-Zb-z](?![A-Za-z'])")
 _STATED: Final = re.compile(r"([A-Z][A-Za-z ,'-]{2,}?) (?:is|are|equals)(?: equal to)? ([^A-Za-z\s].*)", re.DOTALL)
-_FOR_WHOM: Final = re.compile(r"\b(?:for|with) (?:the|her|his|their|its|an?|each|every|this|that)\b")
+_FOR_WHOM: Final = re.compile(r"\bsuch (?!that|as)|\b(?:for|with) (?:the|her|his|their|its|an?|each|every|this|that)\b")
 _DECIMAL: Final = re.compile(
     r"[-+]?\s*(\d*\.\d+)(?:[eE][+-]?\d+|\s*\\times\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))?"
 )

@@ -117,8 +117,8 @@ _CONGRUENT: Final = re.compile(
 _FRENCH: Final = re.compile(r"([\[\]])((?:[^\[\]()]|\([^()]*\))+[,;](?:[^\[\]()]|\([^()]*\))+)([\[\]])")
 _NAME: Final = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\s*\([^()=]*\))?|\|?[A-Z]{2,}'*\|?|m?\s*\\(?:angle|triangle)\s*[A-Z]+"
-    r"|m?\s*\\(?:overline|vec|overrightarrow|hat|bar)\s*\{?[A-Za-z]+\}?|\([A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)*\)"
-    r"|P\s*\([^()]*\)|[A-Za-z]\s*\^\s*(?:-1|\{-1\})\s*\([^()=]*\)|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Z]+(?:_\{?\w+\}?)?)+"
+    r"|m?\s*\\(?:overline|vec|overrightarrow|hat|bar)\s*\{?[A-Za-z]+\}?|\([A-Za-z](?:_\w)?(?:\s*,\s*(?:[A-Za-z](?:_\w)?|\\theta|\\phi))*\)"
+    r"|P\s*\([^()]*\)|[A-Za-z]\s*\^\s*(?:-1|\{-1\})\s*\([^()=]*\)|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Za-z]+(?:_\{?\w+\}?)?)+"
 )
 _SUM: Final = re.compile(
     r"[A-Za-z](?:_\w)?(?:\s*[-+]\s*[A-Za-z](?:_\w)?)+|[A-Z]{2}(?:\s*\^\s*\{?2\}?|(?:\s*(?:\\cdot|[-+])\s*[A-Z]{2})+)"
@@ -166,7 +166,7 @@ def _value(text: str) -> Reading:
         raise Unreadable("no value")
     if _ALL_REAL.fullmatch(text):
         return Ranges(((-mpmath.inf, False, mpmath.inf, False),))
-    if text in (r"\emptyset", r"\{\}", "{}", "empty set", "the empty set"):
+    if text in (r"\emptyset", r"\{\}", r"\{ \}", "{}", "empty set", "the empty set"):
         return Ranges(())
     if "mod" in text and (congruent := _CONGRUENT.fullmatch(text)) is not None:
         residues = tuple(map(parse, _split(_LIST, congruent["residues"])[0]))
@@ -203,7 +203,8 @@ def _value(text: str) -> Reading:
     if (point := _POINT.fullmatch(text)) is not None:
         return Named(point[1], _value(point[2]))
     sides, separators = _split(_COLONS, text)
-    if separators and _WORDS.fullmatch(sides[0]) and sides[0] not in NAMES:
+    label = bool(separators) and _WORDS.fullmatch(sides[0]) and sides[0] not in NAMES
+    if label and (len(sides) == 2 or len(sides[0]) > 1):
         return _value(":".join(sides[1:]))
     if (time := _TIME.fullmatch(text)) is not None:
         return Ratio(tuple(map(parse, time[1].split(":"))), time=True, half=(time[2] or "").casefold())
