@@ -203,7 +203,7 @@ def _value(text: str) -> Reading:
     if (point := _POINT.fullmatch(text)) is not None:
         return Named(point[1], _value(point[2]))
     sides, separators = _split(_COLONS, text)
-    label = bool(separators) and _WORDS.fullmatch(sides[0]) and sides[0] not in NAMES
+    label = bool(separators) and _WORDS.fullmatch(sides[0]) and NAMES.isdisjoint(sides[0].split())
     if label and (len(sides) == 2 or len(sides[0]) > 1):
         return _value(":".join(sides[1:]))
     if (time := _TIME.fullmatch(text)) is not None:
