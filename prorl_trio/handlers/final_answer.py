@@ -17,11 +17,12 @@ _ANCHOR: Final = re.compile(
     r"|final answer[*_ \t]*\n|####)[\s*_}]*",
     re.IGNORECASE,
 )
-_TAGGED: Final = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.IGNORECASE | re.DOTALL)
+_TAGGED: Final = re.compile(r"<((?:final_)?answer)>((?:(?!</?(?:final_)?answer>).)*)</\1>", re.IGNORECASE | re.DOTALL)
 _DISPLAY: Final = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$)", re.DOTALL)
 _SENTENCE_END: Final = re.compile(r"(?<=[^\s.])[.!?](?=\s+[A-Z]|\s*$)|\n")
 _REASON: Final = re.compile(
-    r"(?:,\s*(?:as|since|because|which|where|so|for)\b|\s+(?:because|since)\b|;\s+[a-z]{3,}|,\s*not\b)(?=.).*"
+    r"(?:,\s*(?:as|since|because|which|where|so|for)\b|\s+(?:because|since)\b|,\s*not\b"
+    r"|;\s+(?:I|we|it|this|that|so|as|because|since|here|note|hence|thus|checked|verified)\b).*"
     r"|(?<=[\w}$%])\s+\((?:(?:since|because|as|i\.e\.|that is|rounded|approx\w*|about)\b.*"
     r"|[\d\s.+*/=\u00d7\u00b7\u00f7-]*[+*/\u00d7\u00b7\u00f7-][\d\s.+*/=\u00d7\u00b7\u00f7-]*)\)$",
     re.DOTALL,
@@ -76,7 +77,7 @@ def find_final_answer(text: str) -> str:
     if (boxed := extract_boxed(text)) is not None:
         return boxed
     if tagged := _TAGGED.findall(text):
-        text = tagged[-1]
+        text = tagged[-1][1]
     text = text.replace("\\boxed{}", "").strip().removeprefix("\\boxed{")  # never closed
     anchors = list(_ANCHOR.finditer(text))
     if not anchors:

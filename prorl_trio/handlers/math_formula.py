@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections import Counter
 from fractions import Fraction
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import mpmath
@@ -21,11 +23,19 @@ __all__ = ["NAMES", "Formula", "Point", "Undefined", "Unreadable", "agree", "par
 
 DIGITS: Final = 120
 mpmath.mp.dps = DIGITS
+MORE_DIGITS: Final = 3 * DIGITS
 MAX_BITS: Final = 200_000
 """A formula with an exact number of more bits than this is not read."""
+MAX_INEXACT_BITS: Final = 1_000
+"""Bits, where a value is not rational: of a fraction's numerator and denominator, and between two terms; fewer than
+`MORE_DIGITS` has."""
 MAX_ROOT: Final = 99
 """Higher odd roots of negative numbers are not real: the values of unknown exponents have large denominators."""
 MAX_FACTORIAL: Final = 5_000
+MAX_TERMS: Final = 100
+"""Terms of a finite sum or product that is written with \\sum or \\prod."""
+MAX_WORK: Final = 5_000
+"""Terms of such sums that are computed for a comparison."""
 MAX_EXPONENT: Final = 10**6
 """Natural logarithm of the largest number that is evaluated."""
 
@@ -39,36 +49,43 @@ class Undefined(Exception):
 
 
 class Point(NamedTuple):
-    """A point for evaluation: the values of the unknowns, whether only real numbers count, the base of log (0: e)."""
+    """A point for evaluation: the values of the unknowns, whether only real numbers count, the base of log (0: e).
+
+    `work` counts the terms of sums that were computed for it.
+    """
 
     values: Mapping[str, Fraction]
     real: bool = True
     log_base: int = 0
+    work: Counter[str] | None = None
 
 
 Number = Any  # Fraction, mpf or mpc; mpmath has no types
 
 
 class Formula(NamedTuple):
-    """A formula: its value at a point, its unknowns, and whether it has a logarithm without a base."""
+    """A formula: its value at a point, its unknowns, whether it has a logarithm without a base, and pieces."""
 
     value: Callable[[Point], Number]
     unknowns: frozenset[str]
     plain_log: bool = False
+    in_pieces: bool = False
 
     def times(self, other: Formula) -> Formula:
         """Return the product of both."""
-        return Formula(
-            _node(_multiply, self.value, other.value),
-            self.unknowns | other.unknowns,
-            self.plain_log or other.plain_log,
-        )
+        return self._joined(_node(_multiply, self.value, other.value), other)
 
     def minus(self, other: Formula) -> Formula:
         """Return the difference of both."""
         negative = _node(_multiply, _number(-1), other.value)
+        return self._joined(_node(_add, self.value, negative), other)
+
+    def _joined(self, value: Callable[[Point], Number], other: Formula) -> Formula:
         return Formula(
-            _node(_add, self.value, negative), self.unknowns | other.unknowns, self.plain_log or other.plain_log
+            value,
+            self.unknowns | other.unknowns,
+            self.plain_log or other.plain_log,
+            self.in_pieces or other.in_pieces,
         )
 
 
@@ -86,25 +103,35 @@ def agree(a: Formula, b: Formula) -> bool:
     """Return whether two formulas have the same values wherever both are real, or else as complex numbers.
 
     They are evaluated at points whose coordinates are random rational numbers of both signs, so that `\\sqrt{ab}` is
-    `\\sqrt{a}\\sqrt{b}`, but `|x|` is not `x`. A logarithm without a base is natural or decimal, in both the same.
-
-    Raises:
-        Unreadable: a number is too large to be evaluated.
+    `\\sqrt{a}\\sqrt{b}`, but `|x|` is not `x`. Formulas in pieces (`|x|`, `\\lfloor x \\rfloor`) are tried at all
+    scales and close to whole numbers, too, where pieces end. Unknowns that by custom are whole numbers (`n`) may also
+    be only that. A logarithm without a base is natural or decimal, in both the same. A value that is not rational is
+    computed twice, with more digits than a term that counts may be smaller than another.
     """
+    names = sorted(a.unknowns | b.unknowns)
     bases = (0, 10) if a.plain_log or b.plain_log else (0,)
-    points = _points(sorted(a.unknowns | b.unknowns))
-    return any(_agree_at(a, b, points, base) for base in bases)
+    points = _points(names, in_pieces=a.in_pieces or b.in_pieces)
+    if any(_agree_at(a, b, points, base) for base in bases):
+        return True
+    return bool(a.unknowns and b.unknowns) and _WHOLE_UNKNOWNS.issuperset(names) and _agree_at(a, b, _wholes(names), 0)
 
 
 def _agree_at(a: Formula, b: Formula, points: list[dict[str, Fraction]], base: int) -> bool:
+    work: Counter[str] = Counter()
     for real in (True, False):
         met = 0
         for values in points:
-            point = Point(values, real, base)
+            point = Point(values, real, base, work)
             try:
                 if not _same_at(a, b, point):
                     return False
-            except (Undefined, ArithmeticError, ValueError, TypeError):
+                if not met:
+                    with mpmath.workdps(MORE_DIGITS):
+                        if not _same_at(a, b, point):
+                            return False
+            except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError):
+                if work["terms"] > MAX_WORK:
+                    return False
                 continue
             met += 1
         if met >= min(2, len(points)):
@@ -116,19 +143,38 @@ def _same_at(a: Formula, b: Formula, point: Point) -> bool:
     x, y = a.value(point), b.value(point)
     if same(x, y):
         return True
+    digits = mpmath.mp.dps
     size = max(abs(wide(x)), abs(wide(y)))
-    if size > mpmath.mpf(10) ** (30 - DIGITS):
+    if size > mpmath.mpf(10) ** (30 - digits):
         return False
-    with mpmath.workdps(2 * DIGITS):  # is it small, or 0 and the rest of a difference?
-        return bool(max(abs(wide(a.value(point))), abs(wide(b.value(point)))) < size * mpmath.mpf(10) ** (-DIGITS // 2))
+    with mpmath.workdps(2 * digits):  # is it small, or 0 and the rest of a difference?
+        return bool(max(abs(wide(a.value(point))), abs(wide(b.value(point)))) < size * mpmath.mpf(10) ** (-digits // 2))
 
 
-def _points(names: list[str]) -> list[dict[str, Fraction]]:
+@lru_cache(maxsize=64)
+def _random_points(count: int, in_pieces: bool) -> list[list[Fraction]]:
+    """Return points of `count` coordinates, always the same ones."""
+    choose = random.Random(count)
+    spans = [(1, 999, 1009), (1009, 3000, 1009), (2000, 9000, 1009), (-999, -1, 1009), (-3000, 3000, 1013)]
+    points = [[Fraction(choose.randint(low, high), under) for _ in range(count)] for low, high, under in spans]
+    if in_pieces:
+        for scale in range(-6, 16):
+            for size in (Fraction(10) ** scale, -(Fraction(10) ** scale)):
+                points.append([choose.randint(1009, 9999) * size / 1009 for _ in range(count)])
+                points.append([60 * (n + 1) + (1 / size if scale > 0 else Fraction(0)) for n in range(count)])
+    return points
+
+
+def _points(names: list[str], *, in_pieces: bool) -> list[dict[str, Fraction]]:
     if not names:
         return [{}]
+    return [dict(zip(names, point, strict=True)) for point in _random_points(len(names), in_pieces)]
+
+
+def _wholes(names: list[str]) -> list[dict[str, Fraction]]:
     choose = random.Random(len(names))
-    spans = [(1, 999, 1009), (1009, 3000, 1009), (2000, 9000, 1009), (-999, -1, 1009), (-3000, 3000, 1013)]
-    return [{name: Fraction(choose.randint(low, high), under) for name in names} for low, high, under in spans]
+    highest = [*range(2, 14), 97, 480, *(10**n for n in range(3, 13))]
+    return [{name: Fraction(choose.randint(high // 2, high + n)) for n, name in enumerate(names)} for high in highest]
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -136,7 +182,11 @@ def _points(names: list[str]) -> list[dict[str, Fraction]]:
 
 def wide(x: Number) -> Number:
     """Return a number as mpmath has it, with `DIGITS` digits."""
-    return mpmath.mpf(x.numerator) / x.denominator if isinstance(x, Fraction) else x
+    if not isinstance(x, Fraction):
+        return x
+    if min(x.numerator.bit_length(), x.denominator.bit_length()) > MAX_INEXACT_BITS:
+        raise Unreadable("a fraction has more digits than are computed")
+    return mpmath.mpf(x.numerator) / x.denominator
 
 
 def _exact(x: Fraction) -> Fraction:
@@ -146,7 +196,12 @@ def _exact(x: Fraction) -> Fraction:
 
 
 def _add(p: Point, a: Number, b: Number) -> Number:
-    return _exact(a + b) if isinstance(a, Fraction) and isinstance(b, Fraction) else wide(a) + wide(b)
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return _exact(a + b)
+    a, b = wide(a), wide(b)
+    if a and b and abs(mpmath.mag(a) - mpmath.mag(b)) > MAX_INEXACT_BITS:
+        raise Unreadable("a term is too small to be seen beside another")
+    return a + b
 
 
 def _multiply(p: Point, a: Number, b: Number) -> Number:
@@ -207,7 +262,7 @@ def _factorial(p: Point, x: Number, step: int = 1) -> Number:
     if abs(wide(x)) > MAX_FACTORIAL:
         raise Unreadable("a factorial is too large")
     if isinstance(x, Fraction) and x.denominator == 1 and x >= 0:
-        return Fraction(math.prod(range(int(x), 0, -step)))
+        return Fraction(math.factorial(int(x)) if step == 1 else math.prod(range(int(x), 0, -step)))
     return mpmath.factorial(wide(x)) if step == 1 else mpmath.fac2(wide(x))
 
 
@@ -263,12 +318,16 @@ _FUNCTIONS: Final[dict[str, Callable[..., Number]]] = {
     "floor": _rounded(math.floor, mpmath.floor), "ceil": _rounded(math.ceil, mpmath.ceil),
     "factorial": _factorial, "binom": _binomial, "gcd": _integers(math.gcd), "lcm": _integers(math.lcm),
     "max": lambda p, *xs: max(xs, key=wide), "min": lambda p, *xs: min(xs, key=wide), "Rational": _divide,
+    "complex": lambda p, a, b: _add(p, a, _multiply(p, b, _imaginary(p))),
+    "conj": lambda p, x: mpmath.conj(wide(x)),
     "Re": lambda p, x: mpmath.re(wide(x)), "Im": lambda p, x: mpmath.im(wide(x)),
 }  # fmt: skip
 _ALIASES: Final = {
+    "sum": "sum", "prod": "prod", "product": "prod",
+    "Fraction": "Rational", "conjugate": "conj",
     "ceiling": "ceil", "Abs": "abs", "binomial": "binom", "comb": "binom", "tg": "tan", "ctg": "cot", "cosec": "csc",
     "arctg": "arctan", "re": "Re", "im": "Im", "dbinom": "binom", "tbinom": "binom", "infinity": "infty",
-    "inf": "infty", "oo": "infty", "Infinity": "infty", "imath": "i", "lcm": "lcm",
+    "inf": "infty", "oo": "infty", "Infinity": "infty", "imath": "i",
     **dict.fromkeys(("dfrac", "tfrac", "cfrac", "nicefrac", "sfrac"), "frac"),
 }  # fmt: skip
 _CONSTANTS: Final = {"pi": lambda: +mpmath.pi, "infty": lambda: mpmath.inf, "e": lambda: +mpmath.e}
@@ -286,16 +345,27 @@ _DECORATIONS: Final = frozenset(
 _TIMES: Final = frozenset({"*", r"\cdot", r"\times", r"\ast"})
 _CLOSING: Final = {
     "(": ")", "[": "]", "{": "}", r"\{": r"\}", "|": "|", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil",
-    r"\lvert": r"\rvert", r"\vert": r"\vert",
+    r"\lvert": r"\rvert",
 }  # fmt: skip
-_WRAPPED: Final = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs", r"\vert": "abs", "|": "abs"}
+_WRAPPED: Final = {r"\lfloor": "floor", r"\lceil": "ceil", r"\lvert": "abs", "|": "abs"}
 
+_WHOLE_UNKNOWNS: Final = frozenset("kmnKMN")
+_IN_PIECES: Final = frozenset(
+    {"|", "//", r"\lvert", r"\lfloor", r"\lceil"}
+    | {rf"\{name}" for name in ("abs", "Abs", "floor", "ceil", "ceiling", "max", "min")}
+)
 _TOKEN: Final = re.compile(
-    r"(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d{1,4}(?![\w.]))?|\.\d+)|\\[A-Za-z]+|\\.|[A-Za-z]+|\*\*|\S", re.DOTALL
+    r"(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d{1,4}(?![\w.]))?|\.\d+)|\\[A-Za-z]+|\\.|[A-Za-z]+|\*\*|//|\S", re.DOTALL
 )
 NAMES: Final = frozenset({*_FUNCTIONS, *_ALIASES, *_CONSTANTS, *_GREEK} - {"i", "e"})
 _NAME_FIRST: Final = re.compile(
-    "|".join(sorted((n for n in _FUNCTIONS if n not in ("Re", "Im", "max", "min", "lg", "abs")), key=len, reverse=True))
+    "|".join(
+        sorted(
+            (n for n in _FUNCTIONS if n not in ("Re", "Im", "complex", "conj", "max", "min", "lg", "abs")),
+            key=len,
+            reverse=True,
+        )
+    )
 )
 _SHORT_WORDS: Final = frozenset(
     {"no", "yes", "odd", "one", "two", "six", "ten", "is", "if", "not", "the", "for", "all", "any"}
@@ -346,7 +416,8 @@ def parse(text: str) -> Formula:
         raise Unreadable("infinity is no number to compute with")
     if parser.at < len(parser.tokens):
         raise Unreadable(f"{parser.tokens[parser.at]!r} is left over")
-    return Formula(node, frozenset(parser.unknowns), parser.plain_log)
+    in_pieces = bool(parser.unknowns) and not _IN_PIECES.isdisjoint(parser.tokens)
+    return Formula(node, frozenset(parser.unknowns), parser.plain_log, in_pieces)
 
 
 class _Parser:
@@ -359,6 +430,7 @@ class _Parser:
         self.plain_log = False
         self._bars = 0
         self._angles = 0
+        self._indices: frozenset[str] = frozenset()
 
     @property
     def _next(self) -> str:
@@ -401,6 +473,9 @@ class _Parser:
             elif self._next in ("/", r"\div"):
                 self._take()
                 node = _node(_divide, node, self._signed())
+            elif self._next == "//":
+                self._take()
+                node = _node(_FUNCTIONS["floor"], _node(_divide, node, self._signed()))
             elif self._starts_factor():
                 node = _node(_multiply, node, self._power())
             else:
@@ -419,12 +494,12 @@ class _Parser:
         """Return whether the next token may be multiplied without a sign; two adjacent numbers may not."""
         token = self._next
         if token[:1].isdigit():
-            return self.tokens[self.at - 1] in ("}", ")")
+            return self.tokens[self.at - 1] in ("}", ")", "!")
         if token == "|":
             return not self._bars
         name = token[1:]
         return (
-            token.isalpha() or token in _CLOSING or token in (r"\frac", r"\mathrm")
+            token.isalpha() or token in _CLOSING or token in (r"\frac", r"\sum", r"\prod")
             or (token[:1] == "\\" and (name in NAMES or name in _DECORATIONS or name in ("e", "i")))
         )  # fmt: skip
 
@@ -459,6 +534,8 @@ class _Parser:
             return _number(token)
         if token in _CLOSING:
             return self._group(token)
+        if token in self._indices:
+            return self._unknown(token)
         if token in ("i", r"\i", "I", r"\imath") and self._next != "_":
             return _imaginary
         if token == "e" and self._next != "_":
@@ -472,10 +549,14 @@ class _Parser:
             return self._sqrt()
         if name in _FUNCTIONS:
             return self._function(name)
+        if name in ("sum", "prod"):
+            return self._series(_add if name == "sum" else _multiply, _number(int(name == "prod")))
         if name in _CONSTANTS:
             return _constant(name)
         if name in _GREEK:
             return self._unknown(token)
+        if name in ("overline", "bar") and self._next == "{" and self._is_complex():
+            return _node(_FUNCTIONS["conj"], self._argument())
         if name in _DECORATIONS:
             return self._unknown(token + self._raw())
         raise Unreadable(f"{token!r} is not known")
@@ -542,12 +623,52 @@ class _Parser:
             while opening == "{" and self._next == "{":  # \binom{n}{k}
                 arguments.append(self._argument())
             return arguments
-        if self._next.isdigit() and self.tokens[self.at - 1] == r"\binom":
+        if _ALIASES.get(self.tokens[self.at - 1][1:], self.tokens[self.at - 1][1:]) == "binom":  # \binom n2
             return [self._one(), self._one()]
         node = _node(_multiply, _number(-1), self._power()) if self._skip("-") else self._power()
         while self._starts_factor() and self._next not in ("(", "[") and self._next[1:] not in _FUNCTIONS:
             node = _node(_multiply, node, self._power())
         return [node]
+
+    def _is_complex(self) -> bool:
+        """Return whether the group that comes next is a sum with the imaginary unit."""
+        group = self.tokens[self.at : self.tokens.index("}", self.at)] if "}" in self.tokens[self.at :] else []
+        return "i" in group and ("+" in group or "-" in group)
+
+    def _series(self, join: Callable[..., Number], neutral: Any) -> Any:
+        """Parse `_{k=1}^{n}` and the factors behind it: a finite sum or product."""
+        self._take("_")
+        closing = _CLOSING[self._take("{", "(")]
+        name = self._take()
+        self._take("=")
+        first = self.sum()
+        self._take(closing)
+        self._take("^")
+        last = self._argument()
+        known = name in self.unknowns
+        if len(self._indices) > 1:
+            raise Unreadable("a sum in a sum in a sum")
+        outside, self._indices = self._indices, self._indices | {name}
+        term = self._product()
+        self._indices = outside
+        if not name.isalpha() or known:
+            raise Unreadable("a sum over no unknown of its own")
+        self.unknowns.discard(name)
+
+        def value(p: Point) -> Number:
+            low, high = _whole(first(p)), _whole(last(p))
+            if not 0 <= high - low < MAX_TERMS:
+                raise Unreadable("too many terms")
+            if p.work is not None:
+                p.work["terms"] += high - low + 1
+                if p.work["terms"] > MAX_WORK:
+                    raise Unreadable("too many terms")
+            result = neutral(p)
+            for number in range(low, high + 1):
+                result = join(p, result, term(p._replace(values={**p.values, name: Fraction(number)})))
+            return result
+
+        return value
 
     def _raw(self) -> str:
         """Return the text of a group or of one token, which is part of a name."""
@@ -560,14 +681,14 @@ class _Parser:
         return "".join(self.tokens[start : self.at - 1])
 
     def _unknown(self, name: str) -> Any:
+        if name == "C" and self._next in ("_", "^"):  # C_{10}^3 or C^3_{10}, a number of combinations
+            start, first, low = self.at, self._take(), self._argument()
+            if self._skip("^" if first == "_" else "_"):
+                high = self._argument()
+                return _node(_binomial, *((low, high) if first == "_" else (high, low)))
+            self.at = start
         if self._skip("_"):
-            sub = self._raw()
-            if name == "C" and sub.isdigit() and self._skip("^"):
-                over = self._raw()
-                if over.isdigit() and int(over) <= int(sub):  # C_{10}^3, a number of combinations
-                    return _node(_binomial, _number(sub), _number(over))
-                raise Unreadable("C with two indices")
-            name = f"{name}_{sub}"
+            name = f"{name}_{self._raw()}"
         elif name == "C" and "".join(self.tokens[self.at : self.at + 5]).count(",") == 1 and self._next == "(":
             return _node(_binomial, *self._arguments())
         self.unknowns.add(name)

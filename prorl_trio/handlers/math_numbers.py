@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from prorl_trio.handlers.math_formula import NAMES, Formula, Unreadable, parse
 
-__all__ = ["Number", "number", "number_in_prose", "only_formula", "significant_digits"]
+__all__ = ["Number", "number", "number_in_prose", "only_formula", "significant_digits", "stated"]
 
 
 class Number(NamedTuple):
@@ -37,6 +37,19 @@ _UNITS: Final = {
 _MULTIPLES: Final = {
     "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
 }  # fmt: skip
+_SMALL: Final = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS: Final = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_SPELLED: Final = {
+    **{word: n for n, word in enumerate(_SMALL)},
+    **{word: 10 * n for n, word in enumerate(_TENS, 2)},
+    **{f"{ten} {one}": 10 * n + k for n, ten in enumerate(_TENS, 2) for k, one in enumerate(_SMALL[1:10], 1)},
+    "one half": "1/2", "a half": "1/2", "half": "1/2", "one third": "1/3", "two thirds": "2/3", "one quarter": "1/4",
+    "one fourth": "1/4", "three quarters": "3/4", "three fourths": "3/4", "one hundred": 100, "one thousand": 1000,
+}  # fmt: skip
+"""Numbers in words."""
 _CHANGES: Final = frozenset(
     """
     not no never isnt isn't cannot can't wasn't doesn't neither nor none minus negative plus half halves third thirds
@@ -53,10 +66,11 @@ _CHANGES: Final = frozenset(
 """A word beside a number that makes another number of it, or none, or a condition."""
 _CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {"square", "cube", "other", "than", "different", "log", "sin"}
 _NEGATIVE: Final = re.compile(r"^(?:minus|negative)\s+", re.IGNORECASE)
-_PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?P<currency>[$€£¥₹₽₩])\s*(?P<inner>-?)\s*(?=[\d.])")
+_RATE: Final = re.compile(r"(?:\s*/\s*|\s+(?:per|an?|every)\s+)(?!hundred|thousand|dozen)[A-Za-z]{3,}$|\s+each$")
+_PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?:US)?(?P<currency>[$€£¥₹₽₩])\s*(?P<inner>-?)\s*(?=[\d.])")
 _BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z$€£¥₹]")
 _PHRASE: Final = re.compile(r"[A-Za-z$€£¥₹][A-Za-z$€£¥₹./^{}'\s\d-]*")
-_ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*[CF]?$")
+_ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*([CF])?$")
 _QUOTIENT: Final = re.compile(r"\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+\s*(?:\^\s*\{?2\}?)?)\s*\}$")
 _SHORT_NOUNS: Final = frozenset(
     """
@@ -72,7 +86,8 @@ _IN_MATH_MODE: Final = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\
 _PROSE: Final = re.compile(r"[A-Za-z\s,.:!'\"%-]*")
 """The text around a number: signs of mathematics and brackets would mean something."""
 _SINGLE_LETTER: Final = re.compile(r"(?<![A-Za-z'])[B-HJ-Zb-z](?![A-Za-z'])")
-_FOR_WHOM: Final = re.compile(r"\b(?:for|with) (?:the|her|his|their|its|an?|each|every|this|that)\b")
+_STATED: Final = re.compile(r"([A-Z][A-Za-z ,'-]{2,}?) (?:is|are|equals)(?: equal to)? ([^A-Za-z\s].*)", re.DOTALL)
+_FOR_WHOM: Final = re.compile(r"\bsuch (?!that|as)|\b(?:for|with) (?:the|her|his|their|its|an?|each|every|this|that)\b")
 _DECIMAL: Final = re.compile(
     r"[-+]?\s*(\d*\.\d+)(?:[eE][+-]?\d+|\s*\\times\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))?"
 )
@@ -90,10 +105,12 @@ def number(text: str) -> Number:
         text = f"-({text[negative.end() :]})"
         inner = number(text[2:-1])
         return inner._replace(formula=parse("0").minus(inner.formula))
+    if text[:1].isalpha() and (spelled := _SPELLED.get(text.casefold().replace("-", " "))) is not None:
+        return Number(parse(str(spelled)))
     if (price := _PRICE.match(text)) is not None:
-        unit, text = _CURRENCY[price["currency"]], price["sign"] + price["inner"] + text[price.end() :]
+        unit, text = _CURRENCY[price["currency"]], price["sign"] + price["inner"] + _RATE.sub("", text[price.end() :])
     if (angle := _ANGLE.search(text)) is not None and not _TRIGONOMETRIC.search(text):
-        unit, text = "deg", text[: angle.start()]
+        unit, text = "deg" + (angle[1] or ""), text[: angle.start()]
     if text.endswith(("%", "percent", "per cent", "pct")):
         percent, text = True, re.sub(r"\s*(?:%|per ?cent|pct)$", "", text)
     if (quotient := _QUOTIENT.search(text)) is not None and _unit(f"{quotient[1]}/{quotient[2]}"):
@@ -145,6 +162,7 @@ def _unit(text: str) -> str:
     """Return the unit that all of `text` is, in a form to compare; empty if it is unknown."""
     text = re.sub(r"\b(square|cubic|sq|cu)\.?\s+([A-Za-z]+)", lambda f: f"{f[2]}^{2 if f[1][0] == 's' else 3}", text)
     text = re.sub(r"\b([A-Za-z]+)\s+(squared|cubed)$", lambda f: f"{f[1]}^{2 if f[2][0] == 's' else 3}", text)
+    text = re.sub(r"^([A-Za-z]+)\s+([A-Za-z]+)\s*\^\s*\{?-(?:1|([234]))\}?$", r"\1/\2\3", text)
     text = re.sub(r"\s+per\s+(?:an?\s+)?", "/", text.strip().strip(".")).replace("{", "").replace("}", "")
     known: list[str] = []
     for part in re.split(r"\s*/\s*", text):
@@ -176,6 +194,12 @@ def only_formula(text: str) -> str | None:
     ):
         return None
     return next(filter(None, found[0].groups()), None)
+
+
+def stated(text: str) -> str | None:
+    """Return what a sentence says that something is: `The probability is \\frac{3}{4}`."""
+    found = _STATED.fullmatch(text)
+    return found[2] if found and _harmless(found[1], _CHANGES_BEFORE) else None
 
 
 def number_in_prose(text: str) -> Number | None:

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 
 import mpmath
 
-from prorl_trio.handlers.math_formula import Formula, Point, Undefined, Unreadable, agree, parse, same, wide
-from prorl_trio.handlers.math_numbers import Number, number, number_in_prose, only_formula, significant_digits
+from prorl_trio.handlers.math_formula import NAMES, Formula, Point, Undefined, Unreadable, agree, parse, same, wide
+from prorl_trio.handlers.math_numbers import Number, number, number_in_prose, only_formula, significant_digits, stated
 from prorl_trio.handlers.math_text import normalised, with_plain_numbers
 
 __all__ = [
@@ -86,12 +86,14 @@ class Matrix(NamedTuple):
 
 Reading = Text | Number | Items | Ranges | Named | Relation | Congruence | Ratio | Matrix
 
+MAX_ORDER: Final = 4
+"""Rows of the largest determinant that is computed."""
 MAX_DEPTH: Final = 40
 """Brackets within brackets of an answer that is read."""
 _OPEN: Final = r"\\begin(?![A-Za-z])|\\\{|[(\[{]|\\lfloor|\\lceil"
 _CLOSE: Final = r"\\end(?![A-Za-z])|\\\}|[)\]}]|\\rfloor|\\rceil"
 _LIST: Final = re.compile(
-    rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})|(?P<sep>(?:[,;]\s*)*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])(?:\s*[,;])*|[,;])"
+    rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})|(?P<sep>(?:[,;]\s*)*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])(?:\s*[,;])*|[,;&])"
 )
 _SETS: Final = re.compile(rf"(?P<open>{_OPEN})|(?P<close>{_CLOSE})|(?P<sep>\\(?:cup|cap|backslash)(?![A-Za-z]))")
 _MEMBER: Final = re.compile(
@@ -105,7 +107,7 @@ _COMPARED: Final = {r"\le": "≤", "<=": "≤", r"\ge": "≥", ">=": "≥", r"\n
 _TURNED: Final = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}
 _TIME: Final = re.compile(r"(\d{1,2}:\d{2}(?::\d{2})?)(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _MATRIX: Final = re.compile(
-    r"(?P<before>.*?)[(\[]?\s*\\begin\s*\{(?P<kind>[pb]?(?:small)?matrix|Bmatrix|array)\}(?:\s*\{[lcr| ]*\})?"
+    r"(?P<before>.*?)[(\[]?\s*\\begin\s*\{(?P<kind>[pbv]?(?:small)?matrix|Bmatrix|array)\}(?:\s*\{[lcr| ]*\})?"
     r"(?P<body>.*)\\end\s*\{(?P=kind)\}\s*[)\]]?",
     re.DOTALL,
 )
@@ -115,10 +117,12 @@ _CONGRUENT: Final = re.compile(
 _FRENCH: Final = re.compile(r"([\[\]])((?:[^\[\]()]|\([^()]*\))+[,;](?:[^\[\]()]|\([^()]*\))+)([\[\]])")
 _NAME: Final = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\s*\([^()=]*\))?|\|?[A-Z]{2,}'*\|?|m?\s*\\(?:angle|triangle)\s*[A-Z]+"
-    r"|m?\s*\\(?:overline|vec|overrightarrow|hat|bar)\s*\{?[A-Za-z]+\}?|\([A-Za-z](?:_\w)?(?:\s*,\s*[A-Za-z](?:_\w)?)*\)"
-    r"|[A-Za-z]\s*\^\s*(?:-1|\{-1\})\s*\([^()=]*\)|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Z]+(?:_\{?\w+\}?)?)+"
+    r"|m?\s*\\(?:overline|vec|overrightarrow|hat|bar)\s*\{?[A-Za-z]+\}?|\([A-Za-z](?:_\w)?(?:\s*,\s*(?:[A-Za-z](?:_\w)?|\\theta|\\phi))*\)"
+    r"|P\s*\([^()]*\)|[A-Za-z]\s*\^\s*(?:-1|\{-1\})\s*\([^()=]*\)|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Za-z]+(?:_\{?\w+\}?)?)+"
 )
-_SUM: Final = re.compile(r"[A-Za-z](?:_\w)?(?:\s*[-+]\s*[A-Za-z](?:_\w)?)+")
+_SUM: Final = re.compile(
+    r"[A-Za-z](?:_\w)?(?:\s*[-+]\s*[A-Za-z](?:_\w)?)+|[A-Z]{2}(?:\s*\^\s*\{?2\}?|(?:\s*(?:\\cdot|[-+])\s*[A-Z]{2})+)"
+)
 _POINT: Final = re.compile(r"([ABD-Z])\s*(\([^()]*,[^()]*\))")
 _CONSTANTS: Final = re.compile(r"\\pi|e|i")
 _WORDS: Final = re.compile(r"[A-Za-z]+(?:[ '-]+[A-Za-z]+)*")
@@ -132,7 +136,11 @@ def read(text: str) -> Reading:
     if not plain or len(plain) > MAX_CHARS:
         return Text(plain)
     try:
-        return _plain(plain) if _PLAIN.fullmatch(plain) else _value(_FRENCH.sub(_french, with_plain_numbers(plain)))
+        return (
+            _plain(plain)
+            if _PLAIN.fullmatch(plain)
+            else _alone(_value(_FRENCH.sub(_french, with_plain_numbers(plain))))
+        )
     except (Unreadable, Undefined, ArithmeticError, ValueError, TypeError, LookupError, RecursionError):
         return Text(plain)
 
@@ -142,6 +150,8 @@ def read_prose(text: str) -> Reading:
     if (formula := only_formula(text)) is not None:
         return read(formula)
     plain = normalised(text)
+    if len(plain) <= MAX_CHARS and (said := stated(plain)) is not None and not isinstance(value := read(said), Text):
+        return value
     return (number_in_prose(plain) if len(plain) <= MAX_CHARS else None) or Text(plain)
 
 
@@ -156,7 +166,7 @@ def _value(text: str) -> Reading:
         raise Unreadable("no value")
     if _ALL_REAL.fullmatch(text):
         return Ranges(((-mpmath.inf, False, mpmath.inf, False),))
-    if text in (r"\emptyset", r"\{\}", "{}", "empty set", "the empty set"):
+    if text in (r"\emptyset", r"\{\}", r"\{ \}", "{}", "empty set", "the empty set"):
         return Ranges(())
     if "mod" in text and (congruent := _CONGRUENT.fullmatch(text)) is not None:
         residues = tuple(map(parse, _split(_LIST, congruent["residues"])[0]))
@@ -168,6 +178,8 @@ def _value(text: str) -> Reading:
     if separators:
         return _several(parts, [separator.strip(",; ") for separator in separators])
     if r"\pm" in text or r"\mp" in text:
+        if text.startswith(r"\{") and (inner := _bracketed(text)) is not None:
+            return inner
         both = (text.replace(r"\pm", a).replace(r"\mp", b) for a, b in (("+", "-"), ("-", "+")))
         return Items(",", tuple(map(_value, both)))
     sides, separators = _split(_MEMBER, text)
@@ -191,7 +203,8 @@ def _value(text: str) -> Reading:
     if (point := _POINT.fullmatch(text)) is not None:
         return Named(point[1], _value(point[2]))
     sides, separators = _split(_COLONS, text)
-    if separators and _WORDS.fullmatch(sides[0]):
+    label = bool(separators) and _WORDS.fullmatch(sides[0]) and NAMES.isdisjoint(sides[0].split())
+    if label and (len(sides) == 2 or len(sides[0]) > 1):
         return _value(":".join(sides[1:]))
     if (time := _TIME.fullmatch(text)) is not None:
         return Ratio(tuple(map(parse, time[1].split(":"))), time=True, half=(time[2] or "").casefold())
@@ -222,10 +235,7 @@ def _several(parts: list[str], words: list[str]) -> Reading:
     if set(words) in ({"or"}, {"and"}) and len(named) == len(values) and len({value.name for value in named}) == 1:
         sign = r"\cup" if words[0] == "or" else r"\cap"
         return Named(named[0].name, _united([value.value for value in named], [sign] * len(words)))
-    flat = [
-        item for value in values for item in (value.items if isinstance(value, Items) and value[0] == "," else [value])
-    ]
-    return Items("or" if set(words) == {"or"} else ",", tuple(flat))
+    return Items("or" if set(words) == {"or"} else ",", tuple(_flat(values)))
 
 
 def _bracketed(text: str) -> Reading | None:
@@ -245,10 +255,36 @@ def _bracketed(text: str) -> Reading | None:
             named = re.fullmatch(r"\s*([A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*(?::|\\mid|\|)(.*)", inside)
             if named is not None:
                 return _value(named[2])
-        return _value(inside) if brackets in ("()", "[]", "{}") else None
+        if brackets not in ("()", "[]", "{}"):
+            return None
+        value = _value(inside)
+        return _set(value) if opening == r"\{" and not (isinstance(value, Items) and value.brackets == "()") else value
     if brackets not in ("()", "[]", "{}", "(]", "[)"):
         raise Unreadable("brackets that do not belong together")
-    return Items(brackets, tuple(map(_value, parts)))
+    values = [_value(part) for part in parts]
+    return Items(brackets, tuple(values)) if brackets != "{}" else _set(Items(",", tuple(_flat(values))))
+
+
+def _flat(values: list[Any]) -> list[Any]:
+    """Return values with those of lists without brackets (`\\pm 1`) in the place of these lists."""
+    return [item for each in values for item in (each.items if isinstance(each, Items) and each[0] == "," else [each])]
+
+
+def _set(value: Any) -> Reading:
+    """Return the set whose elements are in braces; conditions on an unknown are a set already."""
+    if isinstance(value, Named) and isinstance(value.value, Ranges):
+        return value
+    return Items("{}", value.items if isinstance(value, Items) and value.brackets == "," else (value,))
+
+
+def _alone(value: Reading) -> Reading:
+    """Return the value of a set of one number: `\\{5\\}` is also an answer 5."""
+    if isinstance(value, Named):
+        return value._replace(value=_alone(value.value))
+    match value:
+        case Items("{}", ((Number() | Named()) as only,)):
+            return only
+    return value
 
 
 def _french(found: re.Match[str]) -> str:
@@ -265,14 +301,28 @@ def _matrix(found: re.Match[str]) -> Reading:
     if before := re.sub(r"(?:\\cdot|\*)\s*$", "", found["before"].strip()):
         factor = parse(before)
         cells = tuple(tuple(cell._replace(formula=factor.times(cell.formula)) for cell in row) for row in cells)
+    if found["kind"].startswith("v"):
+        if before or len(cells) != len(cells[0]) or len(cells) > MAX_ORDER:
+            raise Unreadable("no determinant")
+        return Number(_determinant([[cell.formula for cell in row] for row in cells]))
     return Matrix(cells)
+
+
+def _determinant(rows: list[list[Formula]]) -> Formula:
+    if not rows:
+        return parse("1")
+    total = parse("0")
+    for column, cell in enumerate(rows[0]):
+        minor = _determinant([[*row[:column], *row[column + 1 :]] for row in rows[1:]])
+        total = total.minus(cell.times(minor).times(parse("1" if column % 2 else "-1")))
+    return total
 
 
 # --- equations, inequalities, sets of numbers -------------------------------------------------------------------------
 
 
 def _name(text: str) -> str:
-    return re.sub(r"[\s{}]", "", text)
+    return re.sub(r"[\s{}|]|^m(?=\\)|\\(?:overline|bar)(?=\{?[A-Z]{2})", "", text)
 
 
 def _constant(formula: Formula) -> Any:
@@ -282,6 +332,10 @@ def _constant(formula: Formula) -> Any:
 
 
 def _compared(sides: list[str], signs: list[str]) -> Reading:
+    if len(sides) > 2 and (sides[0], signs[0]) in (("-\\infty", "<"), ("\\infty", ">")):
+        sides, signs = sides[1:], signs[1:]
+    if len(sides) > 2 and (sides[-1], signs[-1]) in (("\\infty", "<"), ("-\\infty", ">")):
+        sides, signs = sides[:-1], signs[:-1]
     if r"\approx" in signs:
         at = signs.index(r"\approx") + 1
         if at == 1 and len(signs) == 1 and _NAME.fullmatch(sides[0]) and not _CONSTANTS.fullmatch(sides[0]):
@@ -327,9 +381,11 @@ def _equation(sides: list[str]) -> Reading:
     last = value.formula
     if all(agree(formula, last) for formula in formulas if named is False or formula.unknowns <= last.unknowns):
         return Named(_name(first), value) if named else value
-    if len(sides) > 2 or not (formulas[0].unknowns | last.unknowns):
+    a_sum = _SUM.fullmatch(first) is not None and not last.unknowns
+    steps = all(agree(formula, last) for formula in formulas[1:] if a_sum)
+    if (len(sides) > 2 and not (a_sum and steps)) or not (formulas[0].unknowns | last.unknowns):
         raise Unreadable("sides that differ")
-    return Relation("=", formulas[0].minus(last), value if _SUM.fullmatch(first) and not last.unknowns else None)
+    return Relation("=", formulas[0].minus(last), value if a_sum else None)
 
 
 def _whole_side(text: str) -> Formula:

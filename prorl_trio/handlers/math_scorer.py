@@ -129,6 +129,7 @@ def equal(gold: str, answer: str) -> bool:
 
 
 _INTEGER: Final = re.compile(r"-?\d{1,40}")
+_WORD_FORMS: Final = {"solutions": "solution", "exist": "", "exists": "", "infinity": "infinite"}
 _find_gold = lru_cache(maxsize=256)(find_final_answer)
 _read_gold = lru_cache(maxsize=256)(read)
 
@@ -139,7 +140,8 @@ def _key(text: str) -> str:
         return text.strip("()").casefold()
     if re.fullmatch(r"[A-Za-z' .!-]+", text) and re.search(r"[A-Za-z]{2}", text) and " - " not in text:
         words = text.casefold().rstrip(" .!").split()
-        return " ".join(word for word in words if word not in ("the", "a", "an") or len(words) == 1)
+        words = [_WORD_FORMS.get(word, word) for word in words if word not in ("the", "a", "an") or len(words) == 1]
+        return " ".join(filter(None, words))
     if "\\" not in text and re.search(r"[A-Za-z]{4}", text):  # `December 25`
         text = text.casefold()
     text = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\x1f", text)
@@ -181,11 +183,11 @@ def _equal(gold: Reading, answer: Reading) -> bool:
             return _congruent(gold, answer)
         case Relation(), Relation():
             return _equal_relations(gold, answer)
-        case Ratio(), Ratio() if gold.time or answer.time:
+        case Ratio(), Ratio() if gold.time or answer.half:
             return (gold.half == answer.half or not gold.half or not answer.half) and [
                 f.value(Point({})) for f in gold.parts
             ] == [f.value(Point({})) for f in answer.parts]
-        case (Ratio(time=True), _) | (_, Ratio(time=True)):
+        case (Ratio(time=True), _) | (Number(), Ratio(time=True)):
             return False
         case (Ratio(), _) | (_, Ratio()):
             return _equal_ratios(_parts(gold), _parts(answer))
@@ -193,7 +195,10 @@ def _equal(gold: Reading, answer: Reading) -> bool:
 
 
 def _equal_numbers(gold: Number, answer: Number) -> bool:
-    if gold.unit and answer.unit and gold.unit != answer.unit:
+    degrees = answer.unit == "deg" and gold.unit in ("degC", "degF")  # `25 degrees`, of whichever scale
+    if gold.unit and answer.unit and gold.unit != answer.unit and not degrees:
+        return False
+    if answer.percent and gold.unit:
         return False
     if answer.percent and not gold.percent:
         whole = not gold.formula.unknowns and abs(wide(_value(gold))) >= 1
@@ -270,15 +275,18 @@ def _equal_items(gold: Items, answer: Items) -> bool:
         in_order = gold.brackets in ordered
     elif {gold.brackets, answer.brackets} <= {",", "()"}:
         in_order = True
-    elif answer.brackets == "[]" and (gold.brackets in (",", "or") or (gold.brackets == "{}" and not _is_pair(gold))):
+    elif answer.brackets == "[]" and gold.brackets in (",", "or", "{}") and not _is_pair(gold):
         in_order = False  # a list of Python
     else:
         return False
     if len(gold.items) != len(answer.items):
         return False
-    names = {item.name for item in (*gold.items, *answer.items) if isinstance(item, Named)}
-    if "{}" in (gold.brackets, answer.brackets) and len(names) > 1:
-        return False  # values of several unknowns are no set
+    names = [{item.name for item in side.items if isinstance(item, Named)} for side in (gold, answer)]
+    if max(map(len, names)) > 1:  # values of several unknowns: no set, and without their names in alphabetical order
+        if "{}" in (gold.brackets, answer.brackets) or (gold.brackets == "or") != (answer.brackets == "or"):
+            return False
+        if not all(names):
+            gold, answer, in_order = _by_name(gold), _by_name(answer), True
     if in_order:
         return all(_equal(g, a) for g, a in zip(gold.items, answer.items, strict=True))
     left = list(answer.items)
@@ -288,6 +296,11 @@ def _equal_items(gold: Items, answer: Items) -> bool:
             return False
         del left[found]
     return True
+
+
+def _by_name(items: Items) -> Items:
+    named = all(isinstance(item, Named) for item in items.items)
+    return items._replace(items=tuple(sorted(items.items, key=lambda item: item.name))) if named else items
 
 
 def _is_pair(items: Items) -> bool:
@@ -344,7 +357,7 @@ def _proportional(gold: Relation, answer: Relation) -> bool:
     factor = a.value(point) / b.value(point)
     if not factor or (gold.sign != "=" and factor < 0):
         return False
-    scaled = Formula(lambda p: factor, frozenset()).times(b)
+    scaled = Formula(lambda p: a.value(point) / b.value(point), frozenset()).times(b)  # with the digits of the moment
     return agree(a, scaled)
 
 

@@ -15,6 +15,7 @@ _SIGNS: Final = {
     "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ", "½": " 1/2", "⅓": " 1/3", "¼": " 1/4",
     "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ",
+    "∴": r"\therefore ", "⇒": r"\Rightarrow ", "→": r"\to ", "⁄": "/", "∠": r"\angle ", "△": r"\triangle ",
     "∛": r"\sqrt[3]", "…": r"\ldots ", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}",
     "（": "(", "）": ")", "，": ",", "≦": r"\le ", "≧": r"\ge ", "¢": " cents",
     "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
@@ -26,9 +27,10 @@ _SYNONYMS: Final = {
     **dict.fromkeys((r"\leq", r"\leqslant", r"\leqq"), r"\le"),
     **dict.fromkeys((r"\geq", r"\geqslant", r"\geqq"), r"\ge"),
     **dict.fromkeys((r"\neq", r"\not="), r"\ne"), r"\lt": "<", r"\gt": ">", r"\varnothing": r"\emptyset",
-    **dict.fromkeys((r"\lbrace",), r"\{"), r"\rbrace": r"\}", r"\lparen": "(", r"\rparen": ")", r"\lbrack": "[",
+    r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lparen": "(", r"\rparen": ")", r"\lbrack": "[",
     r"\rbrack": "]", **dict.fromkeys((r"\dots", r"\cdots", r"\dotsc", r"\dotsb", "..."), r"\ldots"),
-    r"\land": " and ", r"\wedge": " and ", r"\lor": " or ", r"\vee": " or ", r"\colon": ":", r"\rvert": r"\rvert",
+    r"\surd": r"\sqrt", r"\Bbb": r"\mathbb", r"\vert": "|", "{:}": ":", r"\land": " and ", r"\wedge": " and ",
+    r"\lor": " or ", r"\vee": " or ", r"\colon": ":",
     r"\langle": "(", r"\rangle": ")", r"\setminus": r"\backslash", r"\R": r"\mathbb{R}", r"\simeq": r"\approx",
     r"\infin": r"\infty", r"\degree": r"^\circ", r"\iff": " or ", r"\dfrac": r"\frac", r"\tfrac": r"\frac",
 }  # fmt: skip
@@ -37,7 +39,7 @@ _SYNONYM: Final = re.compile(
 )
 _FONT: Final = (
     r"\\(?:text(?:bf|it|rm|normal|sf|tt|color\s*\{[a-z]+\})?|math(?:rm|bf|it|sf)|bf|rm|it|sf|bm|boldsymbol|[mh]box"
-    r"|operatorname\*?|color\s*\{[a-z]+\}|boxed|fbox)(?![A-Za-z])"
+    r"|operatorname\*?|underline(?=\s*\{[-\d.,\s]*\})|tiny|small|[lL]arge|LARGE|[hH]uge|color\s*\{[a-z]+\}|boxed|fbox)(?![A-Za-z])"
 )
 _FONT_GROUP: Final = re.compile(rf"(?P<script>[\^_]\s*)?{_FONT}\s*\{{(?P<text>[^{{}}]*)\}}")
 _FONT_ALONE: Final = re.compile(_FONT)
@@ -49,24 +51,29 @@ _SPACE: Final = re.compile(r"(?:\\,|(?<!\\)\\(?=\s)|~(?!~)|\s)+")
 _QUAD: Final = re.compile(r"(?:\s*[,;]\s*)?(?:\\q?quad(?![A-Za-z])\s*)+(?:[,;]\s*)?")
 _MARKDOWN: Final = re.compile(r"(?<![\w)}\]*])(\*\*|__|``?|~~|\*)(?=\S)(.+?)(?<=\S)\1(?![\w({\[*])", re.DOTALL)
 _LEADING: Final = re.compile(
-    r"^(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:it(?:'s|\s+is)\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?"
+    r"^(?:(?:\\(?:therefore|Rightarrow|implies|Longrightarrow|rightarrow|to)(?![A-Za-z])|=>|->)\s*)?(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:there\s+(?:is|are)\s+(?=no\b))?(?:it(?:'s|\s+is)\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?"
     r"(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*:)\s*:?\s*)?(?:(?:option|choice)\s+(?=\(?[A-Z]\)?$))?"
     r"(?:(?:=|\\approx|\\sim|≈|~|is|are|approximately|about|exactly|roughly|equals?|equal to)\s+|=|\\approx"
-    r"|(?:the\s+|an?\s+)?(?:ordered\s+|open\s+|closed\s+)?(?:points?|coordinates?|pairs?|triples?|vectors?|intervals?|sets?"
-    r"|solutions?|roots?|matrix|values?|numbers?|ratio|no\.(?=\s*\d))\s*(?:(?:is|are|of)\s+)?:?\s*(?=[^\s,.a-z])|)",
+    r"|(?:the\s+|an?\s+)?(?:ordered\s+|open\s+|closed\s+)?(?:points?|coordinates?|pairs?|triples?|vectors?|intervals?(?!\()|sets?"
+    r"|solutions?|roots?|matrix|values?|numbers?|ratio|time|no\.(?=\s*\d))\s*(?:(?:is|are|of)\s+)?:?\s*(?=[^\s,.a-z])|)",
     re.IGNORECASE,
 )
 _CASES: Final = re.compile(
-    r"(?:\\\{\s*)?\\begin\s*\{(cases|array|aligned|gathered)\}(?:\s*\{l\})?([^&]*?)(?:\\\\\s*)?\\end\s*\{\1\}"
+    r"(?:\\\{\s*)?\\begin\s*\{(cases|aligned|gathered|(?<=\\\{\\begin\{)array)\}(?:\s*\{[lcr]\})?([^&]*?)(?:\\\\\s*)?"
+    r"\\end\s*\{\1\}"
 )
 _CROSS: Final = re.compile(r"(\\(?:mathbf|vec|boldsymbol|bm)\s*(?:\{\w\}|\w)\s*)\\times")
+_FIGURE: Final = re.compile(r"(\\(?:angle|triangle))\s*\{([A-Z]+)\}")
+_NOTHING: Final = re.compile(r"(?<=\\)([A-Za-z]+)(?<!frac)(?<!sqrt)(?<!binom)(?<!box)(?<!boxed)\{\}")
 _UNION: Final = re.compile(r"(?<=[)\]])\s*[Uu]\s*(?=[(\[])")
 _HAT: Final = re.compile(r"\\hat\s*\{?\s*\\?([ijk])(?:math)?\s*\}?(?![A-Za-z])")
 _WITHOUT: Final = re.compile(r"(?<=[})\]])\s*-\s*(?=\\\{)")
 _REMARK: Final = re.compile(
-    r"\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔])$"
+    r"\s+is\s+(?:the|my|our)\s+(?:final |correct |right )?answer$|\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔])$"
     r"|\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about|in \w+)\)$"
 )
+_EQUIVALENT: Final = re.compile(r",?\s+or\s+(equivalently|approximately|about),?\s+(?=[^\sA-Za-z])")
+_ALSO: Final = re.compile(r"\s+\(\s*(or|=|\\approx)\s+([^()]*)\)$")
 _LATEX_GROUPED: Final = re.compile(r"(?<=\d)(?:\{,\}|\\,|,\\!\s*|\\!,)(?=\d{3}(?!\d))")
 _GROUPED: Final = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACE_GROUPED: Final = re.compile(r"(?<![\d.,])-?\d{1,3}(?: \d{3})+(?:\.\d+)?")
@@ -77,11 +84,23 @@ _TIMES_TEN: Final = re.compile(r"(?<=[\d.])\s*[xX*]\s*10\s*(?=\^|\*\*)")
 _REPEATING: Final = re.compile(
     r"(?<![\w.])(\d*)\.(\d*?)(?:\\(?:overline|bar|dot|overset\{\.\})\s*(?:\{\s*(\d+)\s*\}|(\d))|\((\d+)\))(?:(\d*)\\dot\s*(?:\{(\d)\}|(\d)))?(?![\w.(\\])"
 )
-_GOES_ON: Final = re.compile(r"(?<![\w.])(\d*)\.(\d*?)(\d+?)\3{2,}\s*\\ldots\s*$")
-_BASED: Final = re.compile(r"(?<![\w.}\\])\(?(\d[\dA-Fa-f]*)\)?\s*_\s*(?:\{\s*\(?(\d{1,2})\)?\s*\}|(\d))(?!\w)")
+_GOES_ON: Final = re.compile(r"(?<![\w.])(\d*)\.(\d*?)(?:(\d)\3{2,}|(\d{2,}?)\4+)\s*\\ldots\s*$")
+_BASED: Final = re.compile(r"(?<![\w.}\\^])\(?(\d[\dA-Fa-f]*)\)?\s*_\s*(?:\{\s*\(?(\d{1,2})\)?\s*\}|(\d))(?!\w)")
 _MODULE: Final = re.compile(r"(?<![A-Za-z.])(?:math|cmath|np|numpy|sympy|sp)\.(?=[A-Za-z])")
 _EULER: Final = re.compile(r"(?<![A-Za-z\\])E(?=\s*\*)|(?<=\*)E(?![A-Za-z])")
 _COMPLEX: Final = re.compile(r"(\(?[-+\d.eE ]*\d)j(\)?)")
+_TO: Final = re.compile(r"(?<=[\d})])\s+to\s+(?=[\d({\\])")
+_SYMPY: Final = (
+    (re.compile(r"Interval\.open\(([^(),]+,[^(),]+)\)"), r"(\1)"),
+    (re.compile(r"Interval\.Lopen\(([^(),]+,[^(),]+)\)"), r"(\1]"),
+    (re.compile(r"Interval\.Ropen\(([^(),]+,[^(),]+)\)"), r"[\1)"),
+    (re.compile(r"Interval\(([^(),]+,[^(),]+)\)"), r"[\1]"),
+    (re.compile(r"^FiniteSet\((.*)\)$", re.DOTALL), r"\\{\1\\}"),
+    (re.compile(r"^(?:Matrix|array)\((\[.*\])\)$", re.DOTALL), r"\1"),
+)
+_SYMPY_NAME: Final = re.compile(r"(?:Interval|Union|FiniteSet|Matrix|array)[.(]")
+_SYMPY_UNION: Final = re.compile(r"Union\((.*)\)")
+_SYMPY_INTEGER: Final = re.compile(r"(?<![A-Za-z\\])S\((-?\d+)\)")
 _LOG_BASE: Final = re.compile(r"(?<![A-Za-z\\])\\?log_?\{?(2|10)\}?\s*(?=\()")
 
 
@@ -104,11 +123,15 @@ def normalised(text: str) -> str:
     text = _SYNONYM.sub(lambda found: _SYNONYMS[found[0]] + (" " if found[0][-1].isalpha() else ""), text)
     text = _CASES.sub(lambda found: found[2].replace("\\\\", ", "), text)
     text = _UNION.sub(r"\\cup ", _HAT.sub(r" \1 ", text))
+    text = _FIGURE.sub(r"\1 \2", _NOTHING.sub(r"\1 ", text))
     text = _WITHOUT.sub(r"\\backslash ", text)
     text = text.replace("\\%", "%").replace("\\$", "$").replace("\\#", "#").replace("\\&", "&").replace("\\_", "_")
-    text = re.sub(r"^#+\s+|(?<=\w)\\\\$", "", _SPACE.sub(" ", text).strip("*_` "))
+    text = re.sub(r"^#+\s+|(?<=[\w\s])\\+$", "", _SPACE.sub(" ", text).strip("*_` "))
     text = re.sub(r"^[\"'“”‘]+(.*?)[\"'“”’]+\.?$", r"\1", text).strip()
     text = re.sub(r"(?<![\\.])[.,;:]$|(?<![\w)}\]!\s])!$", "", text).rstrip()
+    text = _EQUIVALENT.sub(
+        lambda found: " = " if found[1] == "equivalently" else r" \approx ", _ALSO.sub(r" \1 \2", text)
+    )
     return _REMARK.sub("", _LEADING.sub("", text)).strip()
 
 
@@ -123,11 +146,17 @@ def _is_price(text: str, at: int) -> bool:
 
 def with_plain_numbers(text: str) -> str:
     """Return a normalised text with its numbers in the form that formulas have: `1,000`, `0.(3)`, `52_8`, `1 1/2`."""
-    text = _EULER.sub("e", _MODULE.sub("", text))
+    text = _SYMPY_INTEGER.sub(r"(\1)", _EULER.sub("e", _MODULE.sub("", text)))
+    if _SYMPY_NAME.match(text):
+        for pattern, plain in _SYMPY:
+            text = pattern.sub(plain, text)
+        if (union := _SYMPY_UNION.fullmatch(text)) is not None:
+            text = re.sub(r"(?<=[)\]}])\s*,\s*(?=[(\[\\])", r"\\cup ", union[1])
+    text = _TO.sub(":", text)
     text = _COMPLEX.sub(r"\1i\2", text) if _COMPLEX.fullmatch(text) else text
     text = _REPEATING.sub(_repeating, text)
     text = _BASED.sub(_based, text)
-    text = _GOES_ON.sub(lambda m: _fraction(m[1], m[2], m[3]), text)
+    text = _GOES_ON.sub(lambda m: _fraction(m[1], m[2], m[3] or m[4]), text)
     if not re.search(r"[(\[{]", text):  # in brackets it is a list
         text = _GROUPED.sub(lambda found: found[0].replace(",", ""), text)
     text = _SPACE_GROUPED.sub(lambda found: found[0].replace(" ", ""), text)

@@ -91,7 +91,7 @@ e
   ! \boxed{18} \boxed{17}
   ! no idea
   ! ?
-  ! eighteen
+  = eighteen
   ! 18x
   ! x
   ! 1 8
@@ -242,7 +242,7 @@ even
   = even
 no solution
   = No solution
-  ! no solutions
+  = no solutions
 \text{(A)}
   = A
 A
@@ -424,20 +424,20 @@ x \in [1,2]
   ! 42 more
   ! over 42
   ! 42+
-  ! forty-two
+  = forty-two
 -5
   = -5
   = - 5
   = (-5)
   = negative 5 degrees
   = −5°C
-  ! minus five
+  = minus five
   ! 5
 0
   = 0
   = 0.0
   = -0
-  ! zero
+  = zero
   ! \emptyset
 1
   = 1.0

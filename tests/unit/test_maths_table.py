@@ -1,4 +1,4 @@
-"""A table of some 5,000 answers to mathematical questions: each is right or not, as given to `finish` or in a box.
+"""A table of some 7,000 answers to mathematical questions: each is right or not, as given to `finish` or in a box.
 
 The quick suite tries a fifth of the answers, evenly spread over the table; the slow one tries all.
 """

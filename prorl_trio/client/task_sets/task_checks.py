@@ -198,7 +198,7 @@ def _sources(package: str) -> Iterator[str]:
     for path in filter(Path.exists, files):
         stat = path.stat()
         yield f"{path} {stat.st_mtime_ns} {stat.st_size}"
-    for name in ("math-verify", "sympy", "pint", "reasoning-gym"):
+    for name in ("mpmath", "pint", "reasoning-gym"):
         try:
             yield f"{name} {version(name)}"
         except ModuleNotFoundError:
