@@ -223,7 +223,9 @@ async def _run(
 
 
 async def _outlived(command: _Command, linger_s: float) -> bool:
-    """Return whether something that the command has started is alive `linger_s` after its end."""
+    """Return whether something that the command has started is alive `linger_s` after its end; 0: nobody asks."""
+    if not linger_s:
+        return False
     until_s = trio.current_time() + linger_s
     while any(entry.alive for entry in command.members(read_process_table())):
         if trio.current_time() >= until_s:

@@ -230,7 +230,8 @@ class Sandbox(abc.ABC):
                 that passes without that in which it waits for a CPU; 0: there is no such limit. The result says in
                 `own_s` what it used.
             lenient: a program that has waited for a CPU may use as much more, up to twice `own_limit_s`.
-            linger_s: the seconds that its leftovers get to end by themselves; `outlived` of the result tells of others.
+            linger_s: the seconds that its leftovers get to end by themselves; then `outlived` of the result tells of
+                others.
 
         Raises:
             FileNotFoundError, PermissionError: the program, `cwd` or `user`, as seen inside. It did not run.

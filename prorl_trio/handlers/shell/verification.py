@@ -6,6 +6,10 @@ agent has kept its verifier from a verdict, and the reward is 0.
 
 Who killed the script (SIGKILL), where no limit says so, cannot be told either: it is run once more.
 
+The script's time is its own (`sandbox_daemon.own_time`): where it waits for a CPU that the machine's load keeps from
+it, its limit stands still, and it may take up to twice as long. Wall time is a backstop; a script that reaches it had
+no CPU, and there is no verdict.
+
 A script that runs the agent's programs may leave a reward that is theirs. Signs of that are processes that outlive the
 script (they are killed before the reward is read), a signal that ended it, a `reward.json` beside `reward.txt`, and a
 reward that cannot be written any more. The script may do such things by itself. So a reward with such a sign counts
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import trio
 
 from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
-from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, check_end
+from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, backstop_s, check_end
 from prorl_trio.handlers.shell.artifacts import NotTaken, collect, pack, put, unpack
 from prorl_trio.handlers.shell.environment import CLEAR, make_ready, noticing_kills
 from prorl_trio.handlers.shell.payload import HOME
@@ -238,20 +242,27 @@ async def _run(
         await _place(sandbox, verifier, answer)
         isolated = context.resources.config.sandbox.provider != "process"  # which has the processes of the machine
         before = (await sandbox.exec(["/bin/sh", "-c", LIST], timeout_s=STEP_TIMEOUT_S)).stdout.decode().strip()
-        timeout_s = _time_for(context, verifier.timeout_s, 1.0 if is_control else FIRST_SHARE)
-        result = await sandbox.exec(
-            ["/bin/sh", "-c", 'exec "$0"', verifier.script],
-            timeout_s=timeout_s,
-            cwd=case.where.workdir or HOME,
-            env=verifier.env,
-            max_output_bytes=MAX_LOG_BYTES,
-            linger_s=LINGER_S,
-        )
+        limit_s = _time_for(context, verifier.timeout_s, 1.0 if is_control else FIRST_SHARE)
+        most_s = backstop_s(limit_s)
+        with context.standing_in_line("the verifier's script", "agent_budget", at_most_s=most_s + STEP_TIMEOUT_S):
+            result = await sandbox.exec(
+                ["/bin/sh", "-c", 'exec "$0"', verifier.script],
+                timeout_s=most_s,
+                own_limit_s=limit_s,
+                lenient=True,
+                cwd=case.where.workdir or HOME,
+                env=verifier.env,
+                max_output_bytes=MAX_LOG_BYTES,
+                linger_s=LINGER_S,
+            )
+        context.leave_uncharged(-min(result.own_s, limit_s))  # its own time is the budget's; the load is nobody's
         if not is_control:
             context.log_evaluation(result.stdout.decode(errors="replace"))
             context.log_evaluation(result.stderr.decode(errors="replace"))
         if result.timed_out:
-            raise _NoVerdict(f"{verifier.script} has no end in {timeout_s:g} s")
+            if result.own_s <= limit_s and not result.breach:
+                raise EvaluationError(f"the machine had no CPU for {verifier.script} in {result.duration_s:.0f} s")
+            raise _NoVerdict(f"{verifier.script} has no end in {limit_s:g} s")
         check_end(verifier.script, result)
         after = (
             await sandbox.exec(["/bin/sh", "-c", AFTER, "sh", before], timeout_s=STEP_TIMEOUT_S) if isolated else None

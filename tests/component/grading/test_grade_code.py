@@ -343,6 +343,19 @@ CHEATS = {
         "def f(): raise UnicodeDecodeError('a', b'', 0, 1, 'b')",
         AssertTests(functions=["f"], tests=["try:\n    f()\nexcept TypeError:\n    pass"]),
     ),
+    "is_too_long_to_be_near": (
+        "print(10**400)",
+        OutputTests(cases=[OutputCase(input="", output="5")], tolerance=Tolerance(absolute=1e-6)),
+    ),
+    "says_half_a_character": ("def square(x): raise ValueError(chr(0xd800))", SQUARE),
+    "says_half_a_character_in_a_test": ("def add(x, y): raise ValueError(chr(0xd800))", ADD),
+    "gives_numbers_of_one_hash": (
+        "import os, sys\ndef square(x):\n    alike = [n * sys.hash_info.modulus for n in range(200000)]\n"
+        '    line = \'{"value":{"\\\\u0000":"set","is":\' + str(alike) + \'}}\\n\'\n'
+        "    for fd in range(3, 20):\n        try: os.write(fd, line.encode())\n"
+        "        except OSError: pass\n    os._exit(0)",
+        SQUARE,
+    ),
     "is_near_to_infinity": (
         "def square(x): return 5.0",
         FunctionTests(
@@ -398,6 +411,7 @@ async def test_cheating_does_not_pay(grade, name):
     solution, tests = CHEATS[name]
     verdict = await grade(solution, tests)
     assert not verdict.resolved
+    assert msgspec.msgpack.encode(verdict.details())
     allowed = 1 / 3 if name == "asks_for_its_own_class" else 0.0  # of a low clip it is right
     assert verdict.fraction <= allowed, verdict.details()
 
