@@ -184,7 +184,7 @@ def _rank(pid: int, tid: int) -> tuple[int, int, set[int], bytes] | None:
 
 
 _OURS = _rank(os.getpid(), 0)
-"""Of this process before it has started anything: programs of its user can change it (`setpriority` of all of them)."""
+"""Rank of this process before it has started anything: programs of its user can change it (`PRIO_USER`)."""
 
 
 def _waited_s(pid: int, tid: int) -> float:

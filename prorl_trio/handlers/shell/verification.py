@@ -11,9 +11,9 @@ it, its limit stands still, and it may take up to twice as long. Wall time is a 
 no CPU, and there is no verdict.
 
 A script that runs the agent's programs may leave a reward that is theirs. Signs of that are processes that outlive the
-script (they are killed before the reward is read), a signal that ended it, a `reward.json` beside `reward.txt`, and a
-reward that cannot be written any more. The script may do such things by itself. So a reward with such a sign counts
-only if the control run has the same sign; else it is 0.
+script (they are killed before the reward is read), a signal that ended it, a `reward.json` beside `reward.txt`, a
+reward that cannot be written any more, and a file of the tests that was changed. The script may do such things by
+itself. So a reward with such a sign counts only if the control run has the same sign; else it is 0.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ SIGNS: Final = {
     "killed": "a signal ended the verifier's script",
     "both": "there is a reward.json beside reward.txt",
     "sealed": "the reward cannot be written any more",
+    "altered": "a file of the tests was changed while they ran",
 }
 
 
@@ -270,13 +271,27 @@ async def _run(
         signs = set(after.stdout.decode(errors="replace").split() if after else ()) & set(SIGNS)
         signs |= {"killed"} if result.was_killed else set()
         signs |= {"outlived"} if result.outlived else set()
-        return _Verdict(await _read_rewards(sandbox, is_counted=case.is_counted), frozenset(signs))
+        rewards = await _read_rewards(sandbox, is_counted=case.is_counted)
+        if (is_control or any(value > 0 for value in rewards.values())) and await _is_altered(sandbox, verifier):
+            signs.add("altered")
+        return _Verdict(rewards, frozenset(signs))
     except ProgramKilled as exc:
         if not last_try:
             raise
         raise _NoVerdict(str(exc)) from exc
     except (OSError, SandboxCallFailed) as exc:
         raise _NoVerdict(f"the sandbox does not do what the verifier needs: {exc}") from exc
+
+
+async def _is_altered(sandbox: Sandbox, verifier: Verification) -> bool:
+    """Return whether a file of the tests is not what was placed: a shell reads its script while it runs."""
+    for path, file in verifier.files.items():
+        try:
+            if await sandbox.read_file(path, max_bytes=len(file.content) + 1) != file.content:
+                return True
+        except (OSError, ValueError, SandboxCallFailed):
+            return True
+    return False
 
 
 def _time_for(context: RolloutContext, wanted_s: float, share: float) -> float:
