@@ -11,9 +11,10 @@ it, its limit stands still, and it may take up to twice as long. Wall time is a 
 no CPU, and there is no verdict.
 
 A script that runs the agent's programs may leave a reward that is theirs. Signs of that are processes that outlive the
-script (they are killed before the reward is read), a signal that ended it, a `reward.json` beside `reward.txt`, a
-reward that cannot be written any more, and a file of the tests that was changed. The script may do such things by
-itself. So a reward with such a sign counts only if the control run has the same sign; else it is 0.
+script (they are killed before the reward is read) or write the reward after its end, a signal that ended it, a
+`reward.json` beside `reward.txt`, a reward that cannot be written any more, and a file of the tests that was changed.
+The script may do such things by itself. So a reward with such a sign counts only if the control run has the same sign;
+else it is 0.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ exit 0
 """
 """Ends the processes that are not in the list `$1`, and prints signs that the reward is not the script's own."""
 SIGNS: Final = {
-    "outlived": "a process outlived the verifier's script",
+    "outlived": "a process outlived the verifier's script, or wrote the reward after its end",
     "killed": "a signal ended the verifier's script",
     "both": "there is a reward.json beside reward.txt",
     "sealed": "the reward cannot be written any more",
@@ -255,6 +256,7 @@ async def _run(
                 env=verifier.env,
                 max_output_bytes=MAX_LOG_BYTES,
                 linger_s=LINGER_S,
+                watch=[f"{VERIFIER_DIR}/{name}" for name in REWARD_FILES],
             )
         context.leave_uncharged(-min(result.own_s, limit_s))  # its own time is the budget's; the load is nobody's
         if not is_control:
