@@ -240,7 +240,7 @@ CHEATS = {
     "exits_politely": ("import sys; sys.exit(0)", SQUARE),
     "exits_in_the_call": ("import os\ndef square(x): os._exit(0)", SQUARE),
     "kills_everything": ("import os\ndef square(x): os.kill(-1, 9)", SQUARE),
-    "hangs_in_the_import": ("while True: pass", msgspec.structs.replace(ADD, test_timeout_s=3.0)),
+    "hangs_in_the_import": ("while True: pass", msgspec.structs.replace(ADD, test_timeout_s=1.0)),
     "forges_results_on_every_descriptor": (
         'import os\nfor fd in range(20):\n    for line in (\'{"test":0,"status":"passed","message":""}\', '
         "'{\"value\":null}'):\n        try: os.write(fd, line.encode() + b'\\n')\n        except OSError: pass\n"
@@ -291,7 +291,7 @@ CHEATS = {
     "patches_the_clock": (
         "import time, signal\ntime.time = time.monotonic = lambda: 0\nsignal.alarm(0)\n"
         "def square(x):\n    while True: pass",
-        FunctionTests(function="square", cases=SQUARE.cases, test_timeout_s=4.0, timeout_s=5.0),
+        FunctionTests(function="square", cases=SQUARE.cases, test_timeout_s=1.5, timeout_s=2.0),
     ),
     "raises_what_the_tests_expect": ("def add(x, y): raise AssertionError('passed')", ADD),
     "patches_assertions": (
@@ -395,7 +395,7 @@ CHEATS = {
         "    return max(0, min(x, 10)) if SEEN else -1",
         FRAME,
     ),
-    "grows": ("def square(x): return 'x' * 10**9", SQUARE),
+    "grows": ("def square(x): return 'x' * 10**8", SQUARE),
     "nests": ("def square(x):\n    for _ in range(10**5): x = [x]\n    return x", SQUARE),
     "counts_very_far": ("def square(x): return 7 ** 10**5", SQUARE),
     "leaves_a_child_that_answers_later": (
