@@ -239,6 +239,7 @@ class Exec(_Wire, frozen=True):
     own_limit_s: float = 0.0
     lenient: bool = False
     linger_s: float = 0.0
+    watch: list[str] = []
 
 
 class ExecInput(_Wire, frozen=True):
@@ -266,7 +267,8 @@ class ExecResult(_Wire, frozen=True):
     """The result of a one-shot command. `exit_code` is 128 + n after signal n, None if the timeout ended it.
 
     `was_killed`: a signal ended the program itself. A program may exit with 128 + n on its own, too. `outlived`:
-    something that it started ran on for more than `linger_s`, and was killed.
+    something that it started ran on for more than `linger_s`, and was killed, or a file of `watch` was changed after
+    the program's end; never without a `linger_s`.
 
     Output is as it was written, not decoded. `*_dropped_bytes` were left out in the middle, where a line says so.
     `own_s` is what was used of the last `own_limit_s`, and `cpu_s` about how much of it was CPU time; 0 without one.

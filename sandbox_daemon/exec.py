@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -198,7 +199,7 @@ async def _run(
             own_time.stop()
             duration_s = trio.current_time() - started_s
             if not patience.cancelled_caught:
-                outlived = await _outlived(command, request.linger_s)
+                outlived = await _outlived(command, request)
         finally:
             with trio.move_on_after(KILL_DEADLINE_S, shield=True):
                 await kill_until_gone(command.members)
@@ -222,14 +223,27 @@ async def _run(
     )
 
 
-async def _outlived(command: _Command, linger_s: float) -> bool:
-    """Return whether something that the command has started is alive `linger_s` after its end."""
-    until_s = trio.current_time() + linger_s
+async def _outlived(command: _Command, request: Exec) -> bool:
+    """Return whether something that the command has started is alive `linger_s` after its end; 0: nobody asks.
+
+    Or whether a file of `watch` was changed since. Files have the times of the kernel's ticks, so what was written
+    before the end is not later than it.
+    """
+    if not request.linger_s:
+        return False
+    ended_ns, until_s = time.time_ns(), trio.current_time() + request.linger_s
     while any(entry.alive for entry in command.members(read_process_table())):
         if trio.current_time() >= until_s:
             return True
         await trio.sleep(LINGER_POLL_S)
-    return False
+    return any(_changed_ns(path) > ended_ns for path in request.watch)
+
+
+def _changed_ns(path: str) -> int:
+    """Return when a file, or its name, was changed, which nobody can set; 0 if there is none."""
+    with suppress(OSError, ValueError):
+        return os.lstat(path).st_ctime_ns
+    return 0
 
 
 async def _feed(stdin: trio.lowlevel.FdStream, content: bytes, more: Pieces | None, own_time: OwnTime) -> None:

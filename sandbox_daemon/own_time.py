@@ -8,11 +8,14 @@ computes, in however many processes.
 
 An interval counts in full where the evidence has gaps: processes were born and had ended before they were looked at
 (the PID namespace's last number says so), or the kernel keeps no such times. The wait of a thread does not count that
-has brought it upon itself: one with another priority, policy or set of CPUs than this process has.
+has brought it upon itself: one with another priority, policy or set of CPUs than this process was started with. Nor do
+the waits of more than `WAITERS` threads add up: many that are woken at once wait for each other, for far longer
+together than they compute.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,19 +34,22 @@ __all__ = ["INTERVAL_S", "OwnTime", "Seen", "look"]
 INTERVAL_S = 0.2
 """Between two looks. A look takes some 20 us for each process of the sandbox."""
 
+WAITERS = 8
+"""Threads whose waits of an interval are added, those that waited longest."""
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Seen(NamedTuple):
     """The processes at one moment.
 
-    `cpu_s` is of those alive, without this one, and of the children that they have waited for; `waited_s` is of the
-    command's alone. `last_tid` is the last number that the PID namespace gave to a thread, and `newest` are the numbers
-    above the last look's that are in use.
+    `cpu_s` is of those alive, without this one, and of the children that they have waited for; `waits_s` is of the
+    command's threads, by number, since they began. `last_tid` is the last number that the PID namespace gave to a
+    thread, and `newest` are the numbers above the last look's that are in use.
     """
 
     cpu_s: float
-    waited_s: float
+    waits_s: dict[int, float]
     last_tid: int
     newest: int
 
@@ -126,7 +132,8 @@ class OwnTime:
             self.own_s += min(INTERVAL_S, wall_s)
             return
         cpu_s = max(0.0, self._seen.cpu_s - before.cpu_s)
-        waited_s = max(0.0, self._seen.waited_s - before.waited_s)
+        waits_s = (max(0.0, each_s - before.waits_s.get(tid, 0.0)) for tid, each_s in self._seen.waits_s.items())
+        waited_s = sum(heapq.nlargest(WAITERS, waits_s))
         if self._seen.last_tid <= 0 or self._seen.last_tid - before.last_tid != self._seen.newest:
             waited_s = 0.0
         self.cpu_s += cpu_s
@@ -137,17 +144,16 @@ class OwnTime:
 def look(members: Callable[[ProcessTable], set[ProcessEntry]], above_tid: int) -> Seen:
     """Look at the processes now. See `Seen`."""
     table = read_process_table()
-    waited_s = 0.0
+    waits_s = {}
     cpu_s = sum(_cpu_s(entry.pid) for entry in table.with_descendants(lambda entry: True) if entry.pid != os.getpid())
-    ours = _rank(os.getpid(), 0)
     for entry in members(table):
         for tid in _threads(entry.pid):
-            if _rank(entry.pid, tid) == ours:
-                waited_s += _waited_s(entry.pid, tid)
+            if _rank(entry.pid, tid) == _OURS:
+                waits_s[tid] = _waited_s(entry.pid, tid)
     last_tid = _last_tid()
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     newest = sum(above_tid < tid <= last_tid for pid in pids for tid in _threads(pid))
-    return Seen(cpu_s, waited_s, last_tid, newest)
+    return Seen(cpu_s, waits_s, last_tid, newest)
 
 
 def _threads(pid: int) -> list[int]:
@@ -175,6 +181,10 @@ def _rank(pid: int, tid: int) -> tuple[int, int, set[int], bytes] | None:
         return (os.getpriority(os.PRIO_PROCESS, tid), os.sched_getscheduler(tid), os.sched_getaffinity(tid), autogroup)
     except OSError:
         return None
+
+
+_OURS = _rank(os.getpid(), 0)
+"""Rank of this process before it has started anything: programs of its user can change it (`PRIO_USER`)."""
 
 
 def _waited_s(pid: int, tid: int) -> float:

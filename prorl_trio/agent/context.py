@@ -212,8 +212,11 @@ class RolloutContext:
         self.activity.begin_stage(own)
 
     def log_evaluation(self, text: str) -> None:
-        """Add to the evaluator's log, which reaches the trainer however the evaluation ends."""
-        self.evaluation_log.append(text)
+        """Add to the evaluator's log, which reaches the trainer however the evaluation ends.
+
+        Halves of characters, which have no form on the wire, become question marks.
+        """
+        self.evaluation_log.append(text.encode(errors="replace").decode())
 
     def begin_dialogue(self, conversation: Conversation, asker: int | None = None) -> int:
         """Record `conversation` as a new dialogue and return its number; its tokens go to the rollout's memory.

@@ -34,6 +34,7 @@ __all__ = ["SOLUTION_PATH", "grade_code"]
 
 SOLUTION_PATH: Final = "/workspace/solution.py"
 PREAMBLE_PATH: Final = "/tmp/grading/preamble.py"
+UNITTEST_DRIVERS: Final = ("unittests", "own_time", "values")
 CANARY_TESTS: Final = 6
 """Tests of the canary in `drivers/unittests.py`."""
 WORK_DIR: Final = "/workspace"
@@ -70,20 +71,20 @@ async def grade_code(
             case OutputTests():
                 argv = ["python3", SOLUTION_PATH]
                 if tests.preamble:
-                    await verifier.place_drivers()
+                    await verifier.place_drivers("program")
                     await verifier.place({PREAMBLE_PATH: tests.preamble.encode()})
                     argv = driver_argv("program", SOLUTION_PATH, PREAMBLE_PATH, isolated=False)
                 return await _grade_output(verifier, tests, argv, plan)
             case FunctionTests():
-                await verifier.place_drivers()
+                await verifier.place_drivers("candidate", "values")
                 return await _grade_functions(verifier, tests, plan)
             case AssertTests():
-                await verifier.place_drivers()
+                await verifier.place_drivers("candidate", "values")
                 async with open_verifier(context, spec, last_try=last_try) as checker:
-                    await checker.place_drivers()
+                    await checker.place_drivers("checker", "values")
                     return await _grade_asserts(verifier, checker, tests, plan)
             case UnitTests():
-                await verifier.place_drivers()
+                await verifier.place_drivers(*UNITTEST_DRIVERS)
                 return await _grade_unittests(verifier, tests, test_ids)
 
 
@@ -327,7 +328,7 @@ async def _collected(context: RolloutContext, tests: UnitTests, spec: SandboxSpe
     key = (tests.code, spec.image)
     if key not in _COLLECTED:
         async with open_verifier(context, spec, last_try=last_try) as verifier:
-            await verifier.place_drivers()
+            await verifier.place_drivers(*UNITTEST_DRIVERS)
             ended = await verifier.run(
                 driver_argv("unittests"),
                 timeout_s=SETUP_LIMIT_S,

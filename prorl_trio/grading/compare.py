@@ -1,19 +1,23 @@
 """Comparison of a program's output with the expected one, on the evaluator's side. Pure.
 
 Lines and tokens as LiveCodeBench compares them: both texts are stripped and taken line by line; a line is right if it
-equals the expected one, or if both are made of as many numbers that are equal as exact decimals. Only a task that says
-so has its numbers compared with a tolerance.
+equals the expected one, or if both are made of as many numbers that are equal as exact decimals. Numbers have the
+digits 0 to 9, and no underscores. Only a task that says so has its numbers compared with a tolerance.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import msgspec
 
 __all__ = ["Tolerance", "same_output", "same_value"]
+
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf(?:inity)?)", re.IGNORECASE)
 
 
 class Tolerance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,9 +43,9 @@ class Tolerance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             return False
         try:
             near = abs(value - expected) <= max(self.absolute, self.relative * abs(expected))
+            return math.isfinite(value) and math.isfinite(expected) and near
         except OverflowError:  # an integer beyond the range of floats
             return False
-        return math.isfinite(value) and math.isfinite(expected) and near
 
 
 def same_output(output: str, expected: str, tolerance: Tolerance | None = None) -> bool:
@@ -82,7 +86,7 @@ def same_value(value: Any, expected: Any, tolerance: Tolerance | None = None) ->
 
 
 def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().splitlines()]
+    return [line.strip() for line in _LINE_END.split(text.strip())]
 
 
 def _same_numbers(line: str, expected: str, tolerance: Tolerance | None) -> bool:
@@ -95,6 +99,8 @@ def _same_numbers(line: str, expected: str, tolerance: Tolerance | None) -> bool
 def _same_number(word: str, expected: str, tolerance: Tolerance | None) -> bool:
     if word == expected:
         return True
+    if not (_NUMBER.fullmatch(word) and _NUMBER.fullmatch(expected)):
+        return False
     try:
         if Decimal(word) == Decimal(expected):
             return True

@@ -56,9 +56,16 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.tests) and self.passed == len(self.tests)
 
     def details(self) -> dict[str, Any]:
-        """Return the verdict for `Outcome.details`: the counts, and the first tests that did not pass."""
+        """Return the verdict for `Outcome.details`: the counts, and the first tests that did not pass.
+
+        Halves of characters in what a candidate said, which have no form on the wire, become question marks.
+        """
         failed = [
-            {"test": test.test_id, "status": test.status, "message": test.message[:MAX_TEST_MESSAGE_CHARS]}
+            {
+                "test": test.test_id,
+                "status": test.status,
+                "message": test.message[:MAX_TEST_MESSAGE_CHARS].encode(errors="replace").decode(),
+            }
             for test in self.tests
             if test.status not in ("passed", "not_run")
         ]

@@ -208,6 +208,7 @@ class Sandbox(abc.ABC):
         own_limit_s: float = 0.0,
         lenient: bool = False,
         linger_s: float = 0.0,
+        watch: Sequence[str] = (),
     ) -> ExecResult:
         """Run a program once, without a shell, in a fresh session: for evaluators. Nothing of it is left afterwards.
 
@@ -230,7 +231,9 @@ class Sandbox(abc.ABC):
                 that passes without that in which it waits for a CPU; 0: there is no such limit. The result says in
                 `own_s` what it used.
             lenient: a program that has waited for a CPU may use as much more, up to twice `own_limit_s`.
-            linger_s: the seconds that its leftovers get to end by themselves; `outlived` of the result tells of others.
+            linger_s: the seconds that its leftovers get to end by themselves; then `outlived` of the result tells of
+                others.
+            watch: with `linger_s`, files that nothing is to change after the program's end; `outlived` tells of that.
 
         Raises:
             FileNotFoundError, PermissionError: the program, `cwd` or `user`, as seen inside. It did not run.
@@ -253,6 +256,7 @@ class Sandbox(abc.ABC):
             own_limit_s=own_limit_s,
             lenient=lenient,
             linger_s=linger_s,
+            watch=list(watch),
         )
         if not call.input_id:
             async with self._turn:

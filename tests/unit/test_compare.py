@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 
@@ -30,6 +31,14 @@ NEAR = Tolerance(absolute=1e-6, relative=1e-6)
         ("", "", True),
         ("1" * 5000, "1" * 5000 + ".0", True),
         ("1e999999999999999999999", "1", False),
+        ("1\r\n2\r\n", "1\n2", True),
+        ("inf", "Infinity", True),
+        (".5 5. +5", "0.5 5 5", True),
+        ("1_0", "10", False),
+        ("\u0663", "3", False),
+        ("\uff13", "3", False),
+        ("1\x1c2", "1\n2", False),
+        ("1\u20282", "1\n2", False),
     ],
 )
 def test_outputs_are_compared_by_lines_and_exact_decimals(output, expected, same):
@@ -96,6 +105,8 @@ INTEGERS = Tolerance(absolute=1e-8, relative=1e-5, exact_integers=True)
         (10**400, 10**400, True),
         (10**400, 1.0, False),
         (1.0, 10**400, False),
+        (10**400, 5, False),
+        (5, 10**400, False),
         (0.1 + 0.2, 0.3, True),
     ],
 )
@@ -196,6 +207,15 @@ def test_a_value_that_holds_itself_does_not_cross():
 def test_forged_values_are_refused(forged):
     with pytest.raises(ValueError, match=r"no "):
         decode(forged)
+
+
+@pytest.mark.parametrize("kind", ["set", "dict"])
+def test_numbers_of_one_hash_do_not_make_a_table_slow(kind):
+    alike = [number * sys.hash_info.modulus for number in range(50_000)]
+    forged = {"\x00": kind, "is": [[each, 1] for each in alike] if kind == "dict" else alike}
+    with pytest.raises(ValueError, match="one hash"):
+        decode(forged)
+    assert decode(encode(set(range(50_000)))) == set(range(50_000))
 
 
 @pytest.mark.parametrize("line", [b"[1]", b"1", b"[" * 100_000, b'"'])

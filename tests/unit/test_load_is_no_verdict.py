@@ -10,7 +10,14 @@ import trio
 from ipc.sandbox_calls import ExecResult
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.grading.verifier import ProgramKilled, ProgramLate, Verifier, again_if_killed, backstop_s
+from prorl_trio.grading.verifier import (
+    ALONE_TIMEOUT_S,
+    ProgramKilled,
+    ProgramLate,
+    Verifier,
+    again_if_killed,
+    backstop_s,
+)
 from prorl_trio.types.errors import EvaluationError
 from prorl_trio.types.models import JobSpec, TaskInstance
 
@@ -131,3 +138,22 @@ async def test_a_killed_program_waits_for_no_turn():
 
     assert await again_if_killed(a_context(), action) == 1
     assert tries == [False, True]
+
+
+async def test_who_gets_no_turn_in_time_has_a_verdict_all_the_same(autojump_clock):
+    verdicts, began_s = [], trio.current_time()
+
+    async def action(*, last_try):
+        if not last_try:
+            raise ProgramLate("idle")
+        await trio.sleep(5 * ALONE_TIMEOUT_S)
+        return 0
+
+    async def one():
+        verdicts.append(await again_if_killed(a_context(), action))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(one)
+    assert verdicts == [0] * 5
+    assert trio.current_time() - began_s < 7 * ALONE_TIMEOUT_S

@@ -17,14 +17,16 @@ NEAR = pytest.approx
 class Machine:
     """A machine that gives a program so much CPU, and has it wait so long, in each second."""
 
-    def __init__(self, *, cpu=0.0, waited=0.0, born=0, seen_born=None):
+    def __init__(self, *, cpu=0.0, waited=0.0, born=0, seen_born=None, threads=1):
         self.now_s = 100.0
+        self.threads = threads
         self.rates = (cpu, waited, born, born if seen_born is None else seen_born)
         self.cpu_s = self.waited_s = 0.0
         self.tid = 10
 
     def look(self, members, above_tid):
-        return Seen(self.cpu_s, self.waited_s, self.tid, self.newest)
+        waits_s = dict.fromkeys(range(1000, 1000 + self.threads), self.waited_s / self.threads)
+        return Seen(self.cpu_s, waits_s, self.tid, self.newest)
 
     def passes(self, clock, seconds):
         cpu, waited, born, self.newest = self.rates
@@ -50,7 +52,9 @@ class Machine:
         ("sleeps", {}, 20.0),
         ("sleeps while the machine is busy", {"cpu": 0.01, "waited": 0.01}, 19.8),
         ("forks into four on two CPUs, alone", {"cpu": 2.0, "waited": 2.0}, 20.0),
-        ("forks into a hundred at a load", {"cpu": 0.5, "waited": 99.5}, 10.0),
+        ("forks into a hundred at a load", {"cpu": 0.5, "waited": 99.5, "threads": 100}, 10.0),
+        ("takes turns with three others at a load", {"cpu": 0.1, "waited": 0.9, "threads": 4}, 2.0),
+        ("sleeps, while a hundred that it wakes at once wait", {"cpu": 0.02, "waited": 1.0, "threads": 100}, 18.4),
         ("hides its children from the looks", {"cpu": 0.01, "waited": 0.99, "born": 3, "seen_born": 0}, 20.0),
         ("starts children that live", {"cpu": 0.1, "waited": 0.9, "born": 1}, 2.0),
         ("on a kernel without such times", {"cpu": 0.1}, 20.0),
@@ -147,6 +151,6 @@ def test_a_look_reads_the_kernels_times():
         assert process.stdout.readline() == b"1\n"
         seen = look(lambda table: {e for e in table.children(os.getpid()) if e.pid == process.pid}, process.pid - 1)
         assert seen.cpu_s >= 0.25
-        assert seen.waited_s >= 0.0
+        assert seen.waits_s[process.pid] >= 0.0
         assert seen.newest >= 1 or seen.last_tid < process.pid
         process.communicate(b"\n")

@@ -10,26 +10,20 @@ library of Python 3.5.
 
 import os
 import runpy
-import signal
 import sys
 import unittest
 from typing import Any
 
+from .own_time import TestTimedOut, limited
 from .session import open_session
 
 __all__ = ["Reporter", "main"]
 
 MAX_MESSAGE_CHARS = 2000
-GUARDED = [__name__, __package__ + ".session", __package__ + ".report"] + [
+GUARDED = [__name__, __package__ + ".session", __package__ + ".own_time", __package__ + ".report"] + [
     "unittest." + name for name in ("case", "result", "suite", "runner", "loader")
 ]
 _RANK = {"missing": 0, "passed": 1, "xpassed": 2, "xfailed": 3, "skipped": 4, "timed_out": 5, "failed": 6, "error": 7}
-
-
-class TestTimedOut(BaseException):
-    """The time of one test is used up. Nothing that a test catches."""
-
-    __test__ = False
 
 
 class Reporter(unittest.TextTestResult):
@@ -42,18 +36,19 @@ class Reporter(unittest.TextTestResult):
         self._test_timeout_s = test_timeout_s
         self._running = ""
         self._worst = ("missing", "")
+        self._time = None  # type: Any
 
     def startTest(self, test: Any) -> None:
         """Begin a test, and limit its time."""
         super().startTest(test)
         self._running, self._worst = self.name_of(test), ("missing", "")
         del self._session.skips[:], self._session.raised[:]
-        signal.signal(signal.SIGALRM, _time_out)
-        signal.setitimer(signal.ITIMER_REAL, self._test_timeout_s)
+        self._time = limited(self._test_timeout_s)
+        self._time.__enter__()
 
     def stopTest(self, test: Any) -> None:
         """Write the end of a test."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._time.__exit__(None, None, None)
         super().stopTest(test)
         replaced = self._session.replaced()
         if replaced:
@@ -129,10 +124,6 @@ class Reporter(unittest.TextTestResult):
             self._write({"test": self.name_of(test), "status": status, "message": message[-MAX_MESSAGE_CHARS:]})
         elif _RANK[status] > _RANK[self._worst[0]]:
             self._worst = (status, message[-MAX_MESSAGE_CHARS:])
-
-
-def _time_out(_number: int, _frame: object) -> None:
-    raise TestTimedOut("the time for one test is used up")
 
 
 def _watch_skips(session: Any) -> None:

@@ -1,21 +1,16 @@
 """A time limit for one test in its own process that the machine's load does not use up.
 
 Time in which the main thread could have run, but waited for a CPU, does not count: the kernel has it in
-/proc/self/schedstat. Where the kernel does not have it, wall time counts in full.
+/proc/self/schedstat. Where the kernel does not have it, wall time counts in full. The code under test can bring such
+waits about; the limit of the whole run, which is kept outside of this process, does not depend on them.
 
-Runs in sandboxes: standard library of Python 3.8.
+Runs in sandboxes: the syntax and the standard library of Python 3.5.
 """
-
-from __future__ import annotations
 
 import signal
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import FrameType
+from typing import Any
 
 __all__ = ["TestTimedOut", "limited"]
 
@@ -29,14 +24,18 @@ class TestTimedOut(BaseException):
 
 
 @contextmanager
-def limited(limit_s: float) -> Iterator[None]:
-    """Raise `TestTimedOut` in the block, in the main thread, when it has used `limit_s` of its own time."""
+def limited(limit_s: float, kind: Any = TestTimedOut, again_s: float = 0.0) -> Any:
+    """Raise `kind` in the block, in the main thread, when it has used `limit_s` of its own time.
+
+    With `again_s`, it is raised once more after each so many seconds: a test may catch it.
+    """
     begin_s, waited_s = time.monotonic(), _waited_s()
 
-    def ring(_number: int, _frame: FrameType | None) -> None:
+    def ring(_number: int, _frame: Any) -> None:
         used_s = time.monotonic() - begin_s - (_waited_s() - waited_s)
         if used_s >= limit_s:
-            raise TestTimedOut("the time for one test is used up")
+            signal.setitimer(signal.ITIMER_REAL, again_s)
+            raise kind("the time for one test is used up")
         signal.setitimer(signal.ITIMER_REAL, max(_SHORTEST_S, limit_s - used_s))
 
     before = signal.signal(signal.SIGALRM, ring)

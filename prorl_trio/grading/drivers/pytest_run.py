@@ -13,13 +13,13 @@ import importlib
 import importlib.metadata
 import json
 import os
-import signal
 import sys
 import unittest
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .own_time import limited
 from .session import open_session
 
 if TYPE_CHECKING:
@@ -33,15 +33,9 @@ MAX_MESSAGE_CHARS = 2000
 MAX_CHAIN = 10
 """Exceptions that were handled while a skip was raised, which are looked at."""
 GROUP = "pytest11"
-GUARDED = (__name__, f"{__package__}.session", f"{__package__}.report")
+GUARDED = (__name__, f"{__package__}.session", f"{__package__}.own_time", f"{__package__}.report")
 OFF = ("cacheprovider", "randomly")
 """Plug-ins that leave files, or change the order."""
-
-
-class TestTimedOut(BaseException):
-    """The time of one test is used up. Nothing that a test catches."""
-
-    __test__ = False
 
 
 class Reporter:
@@ -56,11 +50,9 @@ class Reporter:
 
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         """Limit the test's time."""
-        signal.signal(signal.SIGALRM, _time_out)
-        signal.setitimer(signal.ITIMER_REAL, self._test_timeout_s)
         self._session.raised.clear()
-        yield
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        with limited(self._test_timeout_s):
+            yield
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
         """Make a failure of a skip that the row did not ask for, and of a pass although something was raised."""
@@ -181,10 +173,6 @@ def _status(report: Any) -> str:
     if hasattr(report, "wasxfail"):
         return "xpassed"
     return "passed" if report.when == "call" else "missing"
-
-
-def _time_out(_number: int, _frame: object) -> None:
-    raise TestTimedOut("the time for one test is used up")
 
 
 def _plugins() -> Iterator[str]:

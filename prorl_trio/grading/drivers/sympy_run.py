@@ -9,11 +9,12 @@ Runs in sandboxes, in the tests' own process: standard library of Python 3.8, an
 from __future__ import annotations
 
 import os
-import signal
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
+from .own_time import limited
 from .session import open_session
 
 __all__ = ["main", "make_reporter"]
@@ -35,12 +36,13 @@ def make_reporter(base: Any, write: Any, test_timeout_s: float) -> Any:
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             self._test, self._is_late = "", False
+            self._time: Any = nullcontext()
 
         def entering_test(self, f: Any) -> None:
             super().entering_test(f)
             self._test, self._is_late = f.__name__, False
-            signal.signal(signal.SIGALRM, self._time_out)
-            signal.setitimer(signal.ITIMER_REAL, test_timeout_s, AGAIN_S)
+            self._time = limited(test_timeout_s, self._time_out, AGAIN_S)
+            self._time.__enter__()
 
         def test_pass(self, *arguments: Any) -> None:
             self._end("passed")
@@ -75,12 +77,13 @@ def make_reporter(base: Any, write: Any, test_timeout_s: float) -> Any:
             write({"end": True})
             return good
 
-        def _time_out(self, _number: int, _frame: object) -> None:
+        def _time_out(self, said: str) -> TestTimedOut:
             self._is_late = True
-            raise TestTimedOut("the time for one test is used up")
+            return TestTimedOut(said)
 
         def _end(self, status: str, said: object = "") -> None:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._time.__exit__(None, None, None)
+            self._time = nullcontext()
             message = said if isinstance(said, str) else repr(said)
             status = "timed_out" if self._is_late else status
             # No test has begun where a file cannot be executed.

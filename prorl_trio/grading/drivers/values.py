@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+from collections import Counter
 from typing import Any
 
 __all__ = ["MAX_DEPTH", "Unplain", "decode", "decode_line", "encode", "encode_line"]
@@ -16,6 +17,8 @@ __all__ = ["MAX_DEPTH", "Unplain", "decode", "decode_line", "encode", "encode_li
 MAX_DEPTH = 100
 _TAG = "\x00"
 """The only key of an object that stands for something JSON has not."""
+_MAX_ALIKE = 100
+"""Keys of one hash: a table of `n` of them takes the time of `n * n`, and numbers of one hash are easily found."""
 _LONG_BITS = 4096
 """Longer integers are written in hexadecimal: Python reads at most 4,300 decimal digits."""
 
@@ -90,12 +93,21 @@ def decode(value: Any) -> Any:
         if kind == "tuple":
             return tuple(decode(each) for each in inner)
         if kind == "set":
-            return {decode(each) for each in inner}
+            return set(_keys(inner))
         if kind == "dict":
-            return {decode(key): decode(each) for key, each in inner}
+            keys = _keys([key for key, _ in inner])
+            return {key: decode(pair[1]) for key, pair in zip(keys, inner)}  # noqa: B905 - Python 3.8
     except (TypeError, IndexError, KeyError) as exc:
         raise ValueError(f"no {kind}: {exc}") from exc
     raise ValueError(f"no kind of value: {kind!r}")
+
+
+def _keys(encoded: Any) -> list[Any]:
+    """Return what is to be the keys of a table. Raises ValueError if too many of them have one hash."""
+    keys = [decode(each) for each in encoded]
+    if keys and max(Counter(map(hash, keys)).values()) > _MAX_ALIKE:
+        raise ValueError("too many keys of one hash")
+    return keys
 
 
 def encode_line(message: dict[str, Any]) -> bytes:

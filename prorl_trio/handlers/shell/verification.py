@@ -6,10 +6,15 @@ agent has kept its verifier from a verdict, and the reward is 0.
 
 Who killed the script (SIGKILL), where no limit says so, cannot be told either: it is run once more.
 
+The script's time is its own (`sandbox_daemon.own_time`): where it waits for a CPU that the machine's load keeps from
+it, its limit stands still, and it may take up to twice as long. Wall time is a backstop; a script that reaches it had
+no CPU, and there is no verdict.
+
 A script that runs the agent's programs may leave a reward that is theirs. Signs of that are processes that outlive the
-script (they are killed before the reward is read), a signal that ended it, a `reward.json` beside `reward.txt`, and a
-reward that cannot be written any more. The script may do such things by itself. So a reward with such a sign counts
-only if the control run has the same sign; else it is 0.
+script (they are killed before the reward is read) or write the reward after its end, a signal that ended it, a
+`reward.json` beside `reward.txt`, a reward that cannot be written any more, and a file of the tests that was changed.
+The script may do such things by itself. So a reward with such a sign counts only if the control run has the same sign;
+else it is 0.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import trio
 
 from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
-from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, check_end
+from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, backstop_s, check_end
 from prorl_trio.handlers.shell.artifacts import NotTaken, collect, pack, put, unpack
 from prorl_trio.handlers.shell.environment import CLEAR, make_ready, noticing_kills
 from prorl_trio.handlers.shell.payload import HOME
@@ -83,10 +88,11 @@ exit 0
 """
 """Ends the processes that are not in the list `$1`, and prints signs that the reward is not the script's own."""
 SIGNS: Final = {
-    "outlived": "a process outlived the verifier's script",
+    "outlived": "a process outlived the verifier's script, or wrote the reward after its end",
     "killed": "a signal ended the verifier's script",
     "both": "there is a reward.json beside reward.txt",
     "sealed": "the reward cannot be written any more",
+    "altered": "a file of the tests was changed while they ran",
 }
 
 
@@ -238,20 +244,28 @@ async def _run(
         await _place(sandbox, verifier, answer)
         isolated = context.resources.config.sandbox.provider != "process"  # which has the processes of the machine
         before = (await sandbox.exec(["/bin/sh", "-c", LIST], timeout_s=STEP_TIMEOUT_S)).stdout.decode().strip()
-        timeout_s = _time_for(context, verifier.timeout_s, 1.0 if is_control else FIRST_SHARE)
-        result = await sandbox.exec(
-            ["/bin/sh", "-c", 'exec "$0"', verifier.script],
-            timeout_s=timeout_s,
-            cwd=case.where.workdir or HOME,
-            env=verifier.env,
-            max_output_bytes=MAX_LOG_BYTES,
-            linger_s=LINGER_S,
-        )
+        limit_s = _time_for(context, verifier.timeout_s, 1.0 if is_control else FIRST_SHARE)
+        most_s = backstop_s(limit_s)
+        with context.standing_in_line("the verifier's script", "agent_budget", at_most_s=most_s + STEP_TIMEOUT_S):
+            result = await sandbox.exec(
+                ["/bin/sh", "-c", 'exec "$0"', verifier.script],
+                timeout_s=most_s,
+                own_limit_s=limit_s,
+                lenient=True,
+                cwd=case.where.workdir or HOME,
+                env=verifier.env,
+                max_output_bytes=MAX_LOG_BYTES,
+                linger_s=LINGER_S,
+                watch=[f"{VERIFIER_DIR}/{name}" for name in REWARD_FILES],
+            )
+        context.leave_uncharged(-min(result.own_s, limit_s))  # its own time is the budget's; the load is nobody's
         if not is_control:
             context.log_evaluation(result.stdout.decode(errors="replace"))
             context.log_evaluation(result.stderr.decode(errors="replace"))
         if result.timed_out:
-            raise _NoVerdict(f"{verifier.script} has no end in {timeout_s:g} s")
+            if result.own_s <= limit_s and not result.breach:
+                raise EvaluationError(f"the machine had no CPU for {verifier.script} in {result.duration_s:.0f} s")
+            raise _NoVerdict(f"{verifier.script} has no end in {limit_s:g} s")
         check_end(verifier.script, result)
         after = (
             await sandbox.exec(["/bin/sh", "-c", AFTER, "sh", before], timeout_s=STEP_TIMEOUT_S) if isolated else None
@@ -259,13 +273,27 @@ async def _run(
         signs = set(after.stdout.decode(errors="replace").split() if after else ()) & set(SIGNS)
         signs |= {"killed"} if result.was_killed else set()
         signs |= {"outlived"} if result.outlived else set()
-        return _Verdict(await _read_rewards(sandbox, is_counted=case.is_counted), frozenset(signs))
+        rewards = await _read_rewards(sandbox, is_counted=case.is_counted)
+        if (is_control or any(value > 0 for value in rewards.values())) and await _is_altered(sandbox, verifier):
+            signs.add("altered")
+        return _Verdict(rewards, frozenset(signs))
     except ProgramKilled as exc:
         if not last_try:
             raise
         raise _NoVerdict(str(exc)) from exc
     except (OSError, SandboxCallFailed) as exc:
         raise _NoVerdict(f"the sandbox does not do what the verifier needs: {exc}") from exc
+
+
+async def _is_altered(sandbox: Sandbox, verifier: Verification) -> bool:
+    """Return whether a file of the tests is not what was placed: a shell reads its script while it runs."""
+    for path, file in verifier.files.items():
+        try:
+            if await sandbox.read_file(path, max_bytes=len(file.content) + 1) != file.content:
+                return True
+        except (OSError, ValueError, SandboxCallFailed):
+            return True
+    return False
 
 
 def _time_for(context: RolloutContext, wanted_s: float, share: float) -> float:

@@ -240,7 +240,7 @@ CHEATS = {
     "exits_politely": ("import sys; sys.exit(0)", SQUARE),
     "exits_in_the_call": ("import os\ndef square(x): os._exit(0)", SQUARE),
     "kills_everything": ("import os\ndef square(x): os.kill(-1, 9)", SQUARE),
-    "hangs_in_the_import": ("while True: pass", msgspec.structs.replace(ADD, test_timeout_s=3.0)),
+    "hangs_in_the_import": ("while True: pass", msgspec.structs.replace(ADD, test_timeout_s=1.0)),
     "forges_results_on_every_descriptor": (
         'import os\nfor fd in range(20):\n    for line in (\'{"test":0,"status":"passed","message":""}\', '
         "'{\"value\":null}'):\n        try: os.write(fd, line.encode() + b'\\n')\n        except OSError: pass\n"
@@ -291,7 +291,7 @@ CHEATS = {
     "patches_the_clock": (
         "import time, signal\ntime.time = time.monotonic = lambda: 0\nsignal.alarm(0)\n"
         "def square(x):\n    while True: pass",
-        FunctionTests(function="square", cases=SQUARE.cases, test_timeout_s=4.0, timeout_s=5.0),
+        FunctionTests(function="square", cases=SQUARE.cases, test_timeout_s=1.5, timeout_s=2.0),
     ),
     "raises_what_the_tests_expect": ("def add(x, y): raise AssertionError('passed')", ADD),
     "patches_assertions": (
@@ -343,6 +343,19 @@ CHEATS = {
         "def f(): raise UnicodeDecodeError('a', b'', 0, 1, 'b')",
         AssertTests(functions=["f"], tests=["try:\n    f()\nexcept TypeError:\n    pass"]),
     ),
+    "is_too_long_to_be_near": (
+        "print(10**400)",
+        OutputTests(cases=[OutputCase(input="", output="5")], tolerance=Tolerance(absolute=1e-6)),
+    ),
+    "says_half_a_character": ("def square(x): raise ValueError(chr(0xd800))", SQUARE),
+    "says_half_a_character_in_a_test": ("def add(x, y): raise ValueError(chr(0xd800))", ADD),
+    "gives_numbers_of_one_hash": (
+        "import os, sys\ndef square(x):\n    alike = [n * sys.hash_info.modulus for n in range(200000)]\n"
+        '    line = \'{"value":{"\\\\u0000":"set","is":\' + str(alike) + \'}}\\n\'\n'
+        "    for fd in range(3, 20):\n        try: os.write(fd, line.encode())\n"
+        "        except OSError: pass\n    os._exit(0)",
+        SQUARE,
+    ),
     "is_near_to_infinity": (
         "def square(x): return 5.0",
         FunctionTests(
@@ -382,7 +395,7 @@ CHEATS = {
         "    return max(0, min(x, 10)) if SEEN else -1",
         FRAME,
     ),
-    "grows": ("def square(x): return 'x' * 10**9", SQUARE),
+    "grows": ("def square(x): return 'x' * 10**8", SQUARE),
     "nests": ("def square(x):\n    for _ in range(10**5): x = [x]\n    return x", SQUARE),
     "counts_very_far": ("def square(x): return 7 ** 10**5", SQUARE),
     "leaves_a_child_that_answers_later": (
@@ -398,6 +411,7 @@ async def test_cheating_does_not_pay(grade, name):
     solution, tests = CHEATS[name]
     verdict = await grade(solution, tests)
     assert not verdict.resolved
+    assert msgspec.msgpack.encode(verdict.details())
     allowed = 1 / 3 if name == "asks_for_its_own_class" else 0.0  # of a low clip it is right
     assert verdict.fraction <= allowed, verdict.details()
 

@@ -209,6 +209,9 @@ WORKS = {
     "ends the script by SIGTERM": (f"echo 1 > {REWARD}.txt; kill -15 $PPID; sleep 1", 0.0),
     "ends the script by SIGKILL": (f"echo 1 > {REWARD}.txt; kill -9 $PPID; sleep 1", 0.0),
     "seals the reward": (f"echo 1 > {REWARD}.txt; chmod 444 {REWARD}.txt; chmod 555 /logs/verifier", 0.0),
+    "writes it after the script": (f"(setsid sh -c 'sleep 0.2; echo 1 > {REWARD}.txt' &) >/dev/null 2>&1", 0.0),
+    "goes on with the script": (f"echo 'echo 1 > {REWARD}.txt' >> /tests/test.sh", 0.0),
+    "stops the script": (f"echo 1 > {REWARD}.txt; kill -STOP $PPID; sleep 100", 0.0),
     "writes reward.json": (f"echo 1 > {REWARD}.json", 0.0),
     "writes several rewards": (f"""echo '{{"a": 1, "b": 1}}' > {REWARD}.json""", 0.0),
     "outlives the script": (f"setsid sh -c 'while :; do echo 1 > {REWARD}.txt; done' >/dev/null 2>&1 &", 0.0),
@@ -220,6 +223,7 @@ WORKS = {
 @pytest.mark.parametrize("work", WORKS)
 async def test_a_program_of_the_agents_that_its_verifier_runs(task, grade, toml, work):
     text, reward = WORKS[work]
+    toml += "timeout_sec = 4\n" if toml else "[verifier]\ntimeout_sec = 4\n"
     found = await grade(task(toml, check=RUNS_THE_WORK), f"cat > work.sh <<'END'\n{text}\nEND")
     assert found.reward == reward, found
 
