@@ -19,7 +19,11 @@ MAX_BLOCKS: Final = 500
 _FENCE: Final = re.compile(
     r"(?<![^\r\n])(?=[ \t0-9*+`~-])([ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)(`{3,}|~{3,})([^\r\n]*)(?:\r\n|\r|\n|\Z)"
 )
-"""A line that may open a block, or close one: its indentation with a list marker, its fence, and what follows."""
+"""A line that may open a block: its indentation with a list marker, its fence, and what follows."""
+_CLOSING: Final = {
+    mark: re.compile(rf"(?<![^\r\n])(?=[ \t{mark}])([ \t]*)({mark}{{3,}})[ \t]*(?:\r\n|\r|\n|\Z)") for mark in "`~"
+}
+"""A line that may close a block with such a fence: its indentation and its fence."""
 _INDENT: Final = re.compile(r"^[ \t]+", re.MULTILINE)
 _WORD: Final = re.compile(r"[\w+#-]+")
 
@@ -47,22 +51,19 @@ def fenced_blocks(text: str) -> Iterator[FencedBlock]:
     as long, and less than four columns deeper than it. Unlike in CommonMark, a fence may be indented by any amount:
     models nest lists without counting columns.
     """
-    lines = _FENCE.finditer(text)
-    for opened in lines:
+    position = 0
+    while (opened := _FENCE.search(text, position)) is not None:
+        position = opened.end()
         indent, fence, info = len(opened[1]), opened[2], opened[3]
         if fence[0] == "`" and "`" in info:
             continue
-        closing = next((line for line in lines if _closes(line, fence, indent)), None)
+        lines = _CLOSING[fence[0]].finditer(text, position)
+        closing = next((each for each in lines if len(each[2]) >= len(fence) and len(each[1]) < indent + 4), None)
         stop, end = (len(text), len(text)) if closing is None else closing.span()
-        raw = text[opened.end() : stop]
+        raw, position = text[position:stop], end
         word = _WORD.search(info)
         language = word[0].lower() if word else ""
         yield FencedBlock(language, _dedented(raw, indent), raw, opened.start(), end, closing is not None)
-
-
-def _closes(line: re.Match[str], fence: str, indent: int) -> bool:
-    before, marks, after = line.groups()
-    return marks.startswith(fence) and len(before) < indent + 4 and not before.strip() and not after.strip(" \t")
 
 
 def _dedented(code: str, indent: int) -> str:
