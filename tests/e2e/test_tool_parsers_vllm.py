@@ -82,14 +82,14 @@ FORMS = {
     "hermes": ("chatml", each("Ok.\n", lambda _n, *call: f"<tool_call>\n{in_json(call)}\n</tool_call>", between="\n")),
     "qwen3_coder": (
         "qwen3-coder",
-        each("Ok.\n", lambda _n, name, values: f"<tool_call>\n<function={name}>\n{XML(values)}</function>\n</tool_call>", between="\n"),
+        each("Ok.\n", lambda _n, name, values: f"<tool_call>\n<function={name}>\n{XML(values)}</function>\n</tool_call>", between="\n"),  # noqa: E501
     ),
     "glm45": ("glm", each("Ok.", lambda _n, name, values: f"\n<tool_call>{name}\n{GLM(values)}</tool_call>")),
     "deepseek_v3": (
         "deepseek",
         each(
             "Ok.<｜tool▁calls▁begin｜>",
-            lambda _n, name, values: f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumped(values)}\n```<｜tool▁call▁end｜>",
+            lambda _n, name, values: f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{dumped(values)}\n```<｜tool▁call▁end｜>",  # noqa: E501
             "<｜tool▁calls▁end｜>",
             "\n",
         ),
@@ -114,7 +114,7 @@ FORMS = {
         "kimi-k2",
         each(
             "Ok.<|tool_calls_section_begin|>",
-            lambda n, name, values: f"<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>{dumped(values)}<|tool_call_end|>",
+            lambda n, name, values: f"<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>{dumped(values)}<|tool_call_end|>",  # noqa: E501
             "<|tool_calls_section_end|>",
         ),
     ),
@@ -122,7 +122,7 @@ FORMS = {
         "kimi-k3",
         each(
             "<|open|>think<|sep|>hm<|close|>think<|sep|><|open|>response<|sep|>Ok.<|close|>response<|sep|><|open|>tools<|sep|>",
-            lambda n, name, values: f'<|open|>call tool="{name}" index="{n + 1}"<|sep|>{k3(values)}<|close|>call<|sep|>',
+            lambda n, name, values: f'<|open|>call tool="{name}" index="{n + 1}"<|sep|>{k3(values)}<|close|>call<|sep|>',  # noqa: E501
             "<|close|>tools<|sep|><|close|>message<|sep|>",
         ),
     ),
@@ -138,7 +138,7 @@ FORMS = {
         "step3",
         each(
             "Ok.<｜tool_calls_begin｜>",
-            lambda _n, name, values: f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">{STEP(values)}</steptml:invoke><｜tool_call_end｜>',
+            lambda _n, name, values: f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">{STEP(values)}</steptml:invoke><｜tool_call_end｜>',  # noqa: E501
             "<｜tool_calls_end｜>",
         ),
     ),
@@ -146,13 +146,13 @@ FORMS = {
         "seed",
         each(
             "Ok.\n",
-            lambda _n, name, values: f"<seed:tool_call>\n<function={name}>\n{XML(values)}</function>\n</seed:tool_call>",
+            lambda _n, name, values: f"<seed:tool_call>\n<function={name}>\n{XML(values)}</function>\n</seed:tool_call>",  # noqa: E501
             between="\n",
         ),
     ),
     "granite4": ("granite", each("Ok.", lambda _n, *call: f"<tool_call>\n{in_json(call)}\n</tool_call>", between="\n")),
     "hunyuan_a13b": ("hunyuan", each("Ok.<tool_calls>[", lambda _n, *call: in_json(call), "]</tool_calls>", ", ")),
-    "ling3": ("ling", each("Ok.", lambda _n, name, values: f"<tool_call>{name}\n{GLM(values)}</tool_call>", between="\n")),
+    "ling3": ("ling", each("Ok.", lambda _n, name, values: f"<tool_call>{name}\n{GLM(values)}</tool_call>", between="\n")),  # noqa: E501
     "mistral": ("mistral", each("Ok.", lambda _n, name, values: f"[TOOL_CALLS]{name}[ARGS]{dumped(values)}")),
     "llama3_json": ("llama", each("", lambda _n, *call: in_json(call, "parameters"), between="; ")),
     "llama4_pythonic": (
@@ -168,13 +168,41 @@ DIFFERENCES = {
 """By parser and number in `SAID`: why vLLM's finds other calls. Ours finds what was said."""
 MARKERS = sorted(
     {mark for family in FAMILIES for mark in (*family.markup, *family.ends)}
-    | set(
-        "<|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> "
-        "<|tool_call_end|> <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> "
-        "<｜tool▁calls▁end｜> <｜tool_calls_begin｜> <｜tool_calls_end｜> <｜tool_call_begin｜> <｜tool_call_end｜> "
-        "<｜tool_sep｜> <tool_call> </tool_call> <think> </think> <minimax:tool_call> </minimax:tool_call> "
-        "<seed:tool_call> </seed:tool_call> <seed:think> </seed:think> [TOOL_CALLS] [ARGS] <|python_tag|> "
-        "<|open|> <|close|> <|sep|> <|end_of_msg|>".split()
+    | set(  # noqa: C405
+        [
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool_calls_begin｜>",
+            "<｜tool_calls_end｜>",
+            "<｜tool_call_begin｜>",
+            "<｜tool_call_end｜>",
+            "<｜tool_sep｜>",
+            "<tool_call>",
+            "</tool_call>",
+            "<think>",
+            "</think>",
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            "<seed:tool_call>",
+            "</seed:tool_call>",
+            "<seed:think>",
+            "</seed:think>",
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "<|python_tag|>",
+            "<|open|>",
+            "<|close|>",
+            "<|sep|>",
+            "<|end_of_msg|>",
+        ]
     )
 )
 """What is one token in the vocabulary of a model that writes it."""
