@@ -391,9 +391,12 @@ def _readers() -> dict[str, Callable[[str], object]]:
     stem = importlib.import_module("prorl_trio.handlers.stem.handler")
     code = importlib.import_module("prorl_trio.handlers.code")
     found: list[tuple[str, Any]] = [
-        ("stem", getattr(stem, "_STYLE", None)),
         ("code", getattr(code, "_CodeStyle", None)),
     ]
+    if (stem_style := getattr(stem, "_StemStyle", None)) is not None:
+        found += [("stem", stem_style(keeps_unit=False)), ("stem.quantity", stem_style(keeps_unit=True))]
+    else:
+        found.append(("stem", getattr(stem, "_STYLE", None)))
     if (make := getattr(math, "_style", None)) is not None:
         for style, plain in (("tools", False), ("tools", True), ("json", False), ("code", False)):
             payload = math.MathPayload(question="?", answer="1", style=style, plain_answer=plain)

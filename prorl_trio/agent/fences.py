@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PYTHON", "FencedBlock", "fenced_blocks"]
+__all__ = ["MAX_BLOCKS", "PYTHON", "FencedBlock", "fenced_blocks"]
 
 PYTHON: Final = frozenset({"python", "python3", "py", "py3", "ipython", "ipython3"})
 """The names that models give to Python in the info string of a fence, in lower case."""
 
-_LINE: Final = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
-_OPEN: Final = re.compile(r"([ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)(`{3,}|~{3,})(.*)")
+MAX_BLOCKS: Final = 500
+"""Blocks that are looked at in one turn of a policy."""
+
+_FENCE: Final = re.compile(
+    r"(?<![^\r\n])(?=[ \t0-9*+`~-])([ \t]*(?:(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)(`{3,}|~{3,})([^\r\n]*)(?:\r\n|\r|\n|\Z)"
+)
+"""A line that may open a block: its indentation with a list marker, its fence, and what follows."""
+_CLOSING: Final = {
+    mark: re.compile(rf"(?<![^\r\n])(?=[ \t{mark}])([ \t]*)({mark}{{3,}})[ \t]*(?:\r\n|\r|\n|\Z)") for mark in "`~"
+}
+"""A line that may close a block with such a fence: its indentation and its fence."""
+_INDENT: Final = re.compile(r"^[ \t]+", re.MULTILINE)
 _WORD: Final = re.compile(r"[\w+#-]+")
 
 
@@ -42,45 +52,21 @@ def fenced_blocks(text: str) -> Iterator[FencedBlock]:
     models nest lists without counting columns.
     """
     position = 0
-    while position < len(text):
-        line, position = _line(text, position)
-        opened = _OPEN.fullmatch(line.text)
-        if opened is None or (opened[2][0] == "`" and "`" in opened[3]):
+    while (opened := _FENCE.search(text, position)) is not None:
+        position = opened.end()
+        indent, fence, info = len(opened[1]), opened[2], opened[3]
+        if fence[0] == "`" and "`" in info:
             continue
-        indent, fence = len(opened[1]), opened[2]
-        pieces: list[str] = []
-        begin = stop = position
-        closed = False
-        while position < len(text) and not closed:
-            inner, position = _line(text, position)
-            closed = _closes(inner.text, fence, indent)
-            if not closed:
-                pieces.append(_dedented(inner.text, indent) + ("\n" if inner.ended else ""))
-                stop = position
-        word = _WORD.search(opened[3])
+        lines = _CLOSING[fence[0]].finditer(text, position)
+        closing = next((each for each in lines if len(each[2]) >= len(fence) and len(each[1]) < indent + 4), None)
+        stop, end = (len(text), len(text)) if closing is None else closing.span()
+        raw, position = text[position:stop], end
+        word = _WORD.search(info)
         language = word[0].lower() if word else ""
-        yield FencedBlock(language, "".join(pieces), text[begin:stop], line.start, position, closed)
+        yield FencedBlock(language, _dedented(raw, indent), raw, opened.start(), end, closing is not None)
 
 
-class _Line(NamedTuple):
-    text: str
-    start: int
-    ended: bool
-
-
-def _line(text: str, position: int) -> tuple[_Line, int]:
-    match = _LINE.match(text, position)
-    assert match is not None
-    content = match[0].rstrip("\r\n")
-    return _Line(content, position, len(content) < len(match[0])), match.end()
-
-
-def _closes(line: str, fence: str, indent: int) -> bool:
-    content = line.strip(" \t")
-    return (
-        len(content) >= len(fence) and not content.strip(fence[0]) and len(line) - len(line.lstrip(" \t")) < indent + 4
-    )
-
-
-def _dedented(line: str, indent: int) -> str:
-    return line[min(indent, len(line) - len(line.lstrip(" \t"))) :]
+def _dedented(code: str, indent: int) -> str:
+    if "\r" in code:
+        code = code.replace("\r\n", "\n").replace("\r", "\n")
+    return _INDENT.sub(lambda spaces: spaces[0][indent:], code) if indent else code

@@ -10,15 +10,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from prorl_trio.agent.fences import fenced_blocks
+from prorl_trio.agent.fences import MAX_BLOCKS, fenced_blocks
 from prorl_trio.agent.style import PLAIN, AgentStyle
 from prorl_trio.chat.families.call_values import Malformed, decode_json, failed_call, read_call
-from prorl_trio.chat.tool_calls import MAX_TOOL_CALLS_PER_TURN
+from prorl_trio.chat.tool_calls import MAX_TOOL_CALLS_PER_TURN, too_many_calls
 from prorl_trio.types.models import ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
+    from prorl_trio.agent.fences import FencedBlock
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.tools import ToolSet
 
@@ -30,14 +31,20 @@ _ARGUMENTS: Final = ("arguments", "parameters", "args", "input", "tool_input", "
 _KEYS: Final = "|".join((*_NAMES, *_ARGUMENTS, "function"))
 _START: Final = re.compile(rf"""\{{\s*["'](?:{_KEYS})["']\s*:""")
 _SAYS_ARGUMENTS: Final = re.compile(rf"""["'](?:{"|".join(_ARGUMENTS)})["']\s*:""")
-_FENCE: Final = re.compile(r"```")
+MAX_BROKEN: Final = 64
+"""Broken objects looked at in one turn, since each may be as long as the rest."""
+MAX_OTHERS: Final = 2000
+"""Other objects that are no calls, too. What follows them is one more call, with an error, if it is an attempt."""
 
 
 class CallReader(Protocol):
     """Reads calls out of a text. Pure; no text makes it raise."""
 
     def read(self, text: str) -> list[ToolCall]:
-        """Return the calls in their order, at most `MAX_TOOL_CALLS_PER_TURN`; one that is broken has an `error`."""
+        """Return the calls in their order; one that is broken has an `error`.
+
+        What follows `MAX_TOOL_CALLS_PER_TURN` of them is one more, with an error.
+        """
 
 
 class JsonCalls:
@@ -54,19 +61,31 @@ class JsonCalls:
     def read(self, text: str) -> list[ToolCall]:
         """See `CallReader`."""
         calls: list[ToolCall] = []
-        position = 0
-        while len(calls) < MAX_TOOL_CALLS_PER_TURN and (match := _START.search(text, position)) is not None:
+        position = broken = others = 0
+        while (match := _START.search(text, position)) is not None:
             start = match.start()
+            if len(calls) >= MAX_TOOL_CALLS_PER_TURN:
+                calls.append(too_many_calls(text[start:]))
+                break
+            if broken >= MAX_BROKEN or others >= MAX_OTHERS:
+                if self._is_attempt(text[start:]):
+                    what = f"{MAX_BROKEN} broken" if broken >= MAX_BROKEN else f"{MAX_OTHERS} other"
+                    error = f"more than {what} JSON objects in one turn; what follows was not read"
+                    calls.append(ToolCall(name="", arguments={}, raw=text[start:], error=error))
+                break
             try:
                 value, position = decode_json(text, start)
             except Malformed as exc:
+                broken += 1
                 position = self._broken_end(text, match.end())
                 raw = text[start:position].rstrip()
                 if self._is_attempt(raw):
                     calls.append(failed_call(raw, str(exc), EXPECTED))
                 continue
             call = self._call(value, text[start:position])
-            if call is not None:
+            if call is None:
+                others += 1
+            else:
                 calls.append(call)
         return calls
 
@@ -105,8 +124,10 @@ class JsonCalls:
     @staticmethod
     def _broken_end(text: str, position: int) -> int:
         """Return where broken JSON ends: at the end of its block, at the next call, or with the text."""
-        ends = [match.start() for match in (_FENCE.search(text, position), _START.search(text, position)) if match]
-        return min(ends, default=len(text))
+        following = _START.search(text, position)
+        end = following.start() if following else len(text)
+        fence = text.find("```", position, end)
+        return fence if fence >= 0 else end
 
 
 def _others(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,21 +147,29 @@ class CodeBlocks:
 
     def read(self, text: str) -> list[ToolCall]:
         """See `CallReader`."""
-        return [call for call, _ in zip(self._blocks(text), range(MAX_TOOL_CALLS_PER_TURN), strict=False)]
-
-    def _blocks(self, text: str) -> Iterator[ToolCall]:
-        for block in fenced_blocks(text):
+        calls: list[ToolCall] = []
+        for number, block in enumerate(fenced_blocks(text)):
+            if number >= MAX_BLOCKS:
+                error = f"more than {MAX_BLOCKS} fenced blocks in one turn; what follows was not read"
+                calls.append(ToolCall(name="", arguments={}, raw=text[block.start :], error=error))
+                break
             if block.language not in self._runs:
                 continue
-            language, (tool, argument) = block.language, self._runs[block.language]
-            wrong = "" if block.closed else f"the ```{language} block is not closed"
-            if not block.code.strip():
-                wrong = f"the ```{language} block is empty"
-            if wrong:
-                raw = text[block.start : block.end]
-                yield failed_call(raw, wrong, f"```{language}, the code, and ``` on a line of its own", tool)
-            else:
-                yield ToolCall(name=tool, arguments={argument: block.code}, raw=block.raw)
+            if len(calls) >= MAX_TOOL_CALLS_PER_TURN:
+                calls.append(too_many_calls(text[block.start :]))
+                break
+            calls.append(self._call(block, text))
+        return calls
+
+    def _call(self, block: FencedBlock, text: str) -> ToolCall:
+        language, (tool, argument) = block.language, self._runs[block.language]
+        wrong = "" if block.closed else f"the ```{language} block is not closed"
+        if not block.code.strip():
+            wrong = f"the ```{language} block is empty"
+        if wrong:
+            raw = text[block.start : block.end]
+            return failed_call(raw, wrong, f"```{language}, the code, and ``` on a line of its own", tool)
+        return ToolCall(name=tool, arguments={argument: block.code}, raw=block.raw)
 
 
 class WrittenStyle(AgentStyle):

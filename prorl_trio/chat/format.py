@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from prorl_trio.chat.messages import Message, ToolSchema
     from prorl_trio.types.models import ToolCall
 
-__all__ = ["ChatFormat", "OnBreak"]
+__all__ = ["MAX_PADDING_ROWS", "ChatFormat", "OnBreak"]
+
+MAX_PADDING_ROWS = 2048
+"""Rows of an embedding beyond its tokenizer. Published models have up to 1,069 (`vocab_size` in config.json of
+openai/gpt-oss-20b is 201,088, and its tokenizer knows 200,019 ids)."""
 
 OnBreak = Literal["keep", "segment", "fail"]
 """The treatment of a template that would render an earlier turn otherwise than it was sampled (Qwen3 drops old
@@ -141,8 +145,12 @@ class ChatFormat:
 
     @property
     def ids_below(self) -> int:
-        """Every id that this model can sample is below it: `sampleable`, or what the tokenizer knows."""
-        return self.vocab_size if self.sampleable is None else self.sampleable
+        """Every id that this model can sample is below it: `sampleable`, where config.json says it.
+
+        Without it, what the tokenizer knows and `MAX_PADDING_ROWS`: an id of a row that only pads the embedding is one
+        that the policy may sample, and is no sign of another model.
+        """
+        return self.vocab_size + MAX_PADDING_ROWS if self.sampleable is None else self.sampleable
 
     def facts(self) -> dict[str, object]:
         """Return the fields of `ModelFacts`, for trainers."""

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.families.call_values import Tools
 
-__all__ = ["MAX_ARGUMENT_NESTING", "MAX_TOOL_CALLS_PER_TURN", "SpokenTurn", "parse_tool_calls", "parse_turn"]
+__all__ = [
+    "MAX_ARGUMENT_NESTING",
+    "MAX_TOOL_CALLS_PER_TURN",
+    "SpokenTurn",
+    "parse_tool_calls",
+    "parse_turn",
+    "too_many_calls",
+]
 
 MAX_TOOL_CALLS_PER_TURN = 64
 """Calls parsed of one turn. What follows is one more call, with an error."""
@@ -76,7 +83,7 @@ def parse_turn(
         elif (opened := reader.thought_at(match.start())) is not None:
             reader.think(opened, match.start())
         elif len(calls) >= MAX_TOOL_CALLS_PER_TURN:
-            calls.append(_too_many(text[match.start() :]))
+            calls.append(too_many_calls(text[match.start() :]))
             reader.position = len(text)
         else:
             found, position = syntax.read(text, match.start(), known_tools)
@@ -123,7 +130,8 @@ class _TurnReader:
         self.position = len(self.text) if end < 0 else end + len(close)
 
 
-def _too_many(raw: str) -> ToolCall:
+def too_many_calls(raw: str) -> ToolCall:
+    """Return the call that stands for those beyond `MAX_TOOL_CALLS_PER_TURN`; `raw` is their text."""
     error = f"more than {MAX_TOOL_CALLS_PER_TURN} tool calls in one turn; these and what follows were not run"
     return ToolCall(name="", arguments={}, raw=raw, error=error)
 
@@ -138,7 +146,7 @@ def _limited(turn: SpokenTurn) -> SpokenTurn:
     calls = turn.tool_calls
     if len(calls) <= MAX_TOOL_CALLS_PER_TURN:
         return turn
-    kept = [*calls[:MAX_TOOL_CALLS_PER_TURN], _too_many(calls[MAX_TOOL_CALLS_PER_TURN].raw)]
+    kept = [*calls[:MAX_TOOL_CALLS_PER_TURN], too_many_calls(calls[MAX_TOOL_CALLS_PER_TURN].raw)]
     return turn._replace(tool_calls=kept)
 
 

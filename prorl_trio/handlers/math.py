@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from prorl_trio.agent.fences import PYTHON, fenced_blocks
+from prorl_trio.agent.fences import MAX_BLOCKS, PYTHON, fenced_blocks
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
@@ -198,7 +198,8 @@ class _MathStyle(AgentStyle):
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
         if extract_boxed(parsed.content) is not None:
             return []
-        blocks = (each for each in fenced_blocks(parsed.content) if each.language in PYTHON and each.closed)
+        looked_at = islice(fenced_blocks(parsed.content), MAX_BLOCKS)
+        blocks = (each for each in looked_at if each.language in PYTHON and each.closed)
         return [
             ToolCall(name="ipython", arguments={"code": block.code}, raw=block.raw)
             for block in islice(blocks, MAX_IMPLIED_CALLS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+from prorl_trio.chat.families.call_values import Malformed, decode_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,8 @@ def read_arguments(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) 
 
     Policies write numbers, truth values and lists as strings (`"3"`, `"true"`, `"[1, 2]"`), whole numbers as `3.0`, and
     `null` for what they leave out. What is of another type than the schema's all the same is left as it is: to refuse
-    it is the tool's business, as are names that the schema does not know.
+    it is the tool's business, as are names that the schema does not know. So is text that `decode_json` refuses, and a
+    whole number beyond 64 bits: no argument makes this raise.
     """
     properties: Mapping[str, Any] = parameters.get("properties", {})
     required = parameters.get("required", ())
@@ -38,7 +39,8 @@ def _read(value: Any, schema: Mapping[str, Any]) -> Any:
             return _WORDS.get(value.strip().lower(), value)
         case "integer":
             number = _number(value)
-            return int(number) if number is not None and float(number).is_integer() else value
+            whole = number is not None and -(2**63) <= number < 2**64 and float(number).is_integer()
+            return int(number) if number is not None and whole else value
         case "number":
             number = _number(value)
             return value if number is None else number
@@ -54,14 +56,16 @@ def _read(value: Any, schema: Mapping[str, Any]) -> Any:
 
 def _number(value: Any) -> int | float | None:
     """A finite number, from one or from the text of one."""
-    found = _json(value.strip()) if isinstance(value, str) else value
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+    found = _json(value) if isinstance(value, str) else value
+    if isinstance(found, bool) or not isinstance(found, int | float):
         return None
-    return found
+    return found if isinstance(found, int) or math.isfinite(found) else None
 
 
 def _json(text: str) -> Any:
+    text = text.strip()
     try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
+        value, end = decode_json(text, 0)
+    except Malformed:
         return _NOTHING
+    return value if end == len(text) else _NOTHING

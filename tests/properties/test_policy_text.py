@@ -11,13 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from ipc.sandbox_calls import BashResult
 from prorl_trio.agent.bounded_text import BoundedText
-from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls
+from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
 from prorl_trio.chat.families.family import FAMILIES
 from prorl_trio.chat.tool_calls import parse_turn
+from prorl_trio.handlers.code import _CodeStyle
 from prorl_trio.handlers.final_answer import extract_boxed, find_final_answer, last_number
 from prorl_trio.handlers.math import _MathStyle
-from prorl_trio.handlers.stem.handler import _STYLE
+from prorl_trio.handlers.stem.handler import _StemStyle
+from prorl_trio.tools import ToolSet
+from prorl_trio.tools.arguments import read_arguments
+from prorl_trio.tools.builtin import render_bash
 from prorl_trio.tools.fitting import fit_texts
 
 pytestmark = pytest.mark.alone
@@ -29,6 +34,7 @@ REFERENCE_S = 0.0012
 GROWTH = 3.0
 """Twice the text may take this much longer: twice, and what a busy machine's caches cost."""
 
+MATHEMATICS = _MathStyle(plain_answer=True)
 TOOLS = {"f": {"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": ["integer", "null"]}}}}
 
 
@@ -67,6 +73,13 @@ def fitted(text):
     return fit_texts(Bytes(), [text], [Bytes().encode(text)], 1000)
 
 
+def arguments(text):
+    """A call with this text for an argument of each type, and in a list."""
+    for kind in ("integer", "number", "boolean", "array", "object", "string"):
+        read_arguments({"x": text}, {"properties": {"x": {"type": kind}}})
+    read_arguments({"x": [text]}, {"properties": {"x": {"type": "array", "items": {"type": "integer"}}}})
+
+
 READERS = {
     **{f"family {each.name}": lambda text, each=each: parse_turn(text, TOOLS, syntax=each.syntax) for each in FAMILIES},
     **{
@@ -81,8 +94,15 @@ READERS = {
     "boxed answer": extract_boxed,
     "final answer": find_final_answer,
     "last number": last_number,
-    "style of mathematics": style(_MathStyle(plain_answer=True)),
-    "style of stem": style(_STYLE),
+    "style of mathematics": style(MATHEMATICS),
+    "style of stem": style(_StemStyle(keeps_unit=False)),
+    "style of stem, a quantity": style(_StemStyle(keeps_unit=True)),
+    "style of mathematics, JSON": style(WrittenStyle(JsonCalls(SimpleNamespace(parameters=TOOLS)), MATHEMATICS)),
+    "style of mathematics, code": style(WrittenStyle(CodeBlocks({"python": ("f", "s")}), MATHEMATICS)),
+    "style of code": style(_CodeStyle()),
+    "arguments of a call": arguments,
+    "observation": lambda text: ToolSet([], max_observation_chars=1000)._shorten(text),
+    "result of bash": lambda text: render_bash(BashResult(output=text, exit_code=0, cwd="/", duration_s=0.0), 1.0),
     "bounded text": bounded,
     "fitted observation": fitted,
 }

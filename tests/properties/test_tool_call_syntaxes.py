@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from random import Random
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from prorl_trio.chat.families.mistral import MISTRAL
 from prorl_trio.chat.families.syntax import HERMES
 from prorl_trio.chat.families.xml import GLM_XML, HUNYUAN, MINIMAX, QWEN_XML, SEED_XML, STEP3
 from prorl_trio.chat.tool_calls import MAX_TOOL_CALLS_PER_TURN, parse_turn
+from support.written_turns import FORMS, PARAMETERS, SAID, SYNTAX
 
 SYNTAXES = {
     "hermes": HERMES,
@@ -216,3 +218,60 @@ def test_a_value_may_contain_what_ends_a_call(tags):
         for following in ("", "\nDone.", f"\n{text}"):
             first = parse_turn(text + following, TOOLS, syntax=SYNTAXES[name]).tool_calls[0]
             assert (first.arguments, first.raw) == ({"s": value}, text)
+
+
+@pytest.mark.parametrize("parser", FORMS)
+def test_a_turn_that_is_cut_off_makes_no_call_that_was_not_written(parser):
+    family, form = FORMS[parser]
+    offered = {"f": PARAMETERS, "get_it": PARAMETERS}
+    for said in SAID[:6]:
+        text = form(said)
+        for stop in range(0, len(text), 3):
+            calls = parse_turn(text[:stop], offered, syntax=SYNTAX[family]).tool_calls
+            made = [(call.name, call.arguments) for call in calls if not call.error]
+            assert made == said[: len(made)], text[:stop]
+
+
+AROUND = (
+    "<think>{}</think>", "<think>{}", "```json\n{}\n```", "~~~\n{}\n~~~", "<tool_call>{}</tool_call>", "{} and {}",
+    "<tools>{}</tools>", "[THINK]{}[/THINK]", "<|channel|>analysis<|message|>{}<|end|>", "<|python_tag|>{}", "\n{}\n",
+    "<|channel|>final<|message|>{}<|return|>", "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>",  # noqa: E501
+    "{}<|im_end|>{}", "<seed:think>{}</seed:think>", "{}</tool_call>", "<|channel>thought\n{}<channel|>",
+)  # fmt: skip
+
+
+class Mixture:
+    """A turn of calls of all families, cut, broken and nested; each word in it is there once."""
+
+    def __init__(self, random):
+        self.random, self.words = random, []
+        self.text = "".join(self._part() for _ in range(random.randint(1, 3)))
+
+    def _part(self, depth=0):
+        random = self.random
+        kind = random.random()
+        if kind < 0.4:
+            written = random.choice(list(FORMS.values()))[1](
+                [(random.choice(["f", "get_it", "g"]), {"s": self._word()})]
+            )
+            at = random.randrange(len(written))
+            return random.choice([written, written, written[:at], f"{written[:at]}{{{written[at + 1 :]}"])
+        if kind < 0.5 or depth > 3:
+            return self._word()
+        around = random.choice(AROUND)
+        return around.format(*(self._part(depth + 1) for _ in range(around.count("{}"))))
+
+    def _word(self):
+        self.words.append(f"w{len(self.words)}q")
+        return self.words[-1]
+
+
+@pytest.mark.parametrize("family", SYNTAX)
+def test_nothing_of_a_mixed_turn_is_lost(family):
+    random = Random(family)
+    for _ in range(200):
+        mixture = Mixture(random)
+        turn = parse_turn(mixture.text, {"f": PARAMETERS, "get_it": PARAMETERS}, syntax=SYNTAX[family])
+        kept = "\n".join([turn.content, turn.reasoning, *(call.raw for call in turn.tool_calls)])
+        lost = [word for word in mixture.words if word in mixture.text and word not in kept]
+        assert lost == [], mixture.text

@@ -11,7 +11,7 @@ import pytest
 
 from perf.chat_families import CHAT_FAMILIES, write_family_model
 from prorl_trio.chat.conversation import CompletionRange, Conversation
-from prorl_trio.chat.format import ChatFormat
+from prorl_trio.chat.format import MAX_PADDING_ROWS, ChatFormat
 from prorl_trio.chat.history import Recall
 from prorl_trio.types.errors import BackendError, HandlerError, TokenDrift
 from prorl_trio.types.models import ChatMessage
@@ -234,13 +234,17 @@ def test_an_id_that_the_model_cannot_sample_is_refused(tmp_path, config, samplea
     chat = ChatFormat.load(tmp_path)
     assert chat.sampleable == sampleable
     conversation = Conversation(chat, [QUESTION])
-    below = sampleable or chat.vocab_size
+    below = sampleable or chat.vocab_size + MAX_PADDING_ROWS
     with pytest.raises(BackendError, match=f"token id {below}, and the model has ids below {below} only") as caught:
         conversation.add_completion([5, below], [-1.0, -1.0])
     assert caught.value.error_code == "backend_refused"
     assert str(tmp_path) in str(caught.value)
     assert conversation.completion_ranges == []
-    conversation.add_completion([5, below - 1], [-1.0, -1.0])
+    said = [*chat.codec.encode("Hi"), below - 1, chat.end_of_turn_id]
+    turn = conversation.add_completion(said, [-1.0] * len(said))
+    assert (turn.content, turn.ended) == ("Hi", True)  # an id of a row that only pads the embedding says nothing
+    conversation.add_messages([QUESTION])
+    assert below - 1 in conversation.prompt_token_ids()
 
 
 def test_tokens_changed_behind_our_back_are_drift(chat):

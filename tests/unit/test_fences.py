@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prorl_trio.agent import fences
 from prorl_trio.agent.fences import PYTHON, fenced_blocks
 
 
@@ -51,25 +50,6 @@ def test_a_block_knows_its_place_and_whether_it_is_closed():
     assert (first.closed, first.raw) == (True, "x\n")
     assert (second.closed, second.raw, text[second.start :]) == (False, "y", "```py\ny")
     assert {first.language, second.language} <= PYTHON
-
-
-@pytest.mark.parametrize(
-    "piece",
-    ["```", "```python\n", "`", "~~~\n", " ", "- ", "\n", "\r", "1. ```", "```\n```", "    ```\n", "\t", "``` `"],
-)
-def test_each_line_of_a_text_is_read_once(monkeypatch, piece):
-    text = (piece * 20_000)[:20_000]
-    read = []
-
-    def line(text, position):
-        read.append(position)
-        return whole(text, position)
-
-    whole = fences._line
-    monkeypatch.setattr(fences, "_line", line)
-    for _ in fenced_blocks(text):
-        pass
-    assert sorted(set(read)) == read
 
 
 @settings(deadline=None)

@@ -87,6 +87,8 @@ WELL_FORMED = [
     ),
     ("gpt-oss", "<|channel|>analysis hm<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>", ("42", "hm", [])),  # noqa: E501
     ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|channel|>final<|message|>42<|return|>", ("42", "hm", [])),
+    ("gpt-oss", "Hm. <|channel|>final<|message|>42<|return|>", ("Hm. 42", "", [])),
+    ("gpt-oss", "Hm. <|channel|>analysis<|message|>hm<|end|>", ("Hm.", "hm", [])),
     ("gpt-oss", "<|start|>assistant<|start|>assistant<|channel|>final<|message|>42<|return|>", ("42", "", [])),
     ("gpt-oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>fin", ("", "hm", [])),
 ]  # fmt: skip

@@ -42,7 +42,9 @@ READ = [
     ("i", 3.0, 3),
     ("i", "3.0", 3),
     ("i", 3.5, 3.5),
-    ("i", "9" * 30, 10**30 - 1),
+    ("i", "9" * 30, "9" * 30),
+    ("i", "1e300", "1e300"),
+    ("i", 1e300, 1e300),
     ("b", "true", True),
     ("b", "False", False),
     ("b", "yes", "yes"),
@@ -73,6 +75,26 @@ def test_a_value_is_read_by_its_schema(name, value, expected):
 @pytest.mark.parametrize("name", ["n", "i", "b", "s", "l", "o", "any"])
 def test_null_is_what_was_left_out(name):
     assert read_arguments({name: None}, SCHEMA) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 50_000, "[" * 5000 + "]" * 5000, "9" * 100_000, "1" + "0" * 400, f"[{'9' * 500}]"],
+    ids=["lists", "objects", "closed", "digits", "beyond float", "inside"],
+)  # fmt: skip
+async def test_no_text_makes_a_call_fail(text):
+    """What a policy writes into an argument costs it its call, not the rollout."""
+    tools = ToolSet([BashTool(), EditorTool()], max_observation_chars=1000)
+    for name, arguments in (
+        ("bash", {"command": "ls", "timeout": text}),
+        ("bash", {"command": "ls", "restart": text}),
+        ("str_replace_editor", {"command": "insert", "path": "/f", "new_str": "x", "insert_line": text}),
+        ("str_replace_editor", {"command": "view", "path": "/f", "view_range": text}),
+        ("str_replace_editor", {"command": "view", "path": "/f", "view_range": [text]}),
+    ):
+        call = ToolCall(name=name, arguments=arguments, raw="")
+        assert (await tools.call(call, FakeSandbox("fake", {}), timeout_s=5)).text.startswith("Error: ")
+    assert read_arguments(dict.fromkeys("nilob", text), SCHEMA) == dict.fromkeys("nilob", text)
 
 
 class Doubling(Tool):

@@ -122,5 +122,34 @@ def test_no_text_makes_a_reader_raise(text):
 
 def test_calls_of_a_turn_are_bounded():
     call = '{"name": "bash", "arguments": {}} '
-    assert len(JSON.read(call * 1000)) == MAX_TOOL_CALLS_PER_TURN
-    assert len(CODE.read("```bash\nls\n```\n" * 1000)) == MAX_TOOL_CALLS_PER_TURN
+    for calls in (JSON.read(call * 1000), CODE.read("```bash\nls\n```\n" * 1000)):
+        *run, rest = calls
+        assert len(run) == MAX_TOOL_CALLS_PER_TURN
+        assert not any(each.error for each in run)
+        assert "more than 64 tool calls" in rest.error
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "error"),
+    [
+        (JSON.read, '{"name": x} ' * 100 + '{"name": "bash", "arguments": {"command": "ls"}}', "more than 64 broken"),
+        (JSON.read, '{"name": 1} ' * 3000 + '{"name": "bash", "arguments": {"command": "ls"}}', "more than 2000 other"),
+        (CODE.read, "```\nx\n```\n" * 1000 + "```bash\nls\n```\n", "fenced blocks"),
+    ],
+)
+def test_what_is_not_read_is_said(read, text, error):
+    (call,) = read(text)
+    assert error in call.error
+    assert call.raw.endswith(text[-20:])
+
+
+def test_broken_objects_that_are_no_calls_stay_text():
+    assert JSON.read('{"name": Al, "age": 3} ' * 1000) == []
+
+
+def test_a_call_behind_a_broken_one_is_read():
+    broken, call = JSON.read(
+        '{"name": "bash", "arguments": {"command": "ls}} {"name": "bash", "arguments": {"command": "pwd"}}'
+    )
+    assert broken.error
+    assert call.arguments == {"command": "pwd"}

@@ -53,6 +53,8 @@ def _whole_turn(text: str, tools: Tools) -> SpokenTurn:
         body = text[header.end() : stop]
         recipient = _RECIPIENT.search(header["role"]) or _RECIPIENT.search(header["channel"] or "")
         channel = (header["channel"] or "").split()
+        if recipient is None and not text.startswith("<|start|>", position) and "to=" not in header["role"]:
+            content.append(header["role"])  # of a turn that begins without a header
         if recipient is not None:
             name = recipient[1].removeprefix("functions.")
             calls.append(_call(name, body, text[position:stop], tools))

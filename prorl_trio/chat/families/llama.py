@@ -74,7 +74,8 @@ def _read_objects(text: str, position: int, tools: Tools, *, marked: bool) -> tu
             position = len(text) if end < 0 or marked else end
             return [*calls, failed_call(text[start:position], str(exc), _EXPECTED)], position
         values = [function_of(each) for each in (value if isinstance(value, list) else [value])]
-        if not marked and not all(isinstance(each, dict) and _names_a_tool(each, tools) for each in values):
+        are_calls = marked or all(isinstance(each, dict) and _names_a_tool(each, tools) for each in values)
+        if not values or not are_calls:
             return calls, start if calls else position
         for each in values:
             try:
