@@ -49,6 +49,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
         correct_from: the least reward of a correct rollout.
         model: the folder whose tokenizer decodes the tokens; empty if that is not known.
         oracle: the tasks bring their solutions, and no policy is asked.
+        left_out: the number of rows of the set that could not be used, and were left out.
     """
 
     evaluation_id: str
@@ -62,6 +63,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
     correct_from: float = 1.0
     model: str = ""
     oracle: bool = False
+    left_out: int = 0
 
     def rollouts_of(self, instances: Sequence[TaskInstance]) -> Iterator[Rollout]:
         """Yield every rollout, those of a task one after the other."""
