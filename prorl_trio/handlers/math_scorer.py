@@ -60,7 +60,7 @@ _PLACEHOLDERS: Final = frozenset(
 
 _SPREADSHEET_ERROR: Final = re.compile(r"#(?:n/a|ref!|value!|div/0!|name\?|num!|null!)", re.IGNORECASE)
 _SENTENCES: Final = re.compile(
-    r"(?:\d|[a-z]{3})\.\s+[A-Z][a-z]*\W+[a-z]|,\s*(?:because|since|so|then|which|therefore|thus|hence)\s"
+    r"(?:\d|(?<![A-Z])[a-z])\.\s+[A-Z][a-z]*\W+[a-z]|,\s*(?:because|since|so|then|which|therefore|thus|hence)\s"
 )
 
 

@@ -28,11 +28,12 @@ class Rollout(NamedTuple):
 
 
 class Try(NamedTuple):
-    """A job of a rollout; those with a lower `number` were cancelled."""
+    """A job of a rollout; jobs with a lower `number` were cancelled, the last of them is `before` (empty if none)."""
 
     job_id: str
     number: int
     is_over: bool
+    before: str = ""
 
 
 class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +75,12 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
 
         One that was cancelled, as by an interrupt, is followed by another, with an id of its own.
         """
-        number = 0
+        number, before = 0, ""
         while (outcome := outcomes.get(job_id := self._job_id(instance, rollout, number))) is not None:
             if outcome.status != "cancelled":
-                return Try(job_id, number, is_over=True)
-            number += 1
-        return Try(job_id, number, is_over=False)
+                return Try(job_id, number, is_over=True, before=before)
+            number, before = number + 1, job_id
+        return Try(job_id, number, is_over=False, before=before)
 
     def job(self, instance: TaskInstance, rollout: Rollout, job_id: str) -> JobSpec:
         """Return the job of a rollout under an id that `last_try` returned."""

@@ -146,7 +146,7 @@ def print_report(folder: EvaluationFolder, scores: Sequence[FamilyScore], out: C
     for line in lines:
         out.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     reasons = Counter(one_line(why).plain for why in folder.rejected.values())
-    for line in [*errors(folder.outcomes), *(why for why, _ in reasons.most_common(MAX_REJECTIONS))]:
+    for line in [*errors(folder.last_outcomes), *(why for why, _ in reasons.most_common(MAX_REJECTIONS))]:
         out.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     recorded = f"recorded in {folder.path}: {REPORT}, and every rollout in {TRAJECTORIES}"
     out.print(recorded, markup=False, highlight=False, soft_wrap=True)
