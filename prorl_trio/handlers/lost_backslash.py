@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 __all__ = ["check_backslashes", "find_lost_backslash"]
 
 _LOST: Final = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]"
+    r"[\a\b\v](?=[a-z])"
+    r"|\f(?=rac|orall|box|rown|lat)"
     r"|\t(?=imes|ext(?:bf|it|rm)?\{|heta|riangle|frac|ilde|an[({\\^]|au\b)"
     r"|\r(?=ight|ho\b|angle|ceil|floor|vert)"
     r"|\n(?=eq\s?[-\d\\]|abla\b|otin\b|u[_^\\$])"
@@ -24,17 +25,15 @@ _ESCAPES: Final = {"\a": "a", "\b": "b", "\t": "t", "\n": "n", "\v": "v", "\f": 
 def find_lost_backslash(value: Any, path: str = "") -> tuple[str, str]:
     """Find a control character that stands where LaTeX has a backslash and a letter.
 
-    Texts are searched in lists and objects as well. Other control characters than tab, newline and carriage return
-    belong to no question; these three count only before the rest of a command of LaTeX.
+    Texts are searched in lists and objects as well. A control character counts only before the rest of a command of
+    LaTeX: tabs, line ends and page breaks belong to questions, and remains of other programs change none.
 
     Returns:
         What is wrong and the remedy, in one sentence, and the place below `path`, as `payload.choices[0]`. Both are
         empty if nothing is found.
     """
     if isinstance(value, str) and (found := _LOST.search(value)):
-        letter = _ESCAPES.get(found[0])
-        if letter is None:
-            return f"it has the control character {found[0]!r}; delete it", path
+        letter = _ESCAPES[found[0]]
         rest = re.match(r"[A-Za-z]*", value[found.end() :])
         command = f"\\{letter}{rest[0] if rest else ''}"[:40]
         return f"it has the control character `\\{letter}` where `{command}` was meant; write `\\{command}`", path

@@ -58,7 +58,7 @@ _PLACEHOLDERS: Final = frozenset(
 )
 
 
-_SPREADSHEET_ERROR: Final = re.compile(r"#(?:n/a|ref!|value!|div/0!|name\?|num!|null!)", re.IGNORECASE)
+_NO_VALUE: Final = re.compile(r"#(?:n/a|ref!|value!|div/0!|name\?|num!|null!)|<na>", re.IGNORECASE)
 _SENTENCES: Final = re.compile(
     r"(?:\d|(?<![A-Z])[a-z])\.\s+[A-Z][a-z]*\W+[a-z]|,\s*(?:because|since|so|then|which|therefore|thus|hence)\s"
 )
@@ -102,7 +102,7 @@ def _fault_of(gold: Any) -> str:
     if not isinstance(gold, str):
         return f"the gold answer {shown} is no text; write it as one"
     plain = normalised(find_final_answer(gold))
-    if not plain or _key(plain) in _PLACEHOLDERS or _SPREADSHEET_ERROR.fullmatch(plain):
+    if not plain or _key(plain) in _PLACEHOLDERS or _NO_VALUE.fullmatch(plain):
         return f"the gold answer {shown} is missing or a placeholder; give the final answer, or leave the row out"
     words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain)
     if len(words) > MAX_GOLD_WORDS or _SENTENCES.search(plain):

@@ -1920,6 +1920,7 @@ def test_a_gold_answer_that_can_be_graded(gold):
         ),
         (72, "no text", "$.instance.payload.answer"),
         ("#REF!", "missing", "$.instance.payload.answer"),
+        ("<NA>", "missing", "$.instance.payload.answer"),
         ("#DIV/0!", "missing", "$.instance.payload.answer"),
         ("Step: 5+5 = 10. Therefore, there are 10 marbles.", "prose", "$.instance.payload.answer"),
         ("First 2+2 is 4, then add 1, so the result is 5", "prose", "$.instance.payload.answer"),

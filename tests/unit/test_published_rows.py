@@ -96,6 +96,7 @@ MATHS = [
     ("OpenR1-Math, verified", {"problem": "?", "solution": "s", "answer": "5", "uuid": "u", "is_reasoning_complete": [True, False], "generations": ["a", "b"], "correctness_math_verify": [True, False], "correctness_llama": None, "finish_reasons": ["stop", "length"], "correctness_count": 1}, "5"),
     ("two boxes that are one answer", {"problem": "?", "solution": "so \\boxed{5} and \\boxed{6}"}, "5, 6"),
     ("a list of one, printed", {"problem": "?", "answer": "['2']"}, "2"),
+    ("tabs, page breaks and line ends", {"problem": "?", "answer": "\\frac{1}{2}", "passages": None, "solution": "\frac"}, "\\frac{1}{2}"),
     ("figures about the row", {"problem": "?", "answer": "5", "llama8b_solve_rate": 0.5, "pass_at_n": 0.5, "iters": 3, "token_count": 9}, "5"),
     ("AIME, capital keys", {"ID": "2024-I-1", "Problem": "?", "Solution": "s", "Answer": 204}, "204"),
     ("AIME 1983-2024", {"ID": "1983-1", "Year": 1983, "Problem Number": 1, "Question": "?", "Answer": "60", "Part": None}, "60"),
@@ -143,6 +144,7 @@ CHOICES = [
     ("small letters in the options", {"question": "?", "options": ["a) x", "b) y"], "answer": "b"}, "B", ["x", "y"]),
     ("ratios are no numbers of options", {"question": "?", "options": ["1:2", "2:1"], "answer": "B"}, "B", ["1:2", "2:1"]),
     ("decimals are no numbers of options", {"question": "?", "options": ["1.5", "2.5"], "answer": "B"}, "B", ["1.5", "2.5"]),
+    ("an index of pandas", {"question": "?", "options": ["x", "y"], "answer": "B", "answer_index": 1.0}, "B", ["x", "y"]),
     ("nulls of Parquet", {"question": "?", "options": {"A": "x", "B": "y", "C": None}, "answer_idx": "B"}, "B", ["x", "y"]),
     ("answer as text", {"question": "?", "options": ["a thing", "b thing"], "answer": "b thing"}, "B", ["a thing", "b thing"]),
     ("letters in the options", {"question": "?", "options": ["(A) x", "(B) y"], "answer": "(B)"}, "B", ["x", "y"]),
@@ -183,6 +185,7 @@ REFUSED = [
     ("several letters", {"question": "?", "options": ["x", "y", "z"], "answer": "A, B"}, "write the letter of the right one"),
     ("MMLU-Redux, a wrong question", {"question": "?", "choices": ["x", "y"], "answer": 0, "error_type": "no_correct_answer"}, "field `error_type`: it is 'no_correct_answer': the set itself marks the row"),
     ("NuminaMath-1.5, a wrong problem", {"problem": "?", "answer": "5", "problem_is_valid": "Incomplete", "solution_is_valid": "Yes"}, "field `problem_is_valid`: it is 'Incomplete'"),
+    ("a row that is not valid", {"problem": "?", "answer": "5", "is_valid": False}, "field `is_valid`: it is False"),
     ("numbers that the question needs", {"question": "What is a + b?", "a": 3, "b": 4, "answer": 7}, "field `a`"),
     ("a tolerance", {"question": "?", "answer": 5, "tolerance": 0.1}, "field `tolerance`"),
     ("reasoning-gym", {"question": "?", "answer": "5", "metadata": {"source_dataset": "countdown"}}, "use --tasks reasoning-gym:countdown"),
@@ -321,6 +324,11 @@ def test_rows_of_mbpp_show_the_tests_which_alone_name_the_function(load):
     assert payload["tests"]["tests"] == MBPP["test_list"]
 
 
+def test_tabs_line_ends_and_page_breaks_of_a_question_are_no_lost_backslashes(load):
+    question = "x\ty\r\nthe page\f\fends \x02 here\tand\nnow:\r\n1\t2"
+    assert load({"question": question, "answer": "3"}).payload["question"] == question
+
+
 def test_a_system_prompt_is_kept(load):
     assert load({**VERL, "prompt": SYSTEM}).payload["system_prompt"] == "Be brief."
     code = {**VERL, "prompt": SYSTEM, "reward_model": {"ground_truth": APPS["input_output"]}}
@@ -372,6 +380,9 @@ def test_csv_is_read_as_gpqa_is_published(tmp_path):
     assert instance.payload["question"] == "a, b?"
     path.write_text(",problem,answer\n0,a,1\n1,b,2\n")
     assert [each.payload["question"] for each in load_task_set(str(path), check=False)] == ["a", "b"]
+    path.write_text(",problem,answer\n0,a,1\nsee table,b,2\n")
+    with pytest.raises(ConfigError, match="row 2: a column without a name holds 'see table'"):
+        load_task_set(str(path), check=False)
     path.write_text("problem;answer\na;0,5\n")
     with pytest.raises(ConfigError, match="the first line, 'problem;answer', has no comma"):
         load_task_set(str(path))

@@ -194,6 +194,8 @@ def _named(value: Any, choices: _Choices, *, is_letter: bool) -> set[int]:
         value = value[0]
     if isinstance(value, bool):
         return set()
+    if isinstance(value, float) and value.is_integer():  # as pandas writes the integers of a column with gaps
+        value = int(value)
     if isinstance(value, int):
         if str(value) in choices.labels:
             return {choices.labels.index(str(value))}

@@ -39,7 +39,7 @@ _MATERIAL: Final = re.compile(
 )
 """A field with such a name belongs to the question, whatever it holds."""
 NOTHING: Final = frozenset({"nan", "none", "null", "n/a", "#n/a", "...", "<na>", "undefined"})
-"""What programs write for a missing text."""
+"""The words that programs write for a missing text."""
 _PICTURE: Final = re.compile(
     r"<(?:image|video|audio)(?:[ _]?\d+)?>|<img\b|!\[[^\]]*\]\([^)]*\)|\\includegraphics", re.IGNORECASE
 )

@@ -25,8 +25,13 @@ _GROUPED: Final = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _SENTENCES: Final = re.compile(r"[a-z]{2}[.;:!?]\s+[A-Z]\w* ")
 _PRINTED: Final = re.compile(r"\s*(?:[\[(]\s*['\"]|\{\s*['\"]|b['\"]|array\()")
 """A list, an object, bytes or an array as Python or JSON prints it."""
-_INVALID: Final = {"problem_is_valid": ("yes",), "solution_is_valid": ("yes",), "error_type": ("ok",)}
-"""Marks by which NuminaMath-1.5 and MMLU-Redux say that a row is as it should be."""
+_MARKS: Final = {
+    "problem_is_valid": ("yes", "true"),
+    "solution_is_valid": ("yes", "true"),
+    "is_valid": ("yes", "true"),
+    "error_type": ("ok", "none"),
+}
+"""The marks of NuminaMath-1.5, MMLU-Redux and others, with their values for a sound row."""
 _NO_ANSWER: Final = {"proof": "a proof is asked for", "notfound": "no answer was found", "n/a": "there is no answer"}
 
 
@@ -111,7 +116,7 @@ def gold_of(value: Any, field: str) -> str:
 
 def check_marks(fields: Fields) -> None:
     """Refuse a row of which its own set says that its question or its answer is wrong."""
-    for key, fine in _INVALID.items():
+    for key, fine in _MARKS.items():
         if key in fields and str(value := fields.take(key)).strip().lower() not in fine:
             fields.refuse(
                 f"it is {value!r}: the set itself marks the row as faulty; mend it, or leave the row out", key

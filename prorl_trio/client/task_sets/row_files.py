@@ -179,7 +179,6 @@ def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any] 
         raise ConfigError(f"{path} is not UTF-8 text (byte {exc.start + 1}); save it as UTF-8") from exc
     csv.field_size_limit(2**31 - 1)
     rows = csv.DictReader(io.StringIO(text, newline=""))
-    index_column = False
     try:
         names = list(rows.fieldnames or ())
         if len(names) == 1 and any(each in names[0] for each in ";\t|"):
@@ -194,11 +193,14 @@ def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any] 
             elif None in row.values():
                 yield f"row {number}", RowError(f"it has fewer fields than the first line names; {QUOTE}")
             else:
-                if number == 1 and row.get("", "").isdigit():
-                    index_column = True  # as pandas writes one
-                if index_column:
-                    row.pop("")
-                yield f"row {number}", row
+                unnamed = row.pop("", "").strip()
+                if unnamed and not unnamed.isdigit():  # else it is empty, or an index as pandas writes one
+                    yield (
+                        f"row {number}",
+                        RowError(f"a column without a name holds {unnamed[:40]!r}; name or delete it"),
+                    )
+                else:
+                    yield f"row {number}", row
     except csv.Error as exc:
         raise ConfigError(f"{path} cannot be read as CSV: line {rows.line_num} is malformed") from exc
 
