@@ -169,6 +169,7 @@ def _new_plan(
         raise click.UsageError("greedy rollouts of a task are all alike: with --n say --temperature, too")
     if too_large := [k for k in ks if k > rollouts]:
         raise click.UsageError(f"pass@{too_large[0]} needs as many rollouts of a task: --n {too_large[0]}")
+    found = load_tasks(tasks, specs=specs, solutions=oracle, skip_bad=skip_bad, limit=limit)
     plan = EvaluationPlan(
         evaluation_id=uuid.uuid4().hex[:8],
         session_id=uuid.uuid4().hex,
@@ -180,5 +181,6 @@ def _new_plan(
         attempts=attempts,
         model=model,
         oracle=oracle,
+        left_out=len(found.refused),
     )
-    return plan, load_tasks(tasks, specs=specs, solutions=oracle, skip_bad=skip_bad, limit=limit)
+    return plan, found.instances

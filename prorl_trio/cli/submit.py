@@ -71,7 +71,7 @@ def submit(
         {"instance_id": "1", "handler": "math", "payload": {"question": "1+1?", "answer": "2"}}
     """
     sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
-    instances = load_tasks(tasks, specs=specs, skip_bad=skip_bad, limit=limit)
+    instances = load_tasks(tasks, specs=specs, skip_bad=skip_bad, limit=limit).instances
     jobs = make_jobs(instances, rollouts=rollouts, sampling=sampling, max_turns=max_turns)
     summary = with_client(node, lambda client: run_jobs(client, jobs, run_folder(out), model=model, tasks=tasks))
     sys.exit(0 if summary.completed == summary.jobs and not summary.rejected else EXIT_JOBS_CUT)

@@ -11,7 +11,7 @@ from prorl_trio.client.task_sets import TASK_SETS, open_task_set, skipped
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from prorl_trio.types.models import TaskInstance
+    from prorl_trio.client.task_sets import TaskSet
 
 __all__ = ["TASKS_HELP", "load_tasks", "skip_bad_option"]
 
@@ -29,8 +29,8 @@ skip_bad_option = click.option(
 
 def load_tasks(
     tasks: str, *, specs: Path | None, skip_bad: bool, limit: int | None, solutions: bool = False
-) -> list[TaskInstance]:
-    """Return the tasks of a set, and print to standard error which rows were left out.
+) -> TaskSet:
+    """Load a set of tasks, and print to standard error which rows were left out.
 
     Raises:
         ConfigError: the set cannot be used, see `open_task_set`.
@@ -38,4 +38,4 @@ def load_tasks(
     found = open_task_set(tasks, specs=specs, solutions=solutions, skip_bad=skip_bad, limit=limit)
     if found.refused:
         click.echo(skipped(tasks, found), err=True)
-    return found.instances
+    return found

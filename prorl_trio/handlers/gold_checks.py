@@ -147,6 +147,8 @@ class GoldChecks:
             reason = str(exc).strip().splitlines()[-1][:MAX_SHOWN_CHARS]
             return MalformedJob(f"the gold answer cannot be graded: {reason}", PAYLOAD_PATH)
         error, path = found.get("error"), found.get("path")
+        if not isinstance(error, str):
+            return MalformedJob(f"{handler.gold_check} returned no text as `error`; empty means sound", PAYLOAD_PATH)
         return MalformedJob(str(error), str(path or PAYLOAD_PATH)) if error else None
 
     def _give_up(self, tasks: Iterable[Task], timeout_s: float) -> None:

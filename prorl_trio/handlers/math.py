@@ -13,6 +13,7 @@ from prorl_trio.agent.style import AgentStyle
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed, last_number
+from prorl_trio.handlers.lost_backslash import check_backslashes
 from prorl_trio.handlers.restoring import restored_text
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools import FinishTool, IpythonTool, ThinkTool, ToolSet
@@ -94,6 +95,7 @@ class MathHandler(AgentHandler):
     def validate(self, payload: Mapping[str, Any]) -> None:
         """See `AgentHandler.validate`."""
         _payload(payload)
+        check_backslashes(payload)
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
         """The node's default image, without a network unless the node allows one."""

@@ -50,10 +50,17 @@ _PLACEHOLDERS: Final = frozenset(
         "see solution",
         "omitted",
         "todo",
+        "tbd",
         "-",
         "?",
         "answer",
     )
+)
+
+
+_NO_VALUE: Final = re.compile(r"#(?:n/a|ref!|value!|div/0!|name\?|num!|null!)|<na>", re.IGNORECASE)
+_SENTENCES: Final = re.compile(
+    r"(?:\d|(?<![A-Z])[a-z])\.\s+[A-Z][a-z]*\W+[a-z]|,\s*(?:because|since|so|then|which|therefore|thus|hence)\s"
 )
 
 
@@ -95,9 +102,10 @@ def _fault_of(gold: Any) -> str:
     if not isinstance(gold, str):
         return f"the gold answer {shown} is no text; write it as one"
     plain = normalised(find_final_answer(gold))
-    if not plain or _key(plain) in _PLACEHOLDERS:
+    if not plain or _key(plain) in _PLACEHOLDERS or _NO_VALUE.fullmatch(plain):
         return f"the gold answer {shown} is missing or a placeholder; give the final answer, or leave the row out"
-    if len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain)) > MAX_GOLD_WORDS:
+    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain)
+    if len(words) > MAX_GOLD_WORDS or _SENTENCES.search(plain):
         return (
             f"the gold answer {shown} is prose, which no answer would equal; give the final answer alone, or use a "
             "handler that grades texts"

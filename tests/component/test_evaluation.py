@@ -154,6 +154,11 @@ async def test_an_interrupt_cancels_what_runs_and_what_was_cancelled_is_sampled_
     assert len(job_ids(whole)) == 9
     assert not set(job_ids(whole)) & set(job_ids(node))
     assert (report["graded"], report["cancelled"], report["failed"]) == (8, 0, 2)
+    with open_evaluation(path, None) as folder:
+        assert (
+            sorted(each.status for each in folder.last_outcomes)
+            == ["completed"] * 8 + ["failed"] * 2 + ["timed_out"] * 2
+        )
 
 
 async def test_a_rejected_task_is_told_and_the_others_are_sampled(tmp_path):

@@ -190,7 +190,8 @@ MATHS = {"question": "?", "answer": "1"}
     ("answer", "is_refused"),
     [
         ({"error": "", "path": ""}, False),
-        ({}, False),
+        ({}, True),
+        ({"equal": True}, True),
         ({"error": "no number", "path": PATH}, True),
         ({"error": "no number"}, True),
         (EvaluationError("the scorer used up its CPU time", error_code="evaluator_timeout"), True),

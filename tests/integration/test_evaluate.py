@@ -94,3 +94,34 @@ async def test_a_run_of_submit_is_graded_again_and_what_cannot_be_is_listed(tmp_
     assert rewards(folders()[-1]) == rewards(first)
     regraded = [outcome.regraded for outcome in read_outcomes(folders()[-1] / "trajectories.msgpack")]
     assert sorted(map(bool, regraded)) == [False, True]
+
+
+async def test_rows_that_cannot_be_graded_refuse_the_file_or_are_left_out_and_counted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bad = {"instance_id": "q3", "handler": "math", "payload": {"question": "?", "answer": "notfound"}}
+    Path("tasks.jsonl").write_text(TASKS + json.dumps(bad) + "\n")
+    policy = Policy()
+    with trio.fail_after(150):
+        async with open_quick_node(policy) as node:
+            await run("prorl-trio eval --tasks tasks.jsonl", node, code=1)
+            assert policy.sampled == 0
+            printed = await run("prorl-trio eval --tasks tasks.jsonl --skip-bad", node)
+            assert "1 rows of tasks.jsonl could not be used, and are in no figure" in printed
+            (first,) = folders()
+            again = json.loads(await run(f"prorl-trio eval --resume {first} --json", node))
+            graded = json.loads(await run(f"prorl-trio regrade {first} --json", node))
+    assert (again["tasks"], again["rows_left_out"], again["reward_mean"], graded["regraded"]) == (2, 1, 0.5, 2)
+    assert json.loads((folders()[-1] / "report.json").read_bytes())["rows_left_out"] == 1
+    assert policy.sampled == 2
+
+
+async def test_partial_rewards_count_from_the_reward_that_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.jsonl").write_text(TASKS)
+    with trio.fail_after(150):
+        async with open_quick_node(Policy()) as node:
+            report = json.loads(await run("prorl-trio eval --tasks tasks.jsonl --correct-from 0 --json", node))
+            (first,) = folders()
+            counted = json.loads(await run(f"prorl-trio eval --resume {first} --correct-from 0.5 --json", node))
+    assert (report["reward_mean"], report["pass@1"], report["correct_from"]) == (0.5, 1.0, 0.0)
+    assert (counted["reward_mean"], counted["pass@1"], counted["correct_from"]) == (0.5, 0.5, 0.5)

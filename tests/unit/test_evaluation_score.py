@@ -29,6 +29,7 @@ def test_wilsons_interval_is_that_of_the_textbooks():
     assert wilson(0.5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
     assert wilson(0.0, 30) == pytest.approx((0.0, 0.1135), abs=1e-4)
     assert wilson(1.0, 30) == pytest.approx((0.8865, 1.0), abs=1e-4)
+    assert all(wilson(1.0, trials).high == 1.0 and wilson(0.0, trials).low == 0.0 for trials in range(1, 200))
 
 
 def test_of_right_and_wrong_tasks_it_is_wilsons_interval_and_grows_with_each_right_one():

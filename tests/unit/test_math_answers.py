@@ -1891,6 +1891,11 @@ def test_only_the_end_of_a_long_turn_is_read():
         ["5", "five"],
         r"\text{Evelyn}",
         "1, 2, \\ldots, n",
+        "St. Louis",
+        "Mt. Everest in Nepal",
+        "10 marbles remain in the bag",
+        "even, odd and prime",
+        "The answer is 5.",
     ],
 )
 def test_a_gold_answer_that_can_be_graded(gold):
@@ -1914,6 +1919,13 @@ def test_a_gold_answer_that_can_be_graded(gold):
             "$.instance.payload.answer",
         ),
         (72, "no text", "$.instance.payload.answer"),
+        ("#REF!", "missing", "$.instance.payload.answer"),
+        ("<NA>", "missing", "$.instance.payload.answer"),
+        ("#DIV/0!", "missing", "$.instance.payload.answer"),
+        ("Step: 5+5 = 10. Therefore, there are 10 marbles.", "prose", "$.instance.payload.answer"),
+        ("First 2+2 is 4, then add 1, so the result is 5", "prose", "$.instance.payload.answer"),
+        ("Yes, because it is prime", "prose", "$.instance.payload.answer"),
+        ("It is of x. Then it is so.", "prose", "$.instance.payload.answer"),
     ],
 )
 def test_a_gold_answer_that_cannot_be_graded_is_named_with_a_remedy(gold, part, path):

@@ -93,6 +93,11 @@ MATHS = [
     ("NuminaMath-CoT", {"source": "cn_k12", "problem": "2+3?", "solution": "It is $\\boxed{5}$.", "messages": [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "It is $\\boxed{5}$."}]}, "5"),
     ("NuminaMath-1.5", {"problem": "?", "solution": "s", "answer": "5", "problem_type": "Algebra", "question_type": "math-word-problem", "source": "olympiads", "synthetic": False, "problem_is_valid": "Yes", "solution_is_valid": "Yes"}, "5"),
     ("OpenR1-Math", {"problem": "?", "solution": "s", "answer": "5", "uuid": "u", "is_reasoning_complete": [True], "generations": ["a"], "correctness_count": 1, "messages": []}, "5"),
+    ("OpenR1-Math, verified", {"problem": "?", "solution": "s", "answer": "5", "uuid": "u", "is_reasoning_complete": [True, False], "generations": ["a", "b"], "correctness_math_verify": [True, False], "correctness_llama": None, "finish_reasons": ["stop", "length"], "correctness_count": 1}, "5"),
+    ("two boxes that are one answer", {"problem": "?", "solution": "so \\boxed{5} and \\boxed{6}"}, "5, 6"),
+    ("a list of one, printed", {"problem": "?", "answer": "['2']"}, "2"),
+    ("tabs, page breaks and line ends", {"problem": "?", "answer": "\\frac{1}{2}", "passages": None, "solution": "\frac"}, "\\frac{1}{2}"),
+    ("figures about the row", {"problem": "?", "answer": "5", "llama8b_solve_rate": 0.5, "pass_at_n": 0.5, "iters": 3, "token_count": 9}, "5"),
     ("AIME, capital keys", {"ID": "2024-I-1", "Problem": "?", "Solution": "s", "Answer": 204}, "204"),
     ("AIME 1983-2024", {"ID": "1983-1", "Year": 1983, "Problem Number": 1, "Question": "?", "Answer": "60", "Part": None}, "60"),
     ("AIME 2025", {"problem": "?", "answer": "70", "id": "0"}, "70"),
@@ -132,6 +137,15 @@ CHOICES = [
     ("MedMCQA", {"id": "m", "question": "?", "opa": "w", "opb": "x", "opc": "y", "opd": "z", "cop": 2, "choice_type": "single", "exp": "e", "subject_name": "s", "topic_name": None}, "C", ["w", "x", "y", "z"]),
     ("C-Eval", {"id": 0, "question": "?", "A": "w", "B": "x", "C": "y", "D": "z", "answer": "A", "explanation": "e"}, "A", ["w", "x", "y", "z"]),
     ("AQuA-RAT", {"question": "?", "options": ["A)21", "B)21.5"], "rationale": "r", "correct": "B"}, "B", ["21", "21.5"]),
+    ("a letter with its text", {"question": "?", "options": ["x", "y"], "answer": "B. y"}, "B", ["x", "y"]),
+    ("a text in another case", {"question": "?", "options": ["Red", "Green"], "answer": "green."}, "B", ["Red", "Green"]),
+    ("an index as text", {"question": "?", "options": "['x', 'y', 'z']", "answer": "1"}, "B", ["x", "y", "z"]),
+    ("numbers in the options", {"question": "?", "options": ["1. x", "2. y", "3. z"], "answer": 2}, "B", ["x", "y", "z"]),
+    ("small letters in the options", {"question": "?", "options": ["a) x", "b) y"], "answer": "b"}, "B", ["x", "y"]),
+    ("ratios are no numbers of options", {"question": "?", "options": ["1:2", "2:1"], "answer": "B"}, "B", ["1:2", "2:1"]),
+    ("decimals are no numbers of options", {"question": "?", "options": ["1.5", "2.5"], "answer": "B"}, "B", ["1.5", "2.5"]),
+    ("an index of pandas", {"question": "?", "options": ["x", "y"], "answer": "B", "answer_index": 1.0}, "B", ["x", "y"]),
+    ("nulls of Parquet", {"question": "?", "options": {"A": "x", "B": "y", "C": None}, "answer_idx": "B"}, "B", ["x", "y"]),
     ("answer as text", {"question": "?", "options": ["a thing", "b thing"], "answer": "b thing"}, "B", ["a thing", "b thing"]),
     ("letters in the options", {"question": "?", "options": ["(A) x", "(B) y"], "answer": "(B)"}, "B", ["x", "y"]),
     ("options stored as text", {"question": "?", "options": "['x', 'y']", "answer": "B"}, "B", ["x", "y"]),
@@ -164,6 +178,26 @@ REFUSED = [
     ("no answer to choices", {"question": "?", "options": ["x", "y"]}, "field `answer`: there is none"),
     ("a hidden answer", {"id": "m", "question": "?", "opa": "w", "opb": "x", "opc": "y", "opd": "z", "cop": -1}, "field `cop`: '-1'"),
     ("one choice", {"question": "?", "options": ["x"], "answer": "A"}, "it has 1 choices"),
+    ("an array as numpy prints it", {"question": "?", "options": "['x' 'y' 'z']", "answer": "A"}, "field `options`: it is a text"),
+    ("labels alike", {"question": "?", "options": [{"label": "A", "text": "x"}, {"label": "A", "text": "y"}], "answer": "A"}, "two of its labels are alike"),
+    ("a letter with another text", {"question": "?", "options": ["x", "y"], "answer": "B. x"}, "field `answer`: 'B. x' names none"),
+    ("an index that may be a number", {"question": "?", "options": ["1 V", "5 V"], "answer": "1"}, "field `answer`: '1' names none"),
+    ("several letters", {"question": "?", "options": ["x", "y", "z"], "answer": "A, B"}, "write the letter of the right one"),
+    ("MMLU-Redux, a wrong question", {"question": "?", "choices": ["x", "y"], "answer": 0, "error_type": "no_correct_answer"}, "field `error_type`: it is 'no_correct_answer': the set itself marks the row"),
+    ("NuminaMath-1.5, a wrong problem", {"problem": "?", "answer": "5", "problem_is_valid": "Incomplete", "solution_is_valid": "Yes"}, "field `problem_is_valid`: it is 'Incomplete'"),
+    ("a row that is not valid", {"problem": "?", "answer": "5", "is_valid": False}, "field `is_valid`: it is False"),
+    ("numbers that the question needs", {"question": "What is a + b?", "a": 3, "b": 4, "answer": 7}, "field `a`"),
+    ("a tolerance", {"question": "?", "answer": 5, "tolerance": 0.1}, "field `tolerance`"),
+    ("reasoning-gym", {"question": "?", "answer": "5", "metadata": {"source_dataset": "countdown"}}, "use --tasks reasoning-gym:countdown"),
+    ("a missing question of pandas", {"question": "nan", "answer": "5"}, "field `question`: it says 'nan'"),
+    ("an empty question, by its own name", {"question": "", "answer": "5"}, "field `question`: there is none"),
+    ("an object, printed", {"question": "?", "answer": "{'value': 5}"}, "field `answer`: it is an object, printed"),
+    ("a list, printed", {"question": "?", "answer": "['2', '3']"}, "several answers"),
+    ("a lost backslash", {"question": "?", "answer": "\frac{1}{2}"}, "field `answer`: it has the control character `\\f` where `\\frac` was meant"),
+    ("a lost backslash in a question", {"question": "What is 2\times 3?", "answer": "6"}, "field `payload.question`: it has the control character `\\t` where `\\times`"),
+    ("a lost backslash in a choice", {"question": "?", "options": ["\\left(1\right)", "y"], "answer": "A"}, "field `payload.grader.choices[0]`: it has the control character `\\r` where `\\right`"),
+    ("a lost backslash in a truth of verl", {**VERL, "reward_model": {"style": "rule", "ground_truth": "\beta"}}, "field `reward_model.ground_truth`: it has the control character `\\b` where `\\beta`"),
+    ("a lost backslash in an instance", {"instance_id": "a", "handler": "math", "payload": {"question": "?", "answer": ["\nu_0"]}}, "field `payload.answer[0]`: it has the control character `\\n` where `\\nu`"),
     ("choices as a number", {"question": "?", "options": 4, "answer": "A"}, "field `options`: it is a number"),
     ("pictures", {"problem": "What is x?", "answer": "5", "images": [{"path": "a.png"}]}, "field `images`"),
     ("a picture in the text", {"problem": "<image> What is x?", "answer": "5"}, "which the policy cannot see"),
@@ -290,6 +324,11 @@ def test_rows_of_mbpp_show_the_tests_which_alone_name_the_function(load):
     assert payload["tests"]["tests"] == MBPP["test_list"]
 
 
+def test_tabs_line_ends_and_page_breaks_of_a_question_are_no_lost_backslashes(load):
+    question = "x\ty\r\nthe page\f\fends \x02 here\tand\nnow:\r\n1\t2"
+    assert load({"question": question, "answer": "3"}).payload["question"] == question
+
+
 def test_a_system_prompt_is_kept(load):
     assert load({**VERL, "prompt": SYSTEM}).payload["system_prompt"] == "Be brief."
     code = {**VERL, "prompt": SYSTEM, "reward_model": {"ground_truth": APPS["input_output"]}}
@@ -339,6 +378,14 @@ def test_csv_is_read_as_gpqa_is_published(tmp_path):
     )
     (instance,) = load_task_set(str(path), check=False)
     assert instance.payload["question"] == "a, b?"
+    path.write_text(",problem,answer\n0,a,1\n1,b,2\n")
+    assert [each.payload["question"] for each in load_task_set(str(path), check=False)] == ["a", "b"]
+    path.write_text(",problem,answer\n0,a,1\nsee table,b,2\n")
+    with pytest.raises(ConfigError, match="row 2: a column without a name holds 'see table'"):
+        load_task_set(str(path), check=False)
+    path.write_text("problem;answer\na;0,5\n")
+    with pytest.raises(ConfigError, match="the first line, 'problem;answer', has no comma"):
+        load_task_set(str(path))
     path.write_text("problem,problem,answer\na,b,1\n")
     with pytest.raises(ConfigError, match="the first line names a column twice"):
         load_task_set(str(path))
@@ -368,6 +415,9 @@ def test_csv_is_read_as_gpqa_is_published(tmp_path):
             "is one JSON value over several lines, and it is not valid JSON (line 3, column 1)",
         ),
         (b"[]", "holds no task instance"),
+        (b"question,answer\n?,1\n", "is neither JSONL, JSON nor Parquet; it begins with 'question,answer'. A CSV file"),
+        (b"PK\x03\x04 a workbook", "is neither JSONL, JSON nor Parquet"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:a\n", "is a pointer of Git LFS"),
     ],
 )
 def test_what_is_no_row_is_told_in_one_sentence(tmp_path, content, said):

@@ -46,7 +46,7 @@ def test_a_jsonl_file(tmp_path):
     ("content", "message"),
     [
         ('{"instance_id": "a", "handler": "math", "payload": {}}\n{"instance_id": 3}', "line 2.*instance_id"),
-        ("not json", "line 1"),
+        ("not json", "is neither JSONL, JSON nor Parquet; it begins with .not json"),
         ('{"instance_id": "a", "handler": "math", "payload": {}, "extra": 1}', "line 1.*extra"),
         ("\n", "holds no task instance"),
         (b'{"instance_id": "\xff", "handler": "math", "payload": {}}', "line 1: it is not UTF-8 text"),

@@ -43,7 +43,7 @@ def wilson(share: float, trials: int) -> Interval:
     shrink = 1.0 + z * z / trials
     middle = (share + z * z / (2 * trials)) / shrink
     half = z / shrink * (share * (1.0 - share) / trials + z * z / (4 * trials * trials)) ** 0.5
-    return Interval(max(0.0, middle - half), min(1.0, middle + half))
+    return Interval(0.0 if share == 0.0 else max(0.0, middle - half), 1.0 if share == 1.0 else min(1.0, middle + half))
 
 
 def mean_interval(scores: Sequence[float]) -> Interval | None:

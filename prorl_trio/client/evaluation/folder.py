@@ -66,6 +66,17 @@ class EvaluationFolder:
         """Every outcome so far, those of cancelled tries among them."""
         return list(self._outcomes.values())
 
+    @property
+    def last_outcomes(self) -> list[Outcome]:
+        """The outcomes that count: of each rollout that of its last try, as far as there is one."""
+        last: list[Outcome] = []
+        for rollout in self.plan.rollouts_of(self.instances):
+            found = self.plan.last_try(self.instances[rollout.place], rollout, self._outcomes)
+            job_id = found.job_id if found.is_over else found.before
+            if job_id in self._outcomes:
+                last.append(self._outcomes[job_id])
+        return last
+
     def record(self, outcome: Outcome) -> bool:
         """Write an outcome down; return False if it was there already, as one that came before a kill may be.
 

@@ -28,11 +28,12 @@ class Rollout(NamedTuple):
 
 
 class Try(NamedTuple):
-    """A job of a rollout; those with a lower `number` were cancelled."""
+    """A job of a rollout; jobs with a lower `number` were cancelled, the last of them is `before` (empty if none)."""
 
     job_id: str
     number: int
     is_over: bool
+    before: str = ""
 
 
 class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +50,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
         correct_from: the least reward of a correct rollout.
         model: the folder whose tokenizer decodes the tokens; empty if that is not known.
         oracle: the tasks bring their solutions, and no policy is asked.
+        left_out: the number of rows of the set that could not be used, and were left out.
     """
 
     evaluation_id: str
@@ -62,6 +64,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
     correct_from: float = 1.0
     model: str = ""
     oracle: bool = False
+    left_out: int = 0
 
     def rollouts_of(self, instances: Sequence[TaskInstance]) -> Iterator[Rollout]:
         """Yield every rollout, those of a task one after the other."""
@@ -72,12 +75,12 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
 
         One that was cancelled, as by an interrupt, is followed by another, with an id of its own.
         """
-        number = 0
+        number, before = 0, ""
         while (outcome := outcomes.get(job_id := self._job_id(instance, rollout, number))) is not None:
             if outcome.status != "cancelled":
-                return Try(job_id, number, is_over=True)
-            number += 1
-        return Try(job_id, number, is_over=False)
+                return Try(job_id, number, is_over=True, before=before)
+            number, before = number + 1, job_id
+        return Try(job_id, number, is_over=False, before=before)
 
     def job(self, instance: TaskInstance, rollout: Rollout, job_id: str) -> JobSpec:
         """Return the job of a rollout under an id that `last_try` returned."""

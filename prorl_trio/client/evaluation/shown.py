@@ -47,6 +47,7 @@ def figures(folder: EvaluationFolder, scores: Sequence[FamilyScore]) -> dict[str
         "temperature": plan.sampling.temperature,
         "correct_from": plan.correct_from,
         "confidence": LEVEL,
+        "rows_left_out": plan.left_out,
     }
     for score in scores:
         prefix = f"{score.family}/" if score.family else ""
@@ -138,12 +139,14 @@ def print_report(folder: EvaluationFolder, scores: Sequence[FamilyScore], out: C
         f"correct: from a reward of {folder.plan.correct_from:g}; bounds: rollouts without a reward as all "
         "wrong .. all right",
     ]
+    if folder.plan.left_out:
+        lines.append(f"{folder.plan.left_out} rows of {folder.plan.tasks} could not be used, and are in no figure")
     if few:
         lines.append("some tasks have fewer than k rollouts with a reward: they are in the bounds alone")
     for line in lines:
         out.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
     reasons = Counter(one_line(why).plain for why in folder.rejected.values())
-    for line in [*errors(folder.outcomes), *(why for why, _ in reasons.most_common(MAX_REJECTIONS))]:
+    for line in [*errors(folder.last_outcomes), *(why for why, _ in reasons.most_common(MAX_REJECTIONS))]:
         out.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
     recorded = f"recorded in {folder.path}: {REPORT}, and every rollout in {TRAJECTORIES}"
     out.print(recorded, markup=False, highlight=False, soft_wrap=True)

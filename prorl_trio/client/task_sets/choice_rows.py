@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 from prorl_trio.client.task_sets.fields import Fields, RowError, kind_of
+from prorl_trio.client.task_sets.math_rows import check_marks
 from prorl_trio.handlers.stem.choice import LETTERS
 from prorl_trio.types.models import TaskInstance
 
@@ -25,8 +26,10 @@ FAMILY: Final = ("family", "high_level_domain", "discipline", "category", "subje
 GPQA: Final = ("incorrect_answer_1", "incorrect_answer_2", "incorrect_answer_3")
 SCIQ: Final = ("distractor1", "distractor2", "distractor3")
 MEDMCQA: Final = ("opa", "opb", "opc", "opd")
-_OWN_LETTER: Final = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s*")
+_OWN_LABEL: Final = re.compile(r"\s*(?:\(([A-Za-z]|\d\d?)\)|([A-Za-z])[.):]|(\d\d?)(?:\)|\.(?=\s)))\s*")
+_RUN_TOGETHER: Final = re.compile(r"""['"]\s+['"]""")
 _DRESSED: Final = re.compile(r"\s*\(?([A-Za-z0-9])[.)]?\s*")
+_LABELLED: Final = re.compile(r"\s*\(?([A-Za-z0-9])[.):]\s*(\S.*)", re.DOTALL)
 
 
 class _Choices(NamedTuple):
@@ -67,6 +70,7 @@ def read_choice_row(fields: Fields, name: str) -> TaskInstance:
         choices = _choices(fields)
         place = _place(fields, choices)
         texts = choices.texts
+    check_marks(fields)
     fields.finish(question, *texts)
     return choice_instance(found or name, question, texts, LETTERS[place], family)
 
@@ -105,7 +109,8 @@ def _choices(fields: Fields) -> _Choices:
         if not isinstance(labels, list) or len(labels) != len(texts):
             raise RowError("it needs as many labels as texts", field)
     elif isinstance(value, dict):
-        texts, labels = list(value.values()), list(value)
+        there_too = {label: text for label, text in value.items() if text is not None}  # Parquet fills up with nulls
+        texts, labels = list(there_too.values()), list(there_too)
         if any(len(str(label)) != 1 for label in labels):
             raise RowError(f"its keys are {', '.join(map(repr, labels[:5]))}, where letters are needed", field)
     elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
@@ -117,7 +122,10 @@ def _choices(fields: Fields) -> _Choices:
         raise RowError(f"it is {kind_of(value)}, where a list of choices is needed", field)
     if not 2 <= len(texts) <= len(LETTERS):
         raise RowError(f"it has {len(texts)} choices; from 2 to {len(LETTERS)} can be asked for", field)
-    return _Choices(_without_letters([_text_of(each, field) for each in texts]), [str(each) for each in labels])
+    names = [str(each) for each in labels]
+    if len(set(names)) < len(names):
+        raise RowError(f"two of its labels are alike ({', '.join(names[:8])})", field)
+    return _without_labels(_Choices([_text_of(each, field) for each in texts], names))
 
 
 def _decoded(value: Any) -> Any:
@@ -126,9 +134,12 @@ def _decoded(value: Any) -> Any:
         return value
     for read in (json.loads, ast.literal_eval):
         try:
-            return read(value)
+            found = read(value)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
+        if isinstance(found, list) and _RUN_TOGETHER.search(value):
+            return value  # an array as numpy prints it, of which Python makes one long text
+        return found
     return value
 
 
@@ -138,11 +149,18 @@ def _text_of(value: Any, field: str) -> str:
     return str(value)
 
 
-def _without_letters(texts: list[str]) -> list[str]:
-    """Remove `(A)`, `A.` and the like where every choice begins with its own letter."""
-    found = [_OWN_LETTER.match(text) for text in texts]
-    own = [each is not None and (each[1] or each[2]) == LETTERS[place] for place, each in enumerate(found)]
-    return [text[each.end() :] for text, each in zip(texts, found, strict=True) if each] if all(own) else texts
+def _without_labels(choices: _Choices) -> _Choices:
+    """Take `(A)`, `A.`, `1)` and the like for labels where every choice begins with its own letter or number."""
+    texts, places = choices.texts, range(len(choices.texts))
+    found = [_OWN_LABEL.match(text) for text in texts]
+    said = [each and (each[1] or each[2] or each[3]) for each in found]
+    for labels in ([LETTERS[place] for place in places], [str(place + 1) for place in places]):
+        if [each and each.upper() for each in said] == labels and choices.labels in (
+            labels,
+            list(LETTERS[: len(texts)]),
+        ):
+            return _Choices([text[each.end() :] for text, each in zip(texts, found, strict=True) if each], labels)
+    return choices
 
 
 def _place(fields: Fields, choices: _Choices) -> int:
@@ -155,7 +173,11 @@ def _place(fields: Fields, choices: _Choices) -> int:
         value = fields.take(key)
         found = _named(value, choices, is_letter=key not in ("answer", "target", "correct_answer", "gold"))
         if not found:
-            fields.refuse(f"{str(value)[:80]!r} names none of the {len(choices.texts)} choices", key)
+            fields.refuse(
+                f"{str(value)[:80]!r} names none of the {len(choices.texts)} choices; write the letter of the right "
+                "one",
+                key,
+            )
         if not places & found:
             fields.refuse(f"{str(value)[:80]!r} names another choice than `{fields.spelled(named[0])}`", key)
         places &= found
@@ -172,6 +194,8 @@ def _named(value: Any, choices: _Choices, *, is_letter: bool) -> set[int]:
         value = value[0]
     if isinstance(value, bool):
         return set()
+    if isinstance(value, float) and value.is_integer():  # as pandas writes the integers of a column with gaps
+        value = int(value)
     if isinstance(value, int):
         if str(value) in choices.labels:
             return {choices.labels.index(str(value))}
@@ -187,5 +211,21 @@ def _named(value: Any, choices: _Choices, *, is_letter: bool) -> set[int]:
         by_label = {int(said)}
     else:
         by_label = set()
-    by_text = {place for place, text in enumerate(choices.texts) if text.strip() == said}
+    by_text = _places_of(said, choices)
+    if not by_label and not by_text:
+        if (found := _LABELLED.fullmatch(value)) and found[1].upper() in choices.labels:  # its letter with its text
+            return {choices.labels.index(found[1].upper())} & _places_of(found[2].strip(), choices)
+        if (
+            said.isascii() and said.isdigit() and not any(said in text for text in choices.texts)
+        ):  # an index in a CSV file
+            return {int(said)} if int(said) < len(choices.texts) else set()
     return by_label if is_letter and by_label else by_label | by_text
+
+
+def _places_of(said: str, choices: _Choices) -> set[int]:
+    """Return the choices whose text is said: exactly, or else but for case and a full stop."""
+    exact = {place for place, text in enumerate(choices.texts) if text.strip() == said}
+    plain = said.casefold().removesuffix(".")
+    return exact or {
+        place for place, text in enumerate(choices.texts) if text.strip().casefold().removesuffix(".") == plain
+    }

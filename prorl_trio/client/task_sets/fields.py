@@ -9,28 +9,37 @@ __all__ = ["Fields", "RowError"]
 
 HARMLESS: Final = frozenset({
     "__index_level_0__", "answer_source", "answer_type", "author", "author_name", "canary", "canary_string",
-    "category", "chain_of_thought", "choice_type", "citation", "class", "competition", "contest", "cot",
-    "cot_content", "created_at", "data_source", "dataset", "date", "difficulty", "discipline", "domain",
-    "equation_solution", "error", "error_type", "exam", "exp", "explanation", "family", "field",
-    "generated_solution", "generation", "generations", "grade", "grade_level", "id", "idx", "index",
-    "is_calculation", "label_type", "lang", "language", "level", "license", "link", "meta", "meta_info", "metadata",
-    "metamap_phrases", "metrics", "modality_type", "model_answer", "name", "origin", "original_solution", "part",
-    "platform", "potential_reason", "prediction", "problem_number", "problem_type", "problem_url", "provenance",
-    "question_concept", "question_id", "question_source", "question_type", "question_url", "r1_solution_1",
-    "r1_solution_2", "r1_solution_3", "rationale", "raw_subject", "reasoning", "record_id", "reference_solution",
-    "solution", "solution_source", "solutions", "source", "source_file", "source_url", "split", "src", "steps",
-    "sub_field", "subdomain", "subfield", "subject", "subject_name", "subset", "tag", "tags", "title", "topic",
-    "topic_name", "type", "uid", "unnamed:_0", "url", "uuid", "version", "worked_solution", "year",
+    "category", "chain_of_thought", "choice_type", "citation", "class", "competition", "contest", "correctness_llama",
+    "correctness_math_verify", "cot", "cot_content", "created_at", "data_source", "dataset", "date", "difficulty",
+    "discipline", "domain", "equation_solution", "error", "error_type", "exam", "exp", "explanation", "family",
+    "field", "finish_reasons", "generated_solution", "generation", "generations", "grade", "grade_level", "id", "idx",
+    "index", "is_calculation", "is_reasoning_complete", "label_type", "lang", "language", "level", "license", "link",
+    "meta", "meta_info", "metadata", "metamap_phrases", "metrics", "modality_type", "model_answer", "name", "origin",
+    "original_solution", "part", "platform", "potential_reason", "prediction", "problem_number", "problem_type",
+    "problem_url", "provenance", "question_concept", "question_id", "question_source", "question_type",
+    "question_url", "r1_solution_1", "r1_solution_2", "r1_solution_3", "rationale", "raw_subject", "reasoning",
+    "record_id", "reference_solution", "solution", "solution_source", "solutions", "source", "source_file",
+    "source_url", "split", "src", "steps", "sub_field", "subdomain", "subfield", "subject", "subject_name", "subset",
+    "tag", "tags", "title", "topic", "topic_name", "type", "uid", "unnamed:_0", "url", "uuid", "version",
+    "worked_solution", "year",
 })  # fmt: skip
 """Fields that say where a question comes from or how it is solved, in the published sets of `docs/tasks.md`."""
 _HARMLESS_FORM: Final = re.compile(
     r".*_(?:ids?|idx|index|rate|count|score|difficulty|level|solutions?|domain|date|valid|metrics)|(?:is|has|num|n)_.*"
 )
+_STATISTIC: Final = re.compile(
+    r"(?:pass|avg|mean|average|max|min|std|acc|reward|prob|iter)[a-z]*(?:_.*)?"
+    r"|.*(?:rate|count|score|pass|mean|avg|acc|accuracy|reward|prob|len|length|chars|words|tokens|votes|views|likes|rank"
+    r"|seed|order|position|number|hash|time|rating|size|page|round|id|idx|index)(?:_\d+)?"
+)
+"""A number with such a name is a figure about the row."""
 _MATERIAL: Final = re.compile(
     r"image|img|picture|photo|figure|diagram|chart|audio|video|media|file|attachment|document|passage|context|article"
-    r"|paragraph|evidence|table|body|tool"
+    r"|paragraph|evidence|table|body|tool|tolerance|precision"
 )
 """A field with such a name belongs to the question, whatever it holds."""
+NOTHING: Final = frozenset({"nan", "none", "null", "n/a", "#n/a", "...", "<na>", "undefined"})
+"""The words that programs write for a missing text."""
 _PICTURE: Final = re.compile(
     r"<(?:image|video|audio)(?:[ _]?\d+)?>|<img\b|!\[[^\]]*\]\([^)]*\)|\\includegraphics", re.IGNORECASE
 )
@@ -84,10 +93,16 @@ class Fields:
         there = [name for name in names if name in self]
         values = {name: self.take(name) for name in there}
         if not there:
-            self.refuse(f"there is none; a text is needed{_or(names)}", names[0])
+            empty = next(filter(self.has, names), names[0])
+            others = tuple(name for name in names if name != empty)
+            self.refuse(f"there is none; a text is needed{_or(others)}", empty)
         for name, value in values.items():
             if not isinstance(value, str):
                 self.refuse(f"it is {kind_of(value)}, where a text is needed", name)
+            if value.strip().lower() in NOTHING:
+                self.refuse(
+                    f"it says {value!r}, as a missing value is written; give the text, or leave the row out", name
+                )
         if len(set(values.values())) > 1:
             self.refuse(f"it differs from `{self.spelled(there[0])}`: keep the one that is meant", there[1])
         return str(values[there[0]])
@@ -115,8 +130,8 @@ class Fields:
     def finish(self, *texts: str) -> None:
         """Check that nothing which could change the question is left out.
 
-        `texts` are what the policy will read. A field that is neither used, empty, a number nor known to be harmless
-        refuses the row.
+        `texts` are what the policy will read. A field that is neither used, empty, true or false, a figure about the
+        row nor known to be harmless refuses the row.
         """
         for key, name in self._names.items():
             if key not in self._used and not _is_harmless(key, self.row[name]):
@@ -150,7 +165,7 @@ def _key(name: str) -> str:
 
 
 def _or(names: tuple[str, ...]) -> str:
-    others = ", ".join(f"`{name}`" for name in names[1:])
+    others = ", ".join(f"`{name}`" for name in names)
     return f" (or in {others})" if others else ""
 
 
@@ -163,6 +178,6 @@ def _is_harmless(key: str, value: Any) -> bool:
         return True
     if _MATERIAL.search(key):
         return value in (False, 0)
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool) or _HARMLESS_FORM.fullmatch(key):
         return True
-    return _HARMLESS_FORM.fullmatch(key) is not None
+    return isinstance(value, int | float) and _STATISTIC.fullmatch(key) is not None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from typing import Any, Final
 
 from prorl_trio.client.task_sets.fields import Fields, RowError, kind_of
+from prorl_trio.handlers.final_answer import extract_boxed
+from prorl_trio.handlers.lost_backslash import find_lost_backslash
 from prorl_trio.types.models import TaskInstance
 
-__all__ = ["gold_of", "read_math_row"]
+__all__ = ["check_marks", "gold_of", "read_math_row"]
 
 PROBLEM: Final = ("problem", "question")
 ANSWER: Final = ("answer", "expected_answer", "final_answer", "final_ans", "answer_number", "ground_truth", "target")
@@ -17,9 +21,17 @@ FAMILY: Final = ("family", "subject", "source", "data_source", "type")
 MAX_INTEGER_BITS: Final = 10_000
 MAX_GOLD_CHARS: Final = 2_000
 """A longer text is a solution."""
-_BOX: Final = re.compile(r"\\(?:boxed|fbox)\s*(\{|\d)")
 _GROUPED: Final = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _SENTENCES: Final = re.compile(r"[a-z]{2}[.;:!?]\s+[A-Z]\w* ")
+_PRINTED: Final = re.compile(r"\s*(?:[\[(]\s*['\"]|\{\s*['\"]|b['\"]|array\()")
+"""A list, an object, bytes or an array as Python or JSON prints it."""
+_MARKS: Final = {
+    "problem_is_valid": ("yes", "true"),
+    "solution_is_valid": ("yes", "true"),
+    "is_valid": ("yes", "true"),
+    "error_type": ("ok", "none"),
+}
+"""The marks of NuminaMath-1.5, MMLU-Redux and others, with their values for a sound row."""
 _NO_ANSWER: Final = {"proof": "a proof is asked for", "notfound": "no answer was found", "n/a": "there is no answer"}
 
 
@@ -42,6 +54,13 @@ def read_math_row(fields: Fields, name: str) -> TaskInstance:
     else:
         answer = golds[given[0]]
     _check_dialogue(fields, problem)
+    check_marks(fields)
+    metadata = fields.take("metadata")
+    if isinstance(metadata, dict) and (family := metadata.get("source_dataset")):
+        fields.refuse(
+            f"it is of reasoning-gym, whose own verifier grades its tasks: use --tasks reasoning-gym:{family}",
+            "metadata",
+        )
     family, found = fields.label(*FAMILY), fields.label(*NAME)
     fields.finish(problem)
     return TaskInstance(
@@ -52,12 +71,15 @@ def read_math_row(fields: Fields, name: str) -> TaskInstance:
 def gold_of(value: Any, field: str) -> str:
     """Return the final answer that a published answer is or ends with.
 
-    What follows the last `####` (GSM8K), else what the last `\\boxed{}` holds, else the text as it is. A number is
-    written out; a list of one answer is that answer.
+    What follows the last `####` (GSM8K), else what the last `\\boxed{}` holds (several with "and" between them are one
+    answer, as for the grader), else the text as it is. A number is written out; a list of one answer is that answer,
+    also if it is printed as text.
 
     Raises:
         RowError: it is empty, a proof or a worked solution, or of a kind that has no one meaning.
     """
+    if isinstance(value, str) and _PRINTED.match(value):
+        value = _printed(value, field)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, list):
@@ -72,12 +94,15 @@ def gold_of(value: Any, field: str) -> str:
         value = int(value)
     if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
         raise RowError(f"it is an integer of more than {MAX_INTEGER_BITS} bits", field)
-    text = str(value).strip()
+    text = str(value)
+    if lost := find_lost_backslash(text)[0]:
+        raise RowError(lost, field)
+    text = text.strip()
     if "####" in text:
         text = text.rpartition("####")[2].strip()
         text = text.replace(",", "") if _GROUPED.fullmatch(text) else text
-    elif (boxed := last_boxed(text)) is not None:
-        text = boxed.strip()
+    elif (boxed := extract_boxed(text)) is not None:
+        text = boxed
     if not text:
         raise RowError("it is empty", field)
     if why := _NO_ANSWER.get(text.lower()):
@@ -89,20 +114,28 @@ def gold_of(value: Any, field: str) -> str:
     return text
 
 
-def last_boxed(text: str) -> str | None:
-    """Return what the last `\\boxed{}` (or `\\fbox{}`, or `\\boxed 2`) of a solution holds; None if there is none."""
-    found = list(_BOX.finditer(text))
-    if not found:
-        return None
-    last = found[-1]
-    if last[1] != "{":
-        return last[1]
-    depth = 0
-    for place in range(last.start(1), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0) if text[place - 1] != "\\" else 0
-        if depth == 0:
-            return text[last.end(1) : place]
-    return None
+def check_marks(fields: Fields) -> None:
+    """Refuse a row of which its own set says that its question or its answer is wrong."""
+    for key, fine in _MARKS.items():
+        if key in fields and str(value := fields.take(key)).strip().lower() not in fine:
+            fields.refuse(
+                f"it is {value!r}: the set itself marks the row as faulty; mend it, or leave the row out", key
+            )
+
+
+def _printed(text: str, field: str) -> Any:
+    """Return the list that a text shows, or the text if it shows none."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(found, dict | bytes):
+            raise RowError(f"it is {kind_of(found)}, printed as a text; the final answer alone is needed", field)
+        return list(found) if isinstance(found, list | tuple) else text
+    if text.lstrip().startswith(("b'", 'b"', "array(")):
+        raise RowError("it is a value of Python, printed as a text; the final answer alone is needed", field)
+    return text
 
 
 def _boxed_answer(fields: Fields) -> str:
@@ -113,7 +146,7 @@ def _boxed_answer(fields: Fields) -> str:
             "there is none, and no `solution` to take it from", next(filter(fields.has, ANSWER), "answer")
         )
     )
-    boxed = last_boxed(solution)
+    boxed = extract_boxed(solution)
     if boxed is None:
         fields.refuse("it has no \\boxed{} with the final answer, and the row has no `answer`", "solution")
     return gold_of(boxed, "solution")

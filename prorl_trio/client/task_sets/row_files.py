@@ -24,6 +24,7 @@ PARQUET: Final = b"PAR1"
 GZIP: Final = b"\x1f\x8b"
 BOM: Final = b"\xef\xbb\xbf"
 WIDE_BOMS: Final = (b"\xff\xfe", b"\xfe\xff")
+QUOTE: Final = "write texts that hold commas, quotes or line ends in double quotes"
 NO_PYARROW: Final = """\
 is a Parquet file, which needs the package pyarrow: pip install 'prorl-trio[parquet]'. Or convert it elsewhere: \
 import pandas; pandas.read_parquet("rows.parquet").to_json("rows.jsonl", orient="records", lines=True)"""
@@ -47,9 +48,24 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | RowError]]:
     content = content.removeprefix(BOM)
     if content.startswith(PARQUET):
         return _parquet_rows(path, content)
-    if path.name.removesuffix(".gz").endswith(".csv"):
+    if path.name.removesuffix(".gz").lower().endswith(".csv"):
         return _csv_rows(path, content)
+    _check_is_json(path, content)
     return _json_rows(path, content)
+
+
+def _check_is_json(path: Path, content: bytes) -> None:
+    """Refuse a file of which no line could be JSON, once rather than line by line."""
+    lines = list(filter(bytes.strip, content.splitlines()))
+    if not lines or any(line.lstrip()[:1] in (b"{", b"[", b'"') or _is_json(line) for line in lines):
+        return
+    first = lines[0].decode(errors="replace").strip()
+    if first.startswith("version https://git-lfs"):
+        raise ConfigError(f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull")
+    raise ConfigError(
+        f"{path} is neither JSONL, JSON nor Parquet; it begins with {first[:40]!r}. A CSV file, with commas between "
+        "its columns, needs a name that ends in .csv; export spreadsheets and others to one of these"
+    )
 
 
 def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any] | RowError]]:
@@ -165,15 +181,26 @@ def _csv_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any] 
     rows = csv.DictReader(io.StringIO(text, newline=""))
     try:
         names = list(rows.fieldnames or ())
+        if len(names) == 1 and any(each in names[0] for each in ";\t|"):
+            raise ConfigError(
+                f"{path}: the first line, {names[0][:80]!r}, has no comma; export it with commas between its columns"
+            )
         if len(set(names)) < len(names):
             raise ConfigError(f"{path}: the first line names a column twice: keep the one that is meant")
         for number, row in enumerate(rows, start=1):
             if None in row:
-                yield f"row {number}", RowError("it has more fields than the first line names")
+                yield f"row {number}", RowError(f"it has more fields than the first line names; {QUOTE}")
             elif None in row.values():
-                yield f"row {number}", RowError("it has fewer fields than the first line names")
+                yield f"row {number}", RowError(f"it has fewer fields than the first line names; {QUOTE}")
             else:
-                yield f"row {number}", row
+                unnamed = row.pop("", "").strip()
+                if unnamed and not unnamed.isdigit():  # else it is empty, or an index as pandas writes one
+                    yield (
+                        f"row {number}",
+                        RowError(f"a column without a name holds {unnamed[:40]!r}; name or delete it"),
+                    )
+                else:
+                    yield f"row {number}", row
     except csv.Error as exc:
         raise ConfigError(f"{path} cannot be read as CSV: line {rows.line_num} is malformed") from exc
 

@@ -38,9 +38,12 @@ _IS_RIGHT: Final = re.compile(
     r"(?:(?:correct|right|best|final|true|accurate|appropriate|likely)\s*)?(?:one|answer|option|choice|statement)?[.!]?\s*",
     re.IGNORECASE,
 )
-_BEHIND: Final = re.compile(r"(.+\S)\s?[(\[]([A-Z])[)\]]\.?", re.DOTALL)
+_BEHIND: Final = re.compile(
+    r"(.+?\S)(?:\s?[(\[](?:(?:option|choice|answer)\s)?|,\s(?:option|choice)\s)([A-Z])[)\]]?\.?", re.DOTALL
+)
 """The text of a choice, and its letter behind it."""
 _NEEDLESS_SPACE: Final = re.compile(r"(?<=\W) | (?=\W)|(?<=\d) (?=[^\W\d])")
+_WHOLE: Final = re.compile(r"(?<![\w.,])(\d+)\.0+(?![\d.])")
 _SIMPLE_FRACTION: Final = re.compile(r"\((\d{1,9}/\d{1,9})\)")
 _ALSO: Final = re.compile(r"(?<![A-Za-z])(?:or|but|wait|actually|maybe|perhaps)[\s,]+[(\[]?[A-Z](?![A-Za-z])")
 """Another letter that may be right as well."""
@@ -133,7 +136,7 @@ class _Texts:
         if said is not None:
             return said == own
         texts = self._in_form(len(_FORMS) - 1)
-        if normalise(rest) == texts[own]:
+        if _loosest(rest) == texts[own]:
             return True  # the text of another choice is the same
         if (reason := REASON.search(rest)) is not None and not HEDGES.search(rest[: reason.start()]):
             head = rest[: reason.start()]
@@ -143,7 +146,7 @@ class _Texts:
         sentence = first_sentence(rest)
         if sentence != rest:
             return self._agrees(sentence, own)
-        words, mine = normalise(rest), texts[own]
+        words, mine = _loosest(rest), texts[own]
         if _EXPLAINS.match(rest) and not HEDGES.search(rest) and not _has_other(rest, own):
             return not self._others_within(words, own)
         if not words or not mine:
@@ -199,7 +202,11 @@ def _folded(text: str) -> str:
     return normalise(_trimmed(text), articles=True)
 
 
+def _loosest(text: str) -> str:
+    return normalise(_WHOLE.sub(r"\1", _trimmed(text)))
+
+
 STRICT: Final = 4
 """Forms in which an article counts: `A Green` may be the letter A."""
-_FORMS: Final = (_exact, _undressed, _cased, _folded, lambda text: normalise(_trimmed(text)))
+_FORMS: Final = (_exact, _undressed, _cased, _folded, _loosest)
 """From the text as it is to its loosest form."""

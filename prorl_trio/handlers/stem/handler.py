@@ -12,6 +12,7 @@ from prorl_trio.agent.loop import asking_service, run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.final_answer import extract_boxed
+from prorl_trio.handlers.lost_backslash import check_backslashes
 from prorl_trio.handlers.restoring import restored_text
 from prorl_trio.handlers.stem.generated import REFUSED, SOLVED, check_family
 from prorl_trio.handlers.stem.payload import Generated, Number, ShortAnswer, StemPayload, read_payload
@@ -60,6 +61,7 @@ class StemHandler(AgentHandler):
     def validate(self, payload: Mapping[str, Any]) -> None:
         """See `AgentHandler.validate`. A node (after `prepare`) also refuses tasks that need what it lacks."""
         found = read_payload(payload)
+        check_backslashes(payload)
         _check_family(found.grader)
         if self._search_is_there is None:
             return

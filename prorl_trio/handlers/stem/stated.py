@@ -12,7 +12,8 @@ __all__ = ["HEDGES", "REASON", "first_sentence", "place_of_box", "stated_answers
 MAX_BETWEEN_CHARS: Final = 24
 _ANCHOR: Final = re.compile(
     r"(?:(?<![A-Za-z])(?:answer|choice|option)(?:\s+(?:is|equals|should be|must be|would be)(?![A-Za-z])\s*:?"
-    r"|\s{0,3}[:=])|####)(?:[*_]{1,3}(?=\s))?\s*",
+    r"|[\"']?\s{0,3}[:=])|####(?!#)|(?m:^)[#*_ ]{0,8}(?:(?:final|correct|my)\s)?answer[*_ ]{0,4}\n)"
+    r"(?:[*_]{1,3}(?=\s))?\s*",
     re.IGNORECASE,
 )
 _TAG: Final = re.compile(r"<\s*(?:final[_ ]?)?answer\s*>", re.IGNORECASE)
