@@ -10,11 +10,11 @@
    runs for its every command, and a function `builtin`; it enables the builtins that we call. The next command begins
    with text that puts all of that back.
 
-What ends the shell: `exit`, `exec`, a failing command under `set -e`, end of file on its input, `TMOUT`; `set -o vi` or
-`emacs`, with which bash 5.2 crashes in any `eval` where it started without line editing; and what takes the report's
-means away, such as a limit below our descriptors' numbers (`ulimit -n 4`) or a restricted shell: it exits
-then with the command's exit code. A `DEBUG` trap that refuses every command under `extdebug` refuses our lines as well:
-such a shell is replaced when the command's time is up.
+What ends the shell: `exit`, `exec`, a failing command under `set -e`, end of file on its input, `TMOUT`; `set -o vi`,
+`set +o vi` and the same of `emacs`, which in bash 5.2 replace the input of any `eval` they are in (a file that is
+sourced may have them); and what takes the report's means away, such as a limit below our descriptors' numbers
+(`ulimit -n 4`) or a restricted shell: it exits then with the command's exit code. A `DEBUG` trap that refuses every
+command under `extdebug` refuses our lines as well: such a shell is replaced when the command's time is up.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _FINISH = (
     r"""\builtin printf %s "${__prorl[7]}" >&52 && \builtin read -r -u 54 "__prorl[6]" && """
     r"""\builtin printf "\n" >&54 && __prorl[3]=1"""
 )
-_TEST_BUILTIN = r"""__prorl[4]=; \builtin printf -v "__prorl[4]" x || __prorl[4]="""
+_TEST_BUILTIN = r"""__prorl[4]=; \builtin printf -v "__prorl[4]" x && \builtin eval "" || __prorl[4]="""
 # Whatever state the command left the shell in. Until `set` runs, a line that fails may end the shell, and so may an
 # unset variable. In POSIX mode no function comes before `unset`.
 _REPORT = (
     r"""case ${__prorl[4]-} in x) ;; *) """
     r"""__prorl[5]=$(POSIXLY_CORRECT=1; \unset -f declare enable; \declare -f builtin; \enable -n) || __prorl[6]=; """
-    r"""\enable unset || __prorl[6]=; POSIXLY_CORRECT=1; \unset -f builtin enable; """
-    r"""\enable builtin || __prorl[6]=;; esac; \builtin enable eval read || __prorl[6]=; """
-    r"""case ${__prorl[9]-} in "") \builtin read -r -N 99999 -u 55 "__prorl[9]" || __prorl[6]=;; esac; """
-    r"""\builtin eval "${__prorl[9]-}" """
+    r"""\command enable unset || \enable unset || __prorl[6]=; POSIXLY_CORRECT=1; \unset -f builtin enable; """
+    r"""\enable builtin eval printf || __prorl[6]=;; esac; """
+    r"""case ${__prorl[9]-} in "") \builtin enable read || __prorl[6]=; """
+    r"""\builtin read -r -N 99999 -u 55 "__prorl[9]" || __prorl[6]=;; esac; \builtin eval "${__prorl[9]-}" """
 )
 _EXIT = r"""{ \builtin exit "${__prorl[1]:-1}"; \builtin exit "${__prorl[1]:-1}"; }"""
 _PROMPT_COMMAND = (
@@ -73,13 +73,12 @@ _PROMPT_COMMAND = (
 # end of POSIX mode switches aliases on, and its beginning `inherit_errexit`. A command may have made `PROMPT_COMMAND` a
 # list, which an assignment leaves in place, or read-only.
 _LONG_REPORT = (
-    r"""\builtin enable shopt unset printf || __prorl[6]=; \builtin shopt -u expand_aliases || __prorl[6]="""
+    r"""\builtin shopt -u expand_aliases || __prorl[6]="""
     "\n"
     r"""case ${__prorl[4]-}:${__prorl[2]}: in x:*|*:posix:*) ;; *) \builtin unset POSIXLY_CORRECT; """
     r"""case ${__prorl[2]}: in *:inherit_errexit:*) ;; *) \builtin shopt -u inherit_errexit;; esac;; esac; """
-    r"""\builtin shopt -u expand_aliases || __prorl[6]=; case ${#BASH_ALIASES[@]}${__prorl[2]}: in """
-    r"""0*:expand_aliases:*) \builtin shopt -s expand_aliases;; 0*) ;; """
-    r"""*:expand_aliases:*) __prorl[2]+=:aliases;; esac; """
+    r"""\builtin shopt -u expand_aliases || __prorl[6]=; case ${BASH_ALIASES[@]+1}${__prorl[2]}: in """
+    r"""1*:expand_aliases:*) __prorl[2]+=:aliases;; *:expand_aliases:*) \builtin shopt -s expand_aliases;; esac; """
     rf"""\builtin set +{NEUTRAL} || __prorl[6]=; \builtin set +o history; """
     r"""case ${__prorl[7]-} in "") \builtin read -r -N 33 -u 53 "__prorl[7]";; esac; """
     rf"""{{ {_RECORD} && {{ {_TRAPS}; \builtin printf "\0"; \builtin enable -n; """
@@ -92,7 +91,8 @@ _LONG_REPORT = (
 )
 # A `read` that was interrupted leaves what it had not looked at yet in a buffer of bash's own, which the next `read`
 # would take for what it reads: from /dev/null it only empties that. Other ways to read depend on `IFS`. Where a command
-# left nothing that is in the way of our lines, as most do, the report is a short one.
+# left nothing that is in the way of our lines, as most do, the report is a short one. A file that was sourced may have
+# switched line editing on, which bash only switches off at the top level.
 _TRIGGER = (
     r"""__prorl[3]= __prorl[7]=; \builtin read -r -d "" "__prorl[8]" </dev/null || __prorl[8]=; """
     r"""\builtin read -r -N 33 -u 53 "__prorl[7]"; \builtin read -r -N 999999999 -u 50 "__prorl[8]" || __prorl[6]=; """
@@ -104,7 +104,8 @@ _TRIGGER = (
     r"""*:history:*) ;; xy01:*) case ${PROMPT_COMMAND-} in "${__prorl[10]:-.}") """
     rf"""{{ {_RECORD} && {_TRAPS} && \builtin printf "\0" && \builtin enable -n && \builtin printf "\0\0"; }} """
     rf""">&51 && {_TAKE_AWAY} && {_FINISH};; esac;; esac;; esac; """
-    rf"""case ${{__prorl[3]-}} in 1) ;; *) {_REPORT};; esac; }} </dev/null >/dev/null 2>&1 || {_EXIT}"""
+    rf"""case ${{__prorl[3]-}} in 1) ;; *) {_REPORT};; esac; }} </dev/null >/dev/null 2>&1 || {_EXIT}; """
+    r"""case :$SHELLOPTS: in *:vi:*|*:emacs:*) \builtin set +o vi; \builtin set +o emacs;; esac"""
 )
 # The command finds the last one's exit code in `$?`. A subshell could say `exit 3`, but an interrupt could catch it.
 _RESTORE_STATUS = r"""__prorl_r() {{ \builtin unset -f __prorl_r; \builtin return {0}; }}; __prorl_r || """
