@@ -43,10 +43,7 @@ NONCE_CHARS = 33
 # time: what few commands need is in the long report.
 _RECORD = r"""\builtin printf "%s\0%s\0%s\0%s\0" "${__prorl[7]}" "${__prorl[1]}" "${PWD-}" "${__prorl[2]}" """
 _TRAPS = r"""\builtin trap -p DEBUG ERR RETURN"""
-_TAKE_AWAY = (
-    r"""\builtin enable builtin enable eval exit printf read return set shopt trap unset && """
-    r"""\builtin trap - DEBUG ERR RETURN"""
-)
+_UNTRAP = r"""\builtin trap - DEBUG ERR RETURN"""
 _FINISH = (
     r"""\builtin printf %s "${__prorl[7]}" >&52 && \builtin read -r -u 54 "__prorl[6]" && """
     r"""\builtin printf "\n" >&54 && __prorl[3]=1"""
@@ -83,7 +80,8 @@ _LONG_REPORT = (
     r"""case ${__prorl[7]-} in "") \builtin read -r -N 33 -u 53 "__prorl[7]";; esac; """
     rf"""{{ {_RECORD} && {{ {_TRAPS}; \builtin printf "\0"; \builtin enable -n; """
     rf"""\builtin printf "\0%s\0" "${{__prorl[5]-}}"; }}; }} >&51 || {_EXIT}; """
-    rf"""{_TAKE_AWAY}; \builtin set +{NEUTRAL}; \builtin trap - DEBUG ERR RETURN; """
+    r"""\builtin enable builtin enable eval exit printf read return set shopt trap unset; """
+    rf"""\builtin set +{NEUTRAL}; {_UNTRAP}; """
     r"""case ${PS0+x} in x) \builtin unset PS0;; esac; \builtin printf -v PS1 %s ""; \builtin printf -v PS2 %s ""; """
     r"""case ${PROMPT_COMMAND[@]+${#PROMPT_COMMAND[@]}} in ""|1) ;; *) \builtin unset PROMPT_COMMAND;; esac; """
     rf"""__prorl[10]='{_PROMPT_COMMAND}'; \builtin printf -v PROMPT_COMMAND %s "${{__prorl[10]}}"; """
@@ -91,8 +89,8 @@ _LONG_REPORT = (
 )
 # A `read` that was interrupted leaves what it had not looked at yet in a buffer of bash's own, which the next `read`
 # would take for what it reads: from /dev/null it only empties that. Other ways to read depend on `IFS`. Where a command
-# left nothing that is in the way of our lines, as most do, the report is a short one. A file that was sourced may have
-# switched line editing on, which bash only switches off at the top level.
+# left nothing that is in the way of our lines, as most do, the report is a short one, and what it calls is enabled. A
+# file that was sourced may have switched line editing on, which bash only switches off at the top level.
 _TRIGGER = (
     r"""__prorl[3]= __prorl[7]=; \builtin read -r -d "" "__prorl[8]" </dev/null || __prorl[8]=; """
     r"""\builtin read -r -N 33 -u 53 "__prorl[7]"; \builtin read -r -N 999999999 -u 50 "__prorl[8]" || __prorl[6]=; """
@@ -103,7 +101,7 @@ _TRIGGER = (
     r"""${__prorl[4]-}${__prorl[7]:+y}${#BASH_ALIASES[@]}${#PROMPT_COMMAND[@]}${PS0+x}${PS1-}${PS2-}:$SHELLOPTS: in """
     r"""*:history:*) ;; xy01:*) case ${PROMPT_COMMAND-} in "${__prorl[10]:-.}") """
     rf"""{{ {_RECORD} && {_TRAPS} && \builtin printf "\0" && \builtin enable -n && \builtin printf "\0\0"; }} """
-    rf""">&51 && {_TAKE_AWAY} && {_FINISH};; esac;; esac;; esac; """
+    rf""">&51 && {_UNTRAP} && {_FINISH};; esac;; esac;; esac; """
     rf"""case ${{__prorl[3]-}} in 1) ;; *) {_REPORT};; esac; }} </dev/null >/dev/null 2>&1 || {_EXIT}; """
     r"""case :$SHELLOPTS: in *:vi:*|*:emacs:*) \builtin set +o vi; \builtin set +o emacs;; esac"""
 )
@@ -175,4 +173,5 @@ def _restore(last: CommandEnd) -> str:
     if not (disabled or function):
         # With `set -e`, a status that is not 0 would end the shell.
         lines.append(f"\\builtin return {0 if 'e' in options else last.exit_code}\n")
-    return f"__prorl_r() {{ \\builtin unset -f __prorl_r\n{''.join(lines)}}}; __prorl_r >/dev/null 2>&1"
+    enable = "\\builtin enable unset; " if disabled else ""
+    return f"__prorl_r() {{ {enable}\\builtin unset -f __prorl_r\n{''.join(lines)}}}; __prorl_r >/dev/null 2>&1"
