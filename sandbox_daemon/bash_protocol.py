@@ -10,10 +10,11 @@
    runs for its every command, and a function `builtin`; it enables the builtins that we call. The next command begins
    with text that puts all of that back.
 
-What ends the shell: `exit`, `exec`, a failing command under `set -e`, end of file on its input, `TMOUT`; and what takes
-the report's means away, such as a limit below our descriptors' numbers (`ulimit -n 4`) or a restricted shell: it exits
-then with the command's exit code. A `DEBUG` trap that refuses every command under `extdebug` refuses our lines as well:
-such a shell is replaced when the command's time is up.
+What ends the shell: `exit`, `exec`, a failing command under `set -e`, end of file on its input, `TMOUT`; `set -o vi`,
+`set +o vi` and the same of `emacs`, which in bash 5.2 replace the input of any `eval` they are in (a file that is
+sourced may have them); and what takes the report's means away, such as a limit below our descriptors' numbers
+(`ulimit -n 4`) or a restricted shell: it exits then with the command's exit code. A `DEBUG` trap that refuses every
+command under `extdebug` refuses our lines as well: such a shell is replaced when the command's time is up.
 """
 
 from __future__ import annotations
@@ -36,60 +37,76 @@ NONCE_CHARS = 33
 
 # Our variables are the elements of one array, because `set -a` exports no array: 1 the exit code and 2 the options
 # after the command, 3 whether it is reported, 4 whether `builtin` works, 5 text that puts it back, 6 nothing that
-# matters, 7 the nonce, 8 the command, 9 `PROMPT_COMMAND`. Backslashes keep aliases out. Output of `set -x`, traps, and
-# complaints about our own lines go nowhere. SIGINT makes bash drop what it does and show another prompt: what it cuts
-# off here is done anew. Until `set` runs, a line that fails may end the shell, and so may an unset variable.
-_FIX_BUILTIN = (
-    r"""__prorl[5]=$(POSIXLY_CORRECT=1; \unset -f declare enable; \declare -f builtin; \enable -n) || __prorl[4]=; """
-    r"""case :$BASHOPTS: in *:inherit_errexit:*) __prorl[4]=1;; esac; \enable unset || __prorl[6]=; """
-    # In POSIX mode no function comes before `unset`.
-    r"""case :$SHELLOPTS: in *:posix:*) \unset -f builtin enable;; """
-    r"""*) POSIXLY_CORRECT=1; \unset -f builtin enable; \unset POSIXLY_CORRECT;; esac; """
-    r"""\enable builtin printf || \builtin :; """
-    r"""case ${__prorl[4]-} in 1) ;; *) \builtin shopt -u inherit_errexit || \builtin :;; esac; """
+# matters, 7 the nonce, 8 the command, 9 `_LONG_REPORT`, 10 `PROMPT_COMMAND`. Backslashes keep aliases out. Output of
+# `set -x`, traps, and complaints about our own lines go nowhere. SIGINT makes bash drop what it does and show another
+# prompt: what it cuts off here is done anew. Bash parses what is here anew for every command, which takes most of its
+# time: what few commands need is in the long report.
+_RECORD = r"""\builtin printf "%s\0%s\0%s\0%s\0" "${__prorl[7]}" "${__prorl[1]}" "${PWD-}" "${__prorl[2]}" """
+_TRAPS = r"""\builtin trap -p DEBUG ERR RETURN"""
+_UNTRAP = r"""\builtin trap - DEBUG ERR RETURN"""
+_FINISH = (
+    r"""\builtin printf %s "${__prorl[7]}" >&52 && \builtin read -r -u 54 "__prorl[6]" && """
+    r"""\builtin printf "\n" >&54 && __prorl[3]=1"""
 )
+_TEST_BUILTIN = r"""__prorl[4]=; \builtin printf -v "__prorl[4]" x && \builtin eval "" || __prorl[4]="""
+# Whatever state the command left the shell in. Until `set` runs, a line that fails may end the shell, and so may an
+# unset variable. In POSIX mode no function comes before `unset`.
 _REPORT = (
-    r"""{ __prorl[1]=${__prorl[1]:-$?} __prorl[2]=${__prorl[2]:-$-:$SHELLOPTS} __prorl[4]=; """
-    r"""\builtin printf -v "__prorl[4]" x || __prorl[4]=; """
-    rf"""case ${{__prorl[4]-}} in x) ;; *) {_FIX_BUILTIN};; esac; """
-    rf"""\builtin set +{NEUTRAL} || __prorl[4]=; \builtin set +o history; """
-    r"""case ${#BASH_ALIASES[@]}:$BASHOPTS: in 0:*) ;; *:expand_aliases:*) \builtin shopt -u expand_aliases; """
-    r"""__prorl[2]+=:aliases;; esac; """
-    r"""case ${__prorl[3]-} in 1) \builtin printf "\6" >&51;; *) """
-    r"""case ${__prorl[7]-} in "") \builtin read -r -N 33 -u 53 "__prorl[7]";; esac; """
-    r"""{ \builtin printf "%s\0%s\0%s\0%s\0" "${__prorl[7]}" "${__prorl[1]}" "${PWD-}" "${__prorl[2]}"; """
-    r"""\builtin trap -p DEBUG ERR RETURN; \builtin printf "\0"; \builtin enable -n; """
-    r"""\builtin printf "\0%s\0" "${__prorl[5]-}"; } >&51 """
-    r"""|| { \builtin exit "${__prorl[1]}"; \builtin exit "${__prorl[1]}"; };; esac; """
-    r"""\builtin enable builtin enable eval exit printf read return set shopt trap unset; """
-    rf"""\builtin set +{NEUTRAL}; \builtin trap - DEBUG ERR RETURN; """
-    r"""case ${PS0+x} in x) \builtin unset PS0;; esac; \builtin printf -v PS1 %s ""; """
-    r"""\builtin printf -v PS2 %s ""; @PROMPT@"""
-    r"""\builtin printf %s "${__prorl[7]-}" >&52; case ${__prorl[3]-} in 1) ;; """
-    r"""*) \builtin read -r -u 54 "__prorl[6]"; \builtin printf "\n" >&54; __prorl[3]=1;; esac; """
-    r"""\builtin unset -f __prorl_r; __prorl[1]= __prorl[2]= __prorl[5]=; } </dev/null >/dev/null 2>&1 """
-    r"""|| { \builtin exit "${__prorl[1]:-1}"; \builtin exit "${__prorl[1]:-1}"; }"""
+    r"""case ${__prorl[4]-} in x) ;; *) """
+    r"""__prorl[5]=$(POSIXLY_CORRECT=1; \unset -f declare enable; \declare -f builtin; \enable -n) || __prorl[6]=; """
+    r"""\command enable unset || \enable unset || __prorl[6]=; POSIXLY_CORRECT=1; \unset -f builtin enable; """
+    r"""\enable builtin eval printf || __prorl[6]=;; esac; """
+    r"""case ${__prorl[9]-} in "") \builtin enable read || __prorl[6]=; """
+    r"""\builtin read -r -N 99999 -u 55 "__prorl[9]" || __prorl[6]=;; esac; \builtin eval "${__prorl[9]-}" """
 )
-_PROMPT_COMMAND = _REPORT.replace("@PROMPT@", "")
-# A command may have made `PROMPT_COMMAND` a list, which an assignment leaves in place, or read-only.
-_REPORT_ALL = _REPORT.replace(
-    "@PROMPT@",
-    r"""case ${__prorl[9]-} in "") \builtin read -r -N 99999 -u 55 "__prorl[9]";; esac; """
+_EXIT = r"""{ \builtin exit "${__prorl[1]:-1}"; \builtin exit "${__prorl[1]:-1}"; }"""
+_PROMPT_COMMAND = (
+    r"""case ${__prorl[3]-} in """
+    r"""1) { \builtin printf "\6" >&51; \builtin printf %s "${__prorl[7]-}" >&52; } 2>/dev/null;; """
+    r"""*) { __prorl[1]=${__prorl[1]:-$?} __prorl[2]=${__prorl[2]:-$-:$SHELLOPTS:$BASHOPTS}; """
+    rf"""{_TEST_BUILTIN}; {_REPORT}; }} </dev/null >/dev/null 2>&1 || {_EXIT};; esac"""
+)
+# Bash parses it line by line: the first one has no reserved word, of which the command may have made an alias. The
+# end of POSIX mode switches aliases on, and its beginning `inherit_errexit`. A command may have made `PROMPT_COMMAND` a
+# list, which an assignment leaves in place, or read-only.
+_LONG_REPORT = (
+    r"""\builtin shopt -u expand_aliases || __prorl[6]="""
+    "\n"
+    r"""case ${__prorl[4]-}:${__prorl[2]}: in x:*|*:posix:*) ;; *) \builtin unset POSIXLY_CORRECT; """
+    r"""case ${__prorl[2]}: in *:inherit_errexit:*) ;; *) \builtin shopt -u inherit_errexit;; esac;; esac; """
+    r"""\builtin shopt -u expand_aliases || __prorl[6]=; case ${BASH_ALIASES[@]+1}${__prorl[2]}: in """
+    r"""1*:expand_aliases:*) __prorl[2]+=:aliases;; *:expand_aliases:*) \builtin shopt -s expand_aliases;; esac; """
+    rf"""\builtin set +{NEUTRAL} || __prorl[6]=; \builtin set +o history; """
+    r"""case ${__prorl[7]-} in "") \builtin read -r -N 33 -u 53 "__prorl[7]";; esac; """
+    rf"""{{ {_RECORD} && {{ {_TRAPS}; \builtin printf "\0"; \builtin enable -n; """
+    rf"""\builtin printf "\0%s\0" "${{__prorl[5]-}}"; }}; }} >&51 || {_EXIT}; """
+    r"""\builtin enable builtin enable eval exit printf read return set shopt trap unset; """
+    rf"""\builtin set +{NEUTRAL}; {_UNTRAP}; """
+    r"""case ${PS0+x} in x) \builtin unset PS0;; esac; \builtin printf -v PS1 %s ""; \builtin printf -v PS2 %s ""; """
     r"""case ${PROMPT_COMMAND[@]+${#PROMPT_COMMAND[@]}} in ""|1) ;; *) \builtin unset PROMPT_COMMAND;; esac; """
-    r"""\builtin printf -v PROMPT_COMMAND %s "${__prorl[9]-}"; """,
+    rf"""__prorl[10]='{_PROMPT_COMMAND}'; \builtin printf -v PROMPT_COMMAND %s "${{__prorl[10]}}"; """
+    rf"""\builtin unset -f __prorl_r; __prorl[5]=; {_FINISH}"""
 )
 # A `read` that was interrupted leaves what it had not looked at yet in a buffer of bash's own, which the next `read`
-# would take for what it reads: from /dev/null it only empties that. Other ways to read depend on `IFS`. A command may
-# have switched line editing on, which only works at the top level.
+# would take for what it reads: from /dev/null it only empties that. Other ways to read depend on `IFS`. Where a command
+# left nothing that is in the way of our lines, as most do, the report is a short one, and what it calls is enabled. A
+# file that was sourced may have switched line editing on, which bash only switches off at the top level.
 _TRIGGER = (
     r"""__prorl[3]= __prorl[7]=; \builtin read -r -d "" "__prorl[8]" </dev/null || __prorl[8]=; """
     r"""\builtin read -r -N 33 -u 53 "__prorl[7]"; \builtin read -r -N 999999999 -u 50 "__prorl[8]" || __prorl[6]=; """
     r"""\builtin printf "\2" >&51; __prorl[1]= __prorl[2]=; @STATUS@"""
-    rf"""\builtin eval "${{__prorl[8]-}}" 50<&- 51>&- 52>&- 53<&- 54<&- 55<&-; {_REPORT_ALL}; """
+    r"""\builtin eval "${__prorl[8]-}" 50<&- 51>&- 52>&- 53<&- 54<&- 55<&-; """
+    rf"""{{ __prorl[1]=$? __prorl[2]=$-:$SHELLOPTS:$BASHOPTS; {_TEST_BUILTIN}; """
+    rf"""case $- in *[{NEUTRAL}]*) ;; *) case """
+    r"""${__prorl[4]-}${__prorl[7]:+y}${#BASH_ALIASES[@]}${#PROMPT_COMMAND[@]}${PS0+x}${PS1-}${PS2-}:$SHELLOPTS: in """
+    r"""*:history:*) ;; xy01:*) case ${PROMPT_COMMAND-} in "${__prorl[10]:-.}") """
+    rf"""{{ {_RECORD} && {_TRAPS} && \builtin printf "\0" && \builtin enable -n && \builtin printf "\0\0"; }} """
+    rf""">&51 && {_UNTRAP} && {_FINISH};; esac;; esac;; esac; """
+    rf"""case ${{__prorl[3]-}} in 1) ;; *) {_REPORT};; esac; }} </dev/null >/dev/null 2>&1 || {_EXIT}; """
     r"""case :$SHELLOPTS: in *:vi:*|*:emacs:*) \builtin set +o vi; \builtin set +o emacs;; esac"""
 )
 # The command finds the last one's exit code in `$?`. A subshell could say `exit 3`, but an interrupt could catch it.
-_RESTORE_STATUS = r"""__prorl_r() {{ \builtin return {0}; }}; __prorl_r || """
+_RESTORE_STATUS = r"""__prorl_r() {{ \builtin unset -f __prorl_r; \builtin return {0}; }}; __prorl_r || """
 
 
 class Bash(Dialect):
@@ -101,7 +118,7 @@ class Bash(Dialect):
 
     def __init__(self, files: ShellFiles) -> None:
         super().__init__(files)
-        replace_content(files.hook, _PROMPT_COMMAND)
+        replace_content(files.hook, _LONG_REPORT)
 
     def inherited(self) -> dict[int, int]:
         files = self.files
@@ -125,7 +142,7 @@ class Bash(Dialect):
         return _TRIGGER.replace("@STATUS@", status).encode() + b"\n"
 
     def report_line(self) -> bytes:
-        return _REPORT_ALL.encode() + b"\n"
+        return _PROMPT_COMMAND.encode() + b"\n"
 
 
 def _restore(last: CommandEnd) -> str:
@@ -156,4 +173,5 @@ def _restore(last: CommandEnd) -> str:
     if not (disabled or function):
         # With `set -e`, a status that is not 0 would end the shell.
         lines.append(f"\\builtin return {0 if 'e' in options else last.exit_code}\n")
-    return f"__prorl_r() {{ \\builtin unset -f __prorl_r\n{''.join(lines)}}}; __prorl_r >/dev/null 2>&1"
+    enable = "\\builtin enable unset; " if disabled else ""
+    return f"__prorl_r() {{ {enable}\\builtin unset -f __prorl_r\n{''.join(lines)}}}; __prorl_r >/dev/null 2>&1"

@@ -56,6 +56,11 @@ CHANGES = {
     "aliases": "shopt -s expand_aliases; "
     + "; ".join(f"alias {name}='echo ALIAS {name};'" for name in ("printf", "builtin", "command", "trap", ":")),
     "aliases of reserved words": "alias case='echo no;' {='echo no;' in='no' esac=no; set -u",
+    "a function builtin that passes on": 'builtin() { command builtin "$@"; }; set -eu',
+    "our variables and the aliases, unset": "unset __prorl BASH_ALIASES PROMPT_COMMAND; set -eu",
+    "aliases of reserved words, and a function builtin": "builtin() { false; }; alias case='no;' {='no;' in=no esac=no",
+    "line editing, in a sourced file": ". <(echo set -o vi); set -u",
+    "each builtin that is called, disabled": "enable -n eval exit printf read return set shopt trap unset",
     "disabled": "enable -n printf echo read trap set true; builtin echo >/dev/null",
     "disabled, with builtin": "enable -n printf eval unset builtin",
     "disabled under -eu": "set -eu; enable -n printf read return",
@@ -160,6 +165,7 @@ async def test_changes_one_after_the_other(sandbox):
     """Any three changes with any options between them leave a shell that answers."""
     dice = random.Random(28)
     left_out = {"umask and terminal", "limits", "strict mode, traced", "a function builtin that reads"}
+    left_out.add("our variables and the aliases, unset")  # `set -x` shows the command itself
     left_out.add("BASH_XTRACEFD")  # a trace that is sent to the terminal by number has our lines in it
     for _ in range(60):
         await sandbox.call(BashRestart(), BashRestarted, timeout_s=CALL_TIMEOUT_S)
