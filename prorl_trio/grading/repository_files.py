@@ -16,6 +16,11 @@ _HOOKS: Final = frozenset({
 })  # fmt: skip
 
 
+_RUNNERS: Final = frozenset({"_pytest", "pytest", "unittest"})
+_AT_START: Final = frozenset({"sitecustomize", "usercustomize"})
+"""Modules that Python imports before any program, from wherever an installed package has its sources."""
+
+
 def is_test_file(path: str) -> bool:
     """Return whether a path of a repository is a test's: by its name, or by that of a folder above it."""
     *_, name = names = path.split("/")
@@ -30,7 +35,9 @@ def is_test_module(path: str) -> bool:
 def is_hook(path: str) -> bool:
     """Return whether a path is a file that runs a repository's tests, or tells Python what to do before any."""
     *folders, name = path.split("/")
-    return name in _HOOKS or name.endswith((".pth", ".pyc")) or bool({"_pytest", "pytest", "unittest"} & {*folders[:1]})
+    if name in _HOOKS or name.endswith((".pth", ".pyc")) or _RUNNERS.intersection(folders[:1]):
+        return True
+    return any(each.partition(".")[0] in _AT_START for each in (*folders, name))  # packages and extensions as well
 
 
 def belongs_to_tests(path: str) -> bool:
