@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["belongs_to_tests", "is_hook", "is_test_file", "is_test_module"]
+__all__ = ["belongs_to_tests", "is_hook", "is_test_file", "is_test_module", "may_be_source"]
 
 _TEST_DIRS: Final = frozenset({"test", "tests", "testing"})
 _TEST_MODULE: Final = re.compile(r"(test_.*|.*_test|.*_tests|tests?)\.py", re.DOTALL)
@@ -30,6 +30,18 @@ def is_test_file(path: str) -> bool:
 def is_test_module(path: str) -> bool:
     """Return whether a path has the name of a module of tests."""
     return _TEST_MODULE.fullmatch(path.rpartition("/")[2]) is not None
+
+
+def may_be_source(path: str) -> bool:
+    """Return whether a path that `belongs_to_tests` may be source all the same: `django/test/client.py`.
+
+    It is in a package that is called `test` or `testing`, and is neither a module of tests nor a hook.
+    """
+    folders, _, _ = path.rpartition("/")
+    top, *inner = folders.split("/")
+    if top in _TEST_DIRS or "tests" in inner or is_test_module(path) or is_hook(path):
+        return False
+    return bool(_TEST_DIRS.intersection(inner)) and path.endswith(".py")
 
 
 def is_hook(path: str) -> bool:
