@@ -326,8 +326,9 @@ class _Repository:
         What is left of a rejected hunk is removed.
         """
         attributes = quote(":(glob)**/.gitattributes")  # they would change what git reads and writes
-        plain = f"{git('reset -q')} && {git('clean -q -ff -dx --')} {attributes}"
-        plain = f"{plain} && {{ {git(f'checkout -q {BASE} --')} {attributes} 2>/dev/null || true; }}"
+        undo = f"{git('reset -q')} && {git('clean -q -ff -dx --')} {attributes}"
+        undo = f"{undo} && {{ {git(f'checkout -q {BASE} --')} {attributes} 2>/dev/null || true; }}"
+        plain = f'{{ [ -z "$(find . -name .gitattributes -print)" ] || {{ {undo}; }}; }}'
         listed = await self._prepare(
             [
                 "sh",

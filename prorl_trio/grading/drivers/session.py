@@ -88,15 +88,19 @@ class Session:
                 known = {name: value for name, value in vars(owner).items() if _is_code(value)}
                 if owner is module:
                     known = {name: value for name, value in known.items() if any(value is each for each in own)}
-                self._guarded.append((owner, known, len(vars(owner)), owner is module))
+                self._guarded.append([owner, known, len(vars(owner)), owner is module, None])
 
     def replaced(self) -> str:
         """Return what code under test has replaced, removed or added in modules that are guarded; empty if nothing.
 
         What the row's own code or the environment does there is left alone.
         """
-        for owner, known, size, is_module in self._guarded:
+        for guarded in self._guarded:
+            owner, known, size, is_module, seen = guarded
             now = vars(owner)
+            ids = list(map(id, now.values()))
+            if ids == seen:  # most of the time, all is as it was
+                continue
             for name, value in known.items():
                 if now.get(name) is not value and not self._is_made_by_row(now.get(name)):
                     return "{}.{}".format(owner.__name__, name)  # noqa: UP032 - Python 3.5
@@ -104,6 +108,7 @@ class Session:
                 for name, value in list(now.items()):
                     if name not in known and _is_code(value) and not self._is_made_by_row(value):
                         return "{}.{}".format(owner.__name__, name)  # noqa: UP032 - Python 3.5
+            guarded[4] = ids
         return ""
 
     def _is_made_by_row(self, value: Any) -> bool:
