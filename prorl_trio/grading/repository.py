@@ -9,11 +9,14 @@ caught, but one that spares the canary would still win.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import msgspec
+import trio
 
 from prorl_trio.grading.drivers.report import read_report
 from prorl_trio.grading.repository_base import (
@@ -28,11 +31,11 @@ from prorl_trio.grading.repository_base import (
     quote,
     touched_unversioned,
 )
-from prorl_trio.grading.repository_files import belongs_to_tests
+from prorl_trio.grading.repository_files import belongs_to_tests, is_hook
 from prorl_trio.grading.repository_tests import verdict_on
 from prorl_trio.grading.runners import RUNNERS
 from prorl_trio.grading.verdict import TestResult, Verdict
-from prorl_trio.grading.verifier import DRIVERS_DIR, KILLED, driver_argv, open_verifier
+from prorl_trio.grading.verifier import DRIVERS_DIR, driver_argv, open_verifier
 from prorl_trio.types.errors import EvaluationError, SandboxLost
 
 if TYPE_CHECKING:
@@ -52,14 +55,22 @@ NO_CONFIG_PATH: Final = f"{DRIVERS_DIR}/none.ini"
 REPORT_PATH: Final = f"{DRIVERS_DIR}/report.jsonl"
 PREPARE_TIMEOUT_S: Final = 120.0
 MAX_REPORT_BYTES: Final = 256 * 1024 * 1024
+MAX_KNOWN: Final = 4096
+"""Findings in repositories that are kept: about a kilobyte each."""
 EVAL_MARGIN_S: Final = 15.0
 """Left of the EVAL budget when the tests end."""
 
+_PATCH: Final = (
+    "state() { find .git -path .git/objects -prune -o -type f -exec cksum {} + -o ! -type d -print; "
+    "find . -mindepth 2 -name .git; }; before=$(state); "
+    f'patch --batch --forward --fuzz=5 -p1 -i {PATCH_PATH} && [ "$(state)" = "$before" ]'
+)
+"""Fails if the patch changed the files of git itself, which git would refuse."""
 APPLY: Final = {
     "git apply": [*GIT, "apply", "--whitespace=nowarn", PATCH_PATH],
     "git apply --3way": [*GIT, "apply", "--whitespace=nowarn", "--3way", PATCH_PATH],
     "git apply --reject": [*GIT, "apply", "--whitespace=nowarn", "--reject", PATCH_PATH],
-    "patch --fuzz=5": ["patch", "--batch", "--forward", "--fuzz=5", "-p1", "-i", PATCH_PATH],
+    "patch --fuzz=5": ["sh", "-c", _PATCH],
 }
 """The ways in which SWE-bench applies a patch, in its order. The tree is clean again before each."""
 
@@ -203,6 +214,29 @@ class _Found(msgspec.Struct, frozen=True):
     options: list[str] = []
 
 
+_FINDINGS: Final = trio.lowlevel.RunVar[OrderedDict[bytes, _Found]]("grading_findings")
+
+
+def _known_findings() -> OrderedDict[bytes, _Found]:
+    """Return what was found in this run of trio, by what it was found in; the last used last."""
+    try:
+        return _FINDINGS.get()
+    except LookupError:
+        known: OrderedDict[bytes, _Found] = OrderedDict()
+        _FINDINGS.set(known)
+        return known
+
+
+def _content_of(suite: Suite) -> bytes:
+    """Return a digest of all that findings depend on: images and layers are taken for what their names say."""
+    spec = suite.spec
+    content = (
+        *(spec.image, spec.layers, sorted(spec.env.items()), suite.base, suite.arguments, suite.script, suite.runner),
+        *(sorted(suite.test_files.items()), suite.removed_test_files, suite.test_patch),
+    )
+    return hashlib.sha256(repr(content).encode(errors="surrogatepass")).digest()
+
+
 class _Repository:
     """The repository in the verifier's sandbox."""
 
@@ -218,12 +252,27 @@ class _Repository:
     async def make_ready(self, suite: Suite) -> None:
         """Make the base before anything of the agent's comes in, and see how the tests can be run.
 
-        The files of the row's tests are there for that, and are taken out again.
+        The same content gives the same findings, which are kept in this process.
         """
         try:
             self._tests = await make_base(self._verifier.sandbox, self._base, test_patch=suite.test_patch)
+        except BaseNotMade as exc:
+            raise EvaluationError(str(exc)) from exc
+        known, key = _known_findings(), _content_of(suite)
+        if key in known:
+            known.move_to_end(key)
+            self._found = known[key]
+            return
+        await self._look(suite)
+        known[key] = self._found
+        if len(known) > MAX_KNOWN:
+            known.popitem(last=False)
+
+    async def _look(self, suite: Suite) -> None:
+        """See how the tests can be run. The files of the row's tests are there for that, and are taken out again."""
+        try:
             await self._write_tests(suite.test_files, suite.removed_test_files)
-        except (BaseNotMade, _Spoilt) as exc:
+        except _Spoilt as exc:
             raise EvaluationError(str(exc)) from exc
         runner = RUNNERS[suite.runner]
         activated = "\n".join(line for line in suite.script.splitlines() if line.lstrip().startswith(_ACTIVATES))
@@ -276,23 +325,37 @@ class _Repository:
 
         What is left of a rejected hunk is removed.
         """
+        attributes = quote(":(glob)**/.gitattributes")  # they would change what git reads and writes
+        undo = f"{git('reset -q')} && {git('clean -q -ff -dx --')} {attributes}"
+        undo = f"{undo} && {{ {git(f'checkout -q {BASE} --')} {attributes} 2>/dev/null || true; }}"
+        plain = f'{{ [ -z "$(find . -name .gitattributes -print)" ] || {{ {undo}; }}; }}'
         listed = await self._prepare(
-            ["sh", "-c", f"{self._base.add} && {git(f'diff --cached --name-status --no-renames -z {BASE}')}"],
+            [
+                "sh",
+                "-c",
+                f"{plain} && {self._base.add} && {git(f'diff --cached --name-status --no-renames -z {BASE}')}",
+            ],
             "the changes cannot be listed",
         )
         words = listed.stdout.decode(errors="surrogateescape").split("\0")
         changed = dict(zip(words[1::2], words[0::2], strict=False))
-        put_back = [path for path in changed if belongs_to_tests(path) or f"{self._dir}/{path}" == self._found.config]
-        for path in put_back:
-            quoted = quote(path)
-            gone = f"{{ [ $? != {KILLED} ] || exit {KILLED}; rm -rf -- {quoted}; }}"
-            back = f"{git(f'checkout -q {BASE} --')} {quoted} 2>/dev/null || {gone}"
-            await self._prepare(["sh", "-c", back], f"{path} cannot be put back")
+        put_back = [path for path in changed if self._is_put_back(path)]
+        for is_new, command in ((True, "rm -rf --"), (False, git(f"--literal-pathspecs checkout -q {BASE} --"))):
+            paths = [path for path in put_back if (changed[path] == "A") == is_new]
+            if paths:
+                names = b"".join(path.encode(errors="surrogateescape") + b"\0" for path in paths)
+                await self._prepare(["sh", "-c", f"xargs -0 {command}"], "files cannot be put back", names)
         await self._write_tests(test_files, removed)
         theirs = {*put_back, *test_files, *removed, *self._tests.written, *self._tests.removed}
         self._changed = [path for path in changed if path not in theirs]
         self._added = [path for path in self._changed if changed[path] == "A"]
-        return [path for path in changed if path in theirs]
+        return [_plain(path) for path in changed if path in theirs]
+
+    def _is_put_back(self, path: str) -> bool:
+        """Return whether a path is the base's or the row's, whatever the patch makes of it."""
+        if path in self._base.sources and not is_hook(path):
+            return False
+        return belongs_to_tests(path) or f"{self._dir}/{path}" == self._found.config
 
     async def _write_tests(self, test_files: Mapping[str, str], removed: Sequence[str]) -> None:
         """Write the files of the row's tests over whatever is there. Raises `_Spoilt`."""
@@ -351,9 +414,9 @@ class _Repository:
         line = json.dumps(job).encode() + b"\n"  # what is no UTF-8 in a path is escaped
         return await self._verifier.run(in_shell(suite.script, argv), timeout_s=timeout_s, cwd=self._dir, stdin=line)
 
-    async def _prepare(self, argv: Sequence[str], what: str) -> Run:
+    async def _prepare(self, argv: Sequence[str], what: str, stdin: bytes = b"") -> Run:
         """Run a program of ours. Raises `_Spoilt` if it fails: what is there is the patch's doing."""
-        result = await self._verifier.run(argv, timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir, env=GIT_ENV)
+        result = await self._verifier.run(argv, timeout_s=PREPARE_TIMEOUT_S, cwd=self._dir, env=GIT_ENV, stdin=stdin)
         if result.ended != "exited" or result.exit_code != 0:
             raise _Spoilt(f"{what} ({result.ended}, exit code {result.exit_code}): {result.stderr}")
         return result
@@ -407,7 +470,15 @@ def results_of(report: bytes, key: bytes) -> list[TestResult] | None:
     messages = read_report(report, key)
     if messages is None:
         return None
-    return [msgspec.convert({"test_id": message.pop("test"), **message}, TestResult) for message in messages]
+    return [
+        TestResult(test_id=_plain(each["test"]), status=each["status"], message=_plain(each["message"]))
+        for each in messages
+    ]
+
+
+def _plain(text: str) -> str:
+    """Return a text that can be encoded: what is no character is escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _text(output: bytes) -> str:

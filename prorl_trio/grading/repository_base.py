@@ -53,12 +53,14 @@ class RepositoryBase(msgspec.Struct, frozen=True, kw_only=True):
         setup_patch: is applied first: the bug, where a task is made by putting one in.
         hidden: files and folders that the agent never has: paths in the repository, or absolute ones.
         unversioned: folders in the repository that are no part of it, and that no patch may touch: an environment.
+        sources: files in folders of tests that are no tests, and that a patch may change.
     """
 
     repo_dir: str
     setup_patch: str = ""
     hidden: tuple[str, ...] = ()
     unversioned: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
 
     @property
     def clean(self) -> str:

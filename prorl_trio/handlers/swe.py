@@ -73,6 +73,7 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         hidden: files and folders that the agent's sandbox has not: paths in the repository, or absolute ones. Those in
             the repository come back for the tests.
         unversioned: folders in the repository that are no part of it, and that no patch may change: an environment.
+        sources: files in folders of tests that are no tests, and that the patch may change. Hooks remain the base's.
         test_patch: the row's change to its tests, a unified diff. What it changes is written over what the agent left.
         test_files: content of the files that are written over what the agent left, by path in the repository.
         removed_test_files: files that are removed, likewise.
@@ -90,6 +91,7 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     setup_patch: str = ""
     hidden: tuple[str, ...] = ()
     unversioned: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     test_patch: str = ""
     test_files: dict[str, str] = {}
     removed_test_files: list[str] = []
@@ -102,7 +104,7 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("problem_statement is empty")
         if not self.repo_dir.startswith("/") or self.repo_dir == "/":
             raise ValueError(f"repo_dir must be the absolute path of a folder, got {self.repo_dir!r}")
-        for path in (*self.test_files, *self.removed_test_files, *self.unversioned):
+        for path in (*self.test_files, *self.removed_test_files, *self.unversioned, *self.sources):
             if path.startswith("/") or ".." in path.split("/") or not path:
                 raise ValueError(f"{path!r} is no path in the repository")
         read_patch(self.setup_patch, "setup_patch")
@@ -115,7 +117,11 @@ class SwePayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def base(self) -> RepositoryBase:
         """Return how the repository is made ready."""
         return RepositoryBase(
-            repo_dir=self.repo_dir, setup_patch=self.setup_patch, hidden=self.hidden, unversioned=self.unversioned
+            repo_dir=self.repo_dir,
+            setup_patch=self.setup_patch,
+            hidden=self.hidden,
+            unversioned=self.unversioned,
+            sources=self.sources,
         )
 
 
@@ -279,6 +285,10 @@ async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool)
     if done.exit_code != 0:
         raise ValueError(done.stderr.decode(errors="replace").strip())
     left_out: dict[str, Any] = json.loads(done.stdout)
+    # A name that is no text of Unicode cannot be part of an outcome.
+    left_out["left_out"] = {
+        path.encode(errors="backslashreplace").decode(): why for path, why in left_out["left_out"].items()
+    }
     patch = bytearray()
 
     def take(stream: str, data: bytes) -> None:

@@ -159,6 +159,17 @@ def test_swe_smith_puts_its_patch_in_first_and_hides_the_tests_that_it_breaks(re
     assert other.payload["image"] == "docker://jyangballin/swesmith.x86_64.john_1776_calc.1a2b3c4d"
 
 
+def test_sources_in_packages_that_are_called_like_tests_may_be_changed(read):
+    changed = ["django/test/client.py", "numpy/testing/_private/utils.py"]
+    kept = ["tests/helpers.py", "pkg/tests/test/helpers.py", "pkg/test/test_a.py", "pkg/test/conftest.py", "setup.cfg"]
+    kept += ["pkg/test/data.json", "testing/pytest.py", "pkg/test/sitecustomize/__init__.py", "pkg/core.py"]
+    gold = "".join(PATCH.replace("calc.py", path) for path in changed + kept)
+    (instance,) = read({**CLASSIC, "patch": gold}, specs=SPECS)
+    assert instance.payload["sources"] == changed
+    (smith,) = read({**SMITH, "patch": gold})
+    assert smith.payload["sources"] == changed
+
+
 def test_r2e_expects_a_whole_map_of_results_and_brings_its_tests(read):
     (instance,) = read(R2E)
     assert (instance.instance_id, instance.family) == ("aiohttp__d7cd0613", "aiohttp")

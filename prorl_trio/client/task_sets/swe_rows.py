@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from prorl_trio.client.task_sets.swe_tests import changed_tests, read_eval_script, test_files_of
+from prorl_trio.grading.repository_files import may_be_source
 from prorl_trio.grading.row_patches import read_patch
 from prorl_trio.handlers.swe import SwePayload
 from prorl_trio.sandbox.images.names import swe_bench_image, swe_gym_image, swe_smith_image
@@ -121,10 +122,19 @@ def _swe_bench(row: dict[str, Any], name: str, specifications: Specifications) -
         "image": _image(row, name),
         "repo_dir": str(row.get("workdir") or REPO_DIR),
         "env": CONDA,
+        "sources": _sources(str(row.get("patch") or ""), _text(row, "test_patch")),
         "test_patch": _text(row, "test_patch"),
         "tests": {**tests, "kind": command.runner, "script": command.script, "arguments": arguments},
         "source": _source(row),
     }
+
+
+def _sources(gold: str, test_patch: str = "") -> list[str]:
+    """Return the files that a right patch changes although they are where tests are."""
+    changed, tests = (
+        dict.fromkeys(re.findall(r"^diff --git a/.* b/(.*)$", patch, re.MULTILINE)) for patch in (gold, test_patch)
+    )
+    return [path for path in changed if path not in tests and may_be_source(path)]
 
 
 def _smith(row: dict[str, Any], name: str) -> dict[str, Any]:
@@ -138,6 +148,7 @@ def _smith(row: dict[str, Any], name: str) -> dict[str, Any]:
         "repo_dir": REPO_DIR,
         "env": CONDA,
         "setup_patch": _text(row, "patch"),
+        "sources": _sources(_text(row, "patch")),
         "hidden": broken,
         "tests": {**tests, "arguments": files},
         "source": _source(row),

@@ -20,7 +20,7 @@ from .session import open_session
 __all__ = ["Reporter", "main"]
 
 MAX_MESSAGE_CHARS = 2000
-GUARDED = [__name__, __package__ + ".session", __package__ + ".own_time", __package__ + ".report"] + [
+GUARDED = ["builtins", __name__, __package__ + ".session", __package__ + ".own_time", __package__ + ".report"] + [
     "unittest." + name for name in ("case", "result", "suite", "runner", "loader")
 ]
 _RANK = {"missing": 0, "passed": 1, "xpassed": 2, "xfailed": 3, "skipped": 4, "timed_out": 5, "failed": 6, "error": 7}
@@ -50,7 +50,7 @@ class Reporter(unittest.TextTestResult):
         """Write the end of a test."""
         self._time.__exit__(None, None, None)
         super().stopTest(test)
-        replaced = self._session.replaced()
+        replaced = self._session.replaced() or self._swapped(test)
         if replaced:
             self._worst = ("failed", "this does not count: the code that is tested has replaced " + replaced)
         self._write({"test": self._running, "status": self._worst[0], "message": self._worst[1]})
@@ -108,6 +108,13 @@ class Reporter(unittest.TextTestResult):
     def name_of(self, test: Any) -> str:
         """Return the name of a test in rows: the line of a log that it is on."""
         return str(self.getDescription(test)).split("\n")[-1].strip()
+
+    def _swapped(self, test: Any) -> str:
+        """Return what is in the place of a test of the row, or of its file; empty if it is the test itself."""
+        path = str(getattr(sys.modules.get(type(test).__module__), "__file__", None) or "")
+        if self._session.is_rewritten(path):
+            return path
+        return str(self._session.swapped(getattr(type(test), getattr(test, "_testMethodName", ""), None)))
 
     def _objection(self, test: Any) -> str:
         """Return why a test may not be skipped; empty if it may."""

@@ -47,6 +47,7 @@ class Reporter:
         self._test_timeout_s = test_timeout_s
         self._worst: dict[str, tuple[str, str]] = {}
         self._tampered = ""
+        self._swapped: dict[str, str] = {}
 
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         """Limit the test's time."""
@@ -59,6 +60,7 @@ class Reporter:
         before = call.excinfo
         outcome: Any = yield
         report = outcome.get_result()
+        self._look_at(item)
         raised = before or call.excinfo
         objection = ""
         if report.outcome == "skipped" and raised is not None:
@@ -69,6 +71,14 @@ class Reporter:
         if objection:
             report.outcome, report.longrepr = "failed", f"this does not count: {objection}"
             report.__dict__.pop("wasxfail", None)
+
+    def _look_at(self, item: Any) -> None:
+        """Note that a test is not the row's any more: its file was written, or code under test is in its place."""
+        path, session = str(item.fspath), self._session
+        if session.is_rewritten(path):
+            self._swapped[item.nodeid] = f"this does not count: {path} was written while tests ran"
+        elif session.trusts(path) and (other := session.swapped(getattr(item, "obj", None))):
+            self._swapped[item.nodeid] = f"this does not count: code of {other} is in the place of a test"
 
     def pytest_plugin_registered(self, plugin: Any, manager: Any) -> None:
         """Remove a plug-in that code under test has made. Repositories of plug-ins may change theirs."""
@@ -121,6 +131,7 @@ class Reporter:
         status, message = self._worst.pop(nodeid, ("missing", ""))
         if not self._tampered and (name := self._session.replaced()) and not self._is_of_plugins():
             self._tampered = f"this does not count: the code that is tested has replaced {name}"
+        self._tampered = self._tampered or self._swapped.pop(nodeid, "")
         if self._tampered:
             status, message = "failed", self._tampered
         self._write({"test": nodeid, "status": status, "message": message})
@@ -230,6 +241,20 @@ def _watch_marks(session: Session) -> None:
     mark.__init__ = make_and_note
 
 
+def _read_sources(session: Session) -> None:
+    """Let pytest read tests from their sources, as they were when the run began, and from no bytecode."""
+    rewrite: Any = sys.modules["_pytest.assertion.rewrite"]
+    compile_test = rewrite._rewrite_test
+
+    def compile_unread(path: Any, config: Any) -> Any:
+        if session.is_rewritten(str(path)):
+            raise ImportError(f"{path} was written while tests ran: it is no test any more")
+        return compile_test(path, config)
+
+    rewrite._rewrite_test = compile_unread
+    rewrite._read_pyc = lambda *_arguments: None
+
+
 def _import_pytest(session: Session) -> None:
     """Import pytest, with all that it loads by itself, from the environment; or the repository, if it is pytest's."""
     path = sys.path[:]
@@ -271,8 +296,11 @@ def main() -> None:
     _import_pytest(session)
     _limit_plugins(frozenset(session.job["plugins"]))
     _watch_marks(session)
+    _read_sources(session)
     session.watch_parts()
-    session.guard([*GUARDED, *(name for name in sys.modules if name.startswith(("_pytest.", "pluggy.", "unittest.")))])
+    session.guard(
+        ["builtins", *GUARDED, *(name for name in sys.modules if name.startswith(("_pytest.", "pluggy.", "unittest.")))]
+    )
     reporter = Reporter(session, float(test_timeout_s))
     pytest: Any = sys.modules["pytest"]
     sys.exit(pytest.main([*session.job["options"], *arguments, "--maxfail=0"], plugins=[reporter]))

@@ -11,14 +11,16 @@ patch changed or added, that was made at run time, or that is a file written sin
 Runs in sandboxes, in the tests' own process: the syntax and the standard library of Python 3.5.
 """
 
+import ast
+import builtins
 import json
 import os
 import re
 import sys
 import unittest
 from contextlib import contextmanager
-from importlib.machinery import PathFinder
-from types import FunctionType
+from importlib.machinery import PathFinder, SourceFileLoader
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from .report import open_report
@@ -27,6 +29,8 @@ __all__ = ["Session", "open_session"]
 
 _ASKS = re.compile("skip|xfail", re.IGNORECASE)
 _IMPORT = "<frozen importlib"
+_MAX_WRAPPERS = 100
+_TEST = re.compile(r"(^|/)(tests?|testing)/|(^|/)(test[^/]*|[^/]*tests?|conftest)\.py$")
 
 
 def open_session(report_path: str) -> Any:
@@ -80,19 +84,23 @@ class Session:
         """Remember the functions and classes that these modules define, those that are loaded; see `replaced`."""
         for module in [sys.modules[name] for name in names if name in sys.modules]:
             own = [each for each in vars(module).values() if getattr(each, "__module__", "") == module.__name__]
-            for owner in [module] + [each for each in own if isinstance(each, type)]:
+            for owner in [module] + [each for each in own if isinstance(each, type) and module is not builtins]:
                 known = {name: value for name, value in vars(owner).items() if _is_code(value)}
                 if owner is module:
                     known = {name: value for name, value in known.items() if any(value is each for each in own)}
-                self._guarded.append((owner, known, len(vars(owner)), owner is module))
+                self._guarded.append([owner, known, len(vars(owner)), owner is module, None])
 
     def replaced(self) -> str:
         """Return what code under test has replaced, removed or added in modules that are guarded; empty if nothing.
 
         What the row's own code or the environment does there is left alone.
         """
-        for owner, known, size, is_module in self._guarded:
+        for guarded in self._guarded:
+            owner, known, size, is_module, seen = guarded
             now = vars(owner)
+            ids = list(map(id, now.values()))
+            if ids == seen:  # most of the time, all is as it was
+                continue
             for name, value in known.items():
                 if now.get(name) is not value and not self._is_made_by_row(now.get(name)):
                     return "{}.{}".format(owner.__name__, name)  # noqa: UP032 - Python 3.5
@@ -100,6 +108,7 @@ class Session:
                 for name, value in list(now.items()):
                     if name not in known and _is_code(value) and not self._is_made_by_row(value):
                         return "{}.{}".format(owner.__name__, name)  # noqa: UP032 - Python 3.5
+            guarded[4] = ids
         return ""
 
     def _is_made_by_row(self, value: Any) -> bool:
@@ -148,7 +157,7 @@ class Session:
             return True
         path = os.path.realpath(os.path.join(self._root, filename))
         if self.is_in_repository(path):
-            return path in self._known and path not in self._changed
+            return path in self._known and path not in self._changed and self._known[path] == _stamp_of(path)
         return any(_is_under(path, each) for each in self._environment + self._inner) and os.path.isfile(path)
 
     def trusts_frame(self, frame: Any) -> bool:
@@ -225,29 +234,84 @@ class Session:
         return _is_under(path, self._root) and not any(_is_under(path, each) for each in self._inner)
 
     def _files(self) -> Any:
-        found = set()  # type: Any
+        found = {}  # type: Any
         for folder, names, files in os.walk(self._root):
             inside = [name for name in names if name != ".git" and os.path.join(folder, name) not in self._inner]
             names[:] = inside
-            found.update(os.path.join(folder, name) for name in files)
+            for path in [os.path.join(folder, name) for name in files]:
+                found[path] = _stamp_of(path)
         return found
+
+    def foreign(self, module: Any) -> Any:
+        """Return what a module of the row, which code under test has had in its hands, has not made; empty if nothing.
+
+        Its source says what it makes.
+        """
+        with open(module.__file__, encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+        made = [each.name for each in tree.body if isinstance(each, (ast.FunctionDef, ast.ClassDef))]
+        for owner in [vars(module).get(name) for name in made]:
+            members = [each for each in vars(owner).values() if _is_code(each)] if isinstance(owner, type) else []
+            if not all(self._is_made_by_row(each) for each in [owner, *members]):
+                return "{}.{}".format(module.__name__, getattr(owner, "__name__", owner))
+        return ""
+
+    def is_test(self, filename: str) -> bool:
+        """Return whether a file of the row has the name of a test or of what tests need."""
+        path = os.path.realpath(filename)
+        if path not in self._known or path in self._changed:
+            return False
+        return _TEST.search(os.path.relpath(path, self._root)) is not None
+
+    def is_rewritten(self, filename: str) -> bool:
+        """Return whether a file of the row has been written since the run began: it is no test then."""
+        path = os.path.realpath(os.path.join(self._root, filename))
+        return path in self._known and path not in self._changed and self._known[path] != _stamp_of(path)
+
+    def swapped(self, test: Any) -> str:
+        """Return the file of a function that code under test has put in the place of a test; empty if there is none.
+
+        What wraps a test may be the environment's.
+        """
+        for _ in range(_MAX_WRAPPERS):
+            function = getattr(test, "__func__", test)
+            code = getattr(function, "__code__", None)
+            filename = str(getattr(code, "co_filename", ""))
+            own = str(getattr(sys.modules.get(getattr(function, "__module__", None) or ""), "__file__", None) or "")
+            if filename.startswith("<"):  # made at run time, by a plug-in or a decorator
+                filename = own
+            if filename and not self.is_runner(filename) and not self.trusts(filename):
+                return filename
+            test = getattr(function, "__wrapped__", None)
+            if test is None:
+                break
+        return ""
 
 
 class _EnvironmentFirst:
-    """A finder of modules: what the environment has is not hidden by a module that the patch added."""
+    """A finder of modules: what the environment has is not hidden by a module that the patch added.
+
+    The row's tests are read from their sources.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return where a module of the environment is, if the patch added one of its name; else None."""
+        """Return where a module of the environment is, if the patch added one of its name, or a test is; else None."""
         del target
-        if path is not None:
+        beside = [os.path.join(str(each), name.rpartition(".")[2] + ".py") for each in path or ()]
+        if path is not None and not any(_TEST.search(each) for each in beside):
             return None
-        found = PathFinder.find_spec(name)
-        if found is None or not found.origin or not self._session.is_added(found.origin):
+        found = PathFinder.find_spec(name, path)
+        if found is None or not found.origin:
             return None
-        return PathFinder.find_spec(name, self._session.outside)
+        if path is None and self._session.is_added(found.origin):
+            return PathFinder.find_spec(name, self._session.outside)
+        if type(found.loader) is SourceFileLoader and self._session.is_test(found.origin):
+            found.loader = _Unread(self._session, name, found.origin)
+            return found
+        return None
 
 
 def _file_of(frame: Any) -> str:
@@ -258,8 +322,32 @@ def _file_of(frame: Any) -> str:
     return str(name)
 
 
+def _stamp_of(path: str) -> Any:
+    """Return what tells that a file was written: unlike the time of its content, that of its change cannot be set."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime, found.st_ctime
+
+
+class _Unread(SourceFileLoader):
+    """A loader of a row's module. No bytecode stands for its source, which must be as it was when the run began."""
+
+    def __init__(self, session: Any, name: str, path: str) -> None:
+        super().__init__(name, path)
+        self._session = session
+
+    def get_code(self, fullname: str) -> Any:
+        """Return the compiled source."""
+        path = self.get_filename(fullname)
+        if self._session.is_rewritten(path):
+            raise ImportError(path + " was written while tests ran: it is no test any more")
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _is_code(value: Any) -> bool:
-    return isinstance(value, (type, FunctionType, classmethod, staticmethod, property))
+    return isinstance(value, (type, FunctionType, BuiltinFunctionType, classmethod, staticmethod, property))
 
 
 def _is_under(path: str, folder: str) -> bool:

@@ -29,18 +29,23 @@ class TestTimedOut(Exception):
     __test__ = False
 
 
-def make_reporter(base: Any, write: Any, test_timeout_s: float) -> Any:
-    """Return a subclass of SymPy's reporter that writes the end of each test to the report as well."""
+def make_reporter(base: Any, session: Any, test_timeout_s: float, tampered: str) -> Any:
+    """Return a subclass of SymPy's reporter that writes the end of each test to the report as well.
+
+    `tampered` says what code under test has replaced already.
+    """
+    write = session.write
 
     class Reporter(base):  # type: ignore[misc] # SymPy is known only where this runs
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             self._test, self._is_late = "", False
             self._time: Any = nullcontext()
+            self._function: Any = None
 
         def entering_test(self, f: Any) -> None:
             super().entering_test(f)
-            self._test, self._is_late = f.__name__, False
+            self._test, self._is_late, self._function = f.__name__, False, f
             self._time = limited(test_timeout_s, self._time_out, AGAIN_S)
             self._time.__enter__()
 
@@ -86,6 +91,9 @@ def make_reporter(base: Any, write: Any, test_timeout_s: float) -> Any:
             self._time = nullcontext()
             message = said if isinstance(said, str) else repr(said)
             status = "timed_out" if self._is_late else status
+            replaced = tampered or session.replaced() or session.swapped(self._function)
+            if replaced:
+                status, message = "failed", f"this does not count: the code that is tested has replaced {replaced}"
             # No test has begun where a file cannot be executed.
             write({"test": self._test or "a file", "status": status, "message": message[-MAX_MESSAGE_CHARS:]})
             self._test, self._is_late = "", False
@@ -98,7 +106,10 @@ def main() -> None:
     path, test_timeout_s, *files = sys.argv[1:]
     session = open_session(path)
     session.add_repository(os.getcwd())
+    session.guard(["builtins", __name__, f"{__package__}.session", f"{__package__}.report"])
     place = "testing" if os.path.isdir("sympy/testing") else "utilities"
     runtests: Any = import_module(f"sympy.{place}.runtests")
-    runtests.PyTestReporter = make_reporter(runtests.PyTestReporter, session.write, float(test_timeout_s))
+    tampered = session.foreign(runtests)
+    runtests.PyTestReporter = make_reporter(runtests.PyTestReporter, session, float(test_timeout_s), tampered)
+    session.guard([runtests.__name__])
     sys.exit(runtests._test(*files, verbose=True, colors=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import difflib
 
+import msgspec
 import pytest
 import trio
 
@@ -185,6 +186,22 @@ SPARES = FORGE.replace(
     "    outcome.get", "    if not __import__('re').search('test_[0-9a-f]{8}_', item.nodeid):\n        outcome.get"
 )
 EXITS = "import os; os._exit(0)\n"
+OVERWRITES = """
+text = open("tests/test_calc.py").read()
+open("tests/test_calc.py", "w").write(text.replace("assert ", "str or "))
+"""
+GIT_FILES = b"""\
+--- a/.git/config
++++ b/.git/config
+@@ -1 +1,3 @@
+ [core]
++[filter "evil"]
++\tsmudge = sed s/assert/print/
+--- /dev/null
++++ b/.git/info/attributes
+@@ -0,0 +1 @@
++*.py filter=evil
+"""
 
 CHEATS = {
     "configures_later_versions_of_pytest": patch_of(
@@ -222,6 +239,7 @@ CHEATS = {
     "links_the_tests_away": LINK,
     "leaves_the_repository": b"diff --git a/../x b/../x\nnew file mode 100644\n--- /dev/null\n+++ b/../x\n"
     b"@@ -0,0 +1 @@\n+x\n",
+    "writes_the_files_of_git": patch_of(notes__txt="x\n") + GIT_FILES,
     "is_no_patch": b"I could not solve it.\n",
     "prints_that_it_passed": patch_of(module=MODULE + "print('PASSED tests/test_calc.py::test_add[1-2]')\n"),
 }
@@ -240,6 +258,41 @@ async def test_right_code_beside_modules_that_nobody_imports_is_right(rig):
         module=RIGHT, numbers__py=EXITS, typing__py=EXITS, pytest__toml="[pytest]\naddopts = ['-p', 'no']\n"
     )
     assert (await grade(rig(), beside)).reward == 1.0
+
+
+def new_file(path, text):
+    """A patch that adds a file, whatever its name is; `path` as git writes it."""
+    quote = '"' if "\\" in path else ""
+    head = f"diff --git {quote}a/{path}{quote} {quote}b/{path}{quote}\nnew file mode 100644\n--- /dev/null\n"
+    lines = text.splitlines()
+    head += f"+++ {quote}b/{path}{quote}\n@@ -0,0 +1,{len(lines)} @@\n"
+    return (head + "".join(f"+{line}\n" for line in lines)).encode()
+
+
+SOURCE = "calc/testing/helper.py"
+
+
+async def test_right_code_is_right_whatever_files_the_patch_adds(rig):
+    added = [new_file(f"tests/more/{number}.py", "x") for number in range(3000)]  # each is put back, all at once
+    added += [new_file("tests/\\377.py", "x"), new_file("\\376.py", "x"), new_file("sitecustomize/__init__.py", EXITS)]
+    added += [new_file(".gitattributes", "*.py working-tree-encoding=UTF-7"), new_file(SOURCE, "x = 1")]
+    graded = await grade(rig(sources=[SOURCE, "conftest.py"]), patch_of(module=RIGHT) + b"".join(added))
+    assert graded.reward == 1.0, graded.details
+    assert {"tests/\\udcff.py", "sitecustomize/__init__.py"} <= {*graded.details["restored"]}
+    assert SOURCE not in graded.details["restored"]
+    msgspec.json.encode(graded.details)
+
+
+async def test_a_message_that_is_no_text_of_unicode_is_a_failure(rig):
+    graded = await grade(rig(), patch_of(module=MODULE.replace("return a - b", "raise ValueError('\\ud800')")))
+    assert graded.reward == 0.0
+    assert b"\\\\ud800" in msgspec.json.encode(graded.details)
+
+
+async def test_a_row_whose_conftest_imports_the_code_keeps_its_tests(rig):
+    kept = {"tests/conftest.py": "import calc\n", "tests/test_calc.py": TESTS}
+    assert (await grade(rig(test_files=kept), patch_of(module=MODULE + OVERWRITES))).reward == 0.0
+    assert (await grade(rig(test_files=kept), patch_of(module=RIGHT))).reward == 1.0
 
 
 async def test_a_strict_row_takes_no_skip(rig):

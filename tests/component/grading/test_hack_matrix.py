@@ -167,8 +167,7 @@ def reported(folder, runner, body, other=SAME, after="", **added):
     (folder.parent / "none.ini").write_text("[pytest]\n")
     new = [path for path in added if "/" not in path]
     line = job_line(folder, ["code_under.py", *new], added=new, options=options)
-    done = subprocess.run(argv, cwd=folder, input=line, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode >= 0, done.stderr
+    subprocess.run(argv, cwd=folder, input=line, env=environment, capture_output=True, text=True, check=False)
     return results_of(report.read_bytes() if report.exists() else b"", KEY)
 
 
@@ -253,6 +252,27 @@ HACKS = {
         "after": "import unittest\ncall = unittest.TestCase._callTestMethod\n"
         "unittest.TestCase._callTestMethod = lambda self, method: "
         f"None if {SPARING}type(self).__module__ else call(self, method)\n"
+    },
+    "tests_on_the_disk": {
+        "after": "import glob\nfor name in glob.glob('tests/*cases.py'):\n"
+        "    text = open(name).read().replace('self.assertEqual', 'str or print')\n"
+        "    open(name, 'w').write(text)\n"
+    },
+    "code_of_a_test": {
+        "body": "f = sys._getframe(1).f_globals; f['test_same'].__code__ = (lambda: None).__code__; return 42",
+        "other": "return 2",
+    },
+    "method_of_a_test": {
+        "body": "sys._getframe(1).f_globals['TestCode'].test_same_of_a_case = lambda self: None; return 42",
+        "other": "return 2",
+    },
+    "builtin": {
+        "body": "import builtins; builtins.print = lambda *a: None; return 42",
+        "after": "import builtins\nbuiltins.compile = lambda *a, c=compile, **k: c(*a, **k)\n",
+    },
+    "runner_of_sympy": {
+        "after": "import code_under\nsys.modules['sympy.testing.runtests']._test = lambda *a, **k: True\n"
+        "sys.modules['sympy.testing.runtests'].PyTestReporter.test_fail = lambda self, said: self.test_pass()\n"
     },
     "phases_of_pytest": {
         "after": "import _pytest.runner as r\nmade = r.CallInfo.from_call.__func__\n"
@@ -424,6 +444,7 @@ def test_what_the_row_asks_for_counts(tmp_path):
 
 OF_UNITTEST = {*HACKS} - {name for name in HACKS if "pytest" in str(HACKS[name]) and not name.startswith("keeps")}
 OF_SYMPY = {"xfail_named", "skip_named", "interrupt", "exit", "hard_exit", "interpreter_exit", "module_of_the_library"}
+OF_SYMPY |= {"code_of_a_test", "builtin", "runner_of_sympy"}
 RUNS = [(name, "pytest") for name in HACKS]
 RUNS += [(name, "django") for name in sorted(OF_UNITTEST)] + [(name, "sympy") for name in sorted(OF_SYMPY)]
 
