@@ -22,7 +22,7 @@ from launch.mining.statements import changelog_section, hunk_statement
 from launch.mining.timed_tests import functions_that_read_clocks
 from launch.mining.verification import message_of, verify_rows
 from prorl_trio.cli import main
-from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.client.task_sets import open_task_set
 from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
 from prorl_trio.grading.verdict import TestResult
 from prorl_trio.types.errors import ConfigError, SandboxUnavailable
@@ -284,10 +284,10 @@ def test_a_refusal_has_the_message_and_not_the_way_to_it(said, message):
 def test_a_mined_set_is_loaded_by_its_name(tmp_path, monkeypatch):
     use_own_cache(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="'mine-too' is neither a task set"):
-        load_task_set("mine-too")
+        open_task_set("mine-too", check=False)
     row = mined("first").row
     write_lines(mined_set_folder("mine-too") / MINED_ROWS, [row])
-    assert load_task_set("mine-too") == [row]
+    assert open_task_set("mine-too", check=False).instances == [row]
 
 
 # ---------------------------------------------------------------- what must differ
