@@ -332,7 +332,8 @@ class _Agent:
         except BaseException as exc:
             if only_cancelled(exc) and self.budget.used_up and len(so_far):
                 cut = so_far.whole("abort")
-                self._record(cut, await self._keep(cut), heard, started_s, trio.current_time())
+                parsed = await self._keep(cut)  # noqa: ASYNC102 - it shields itself
+                self._record(cut, parsed, heard, started_s, trio.current_time())
             raise
         sampled_s = trio.current_time()
         parsed = await self._keep(completion)

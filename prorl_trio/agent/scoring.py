@@ -98,7 +98,7 @@ class _Worker:
         try:
             yield
         except BaseException:
-            await self.kill()
+            await self.kill()  # noqa: ASYNC102 - it shields itself
             raise
 
     @property

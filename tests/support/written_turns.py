@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from prorl_trio.chat.families.family import FAMILIES
+
+Call = tuple[str, dict[str, Any]]
+Written = Callable[[list[Call]], str]
 
 SYNTAX = {family.name: family.syntax for family in FAMILIES}
 PARAMETERS = {
@@ -19,7 +24,7 @@ PARAMETERS = {
     },
 }
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("f", "get_it")]
-SAID = [
+SAID: list[list[Call]] = [
     [("f", {"s": "x"})],
     [("f", {"n": 3}), ("get_it", {"s": "y"})],
     [("f", {})],
@@ -32,23 +37,23 @@ SAID = [
 ]
 
 
-def plain(value):
+def plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def in_json(call, key="arguments"):
+def in_json(call: tuple[Any, ...], key: str = "arguments") -> str:
     return json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False)
 
 
-def each(before, form, after="", between=""):
+def each(before: str, form: Callable[..., str], after: str = "", between: str = "") -> Written:
     return lambda calls: before + between.join(form(number, *call) for number, call in enumerate(calls)) + after
 
 
-def arguments(form):
+def arguments(form: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda values: "".join(form.format(key=key, value=plain(value)) for key, value in values.items())
 
 
-def dumped(values):
+def dumped(values: Mapping[str, Any]) -> str:
     return json.dumps(values, ensure_ascii=False)
 
 
@@ -59,17 +64,17 @@ STEP = arguments('<steptml:parameter name="{key}">{value}</steptml:parameter>')
 TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
 
 
-def k3(values):
+def k3(values: Mapping[str, Any]) -> str:
     form = '<|open|>argument key="{}" type="{}"<|sep|>{}<|close|>argument<|sep|>'
     return "".join(form.format(key, TYPES[type(value)], plain(value)) for key, value in values.items())
 
 
-def dsml(values):
+def dsml(values: Mapping[str, Any]) -> str:
     form = '<｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter>\n'
     return "".join(form.format(k, str(isinstance(v, str)).lower(), plain(v)) for k, v in values.items())
 
 
-FORMS = {
+FORMS: dict[str, tuple[str, Written]] = {
     "hermes": ("chatml", each("Ok.\n", lambda _n, *call: f"<tool_call>\n{in_json(call)}\n</tool_call>", between="\n")),
     "qwen3_coder": (
         "qwen3-coder",

@@ -158,7 +158,7 @@ def _in_thread(work: Callable[[], Awaitable[T]]) -> T:
     def run() -> None:
         try:
             trio.run(main)
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: ASYNC103 - raised again by the thread that waits for this one
             errors.append(exc)
 
     thread = threading.Thread(target=run, name="gold checks")
