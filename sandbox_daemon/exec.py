@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -226,17 +225,16 @@ async def _run(
 async def _outlived(command: _Command, request: Exec) -> bool:
     """Return whether something that the command has started is alive `linger_s` after its end; 0: nobody asks.
 
-    Or whether a file of `watch` was changed since. Files have the times of the kernel's ticks, so what was written
-    before the end is not later than it.
+    Or whether a file of `watch` was changed since.
     """
     if not request.linger_s:
         return False
-    ended_ns, until_s = time.time_ns(), trio.current_time() + request.linger_s
+    at_end, until_s = [_changed_ns(path) for path in request.watch], trio.current_time() + request.linger_s
     while any(entry.alive for entry in command.members(read_process_table())):
         if trio.current_time() >= until_s:
             return True
         await trio.sleep(LINGER_POLL_S)
-    return any(_changed_ns(path) > ended_ns for path in request.watch)
+    return [_changed_ns(path) for path in request.watch] != at_end
 
 
 def _changed_ns(path: str) -> int:

@@ -22,12 +22,12 @@ class Session:
 
     def __init__(self, endpoint_file, token_file):
         self.endpoint_file, self.token = Path(endpoint_file), Path(token_file).read_text().strip()  # 2.1
-        self.received = 0
+        self.received, self.early = 0, []
 
     def connect(self):
         url = urlsplit(json.loads(self.endpoint_file.read_text())["url"])
         self.socket = socket.create_connection((url.hostname, url.port), timeout=30)
-        self.websocket, self.message, self.frames = WSConnection(ConnectionType.CLIENT), b"", []
+        self.websocket, self.message, self.early = WSConnection(ConnectionType.CLIENT), b"", []
         self.socket.sendall(self.websocket.send(Request(host=url.netloc, target="/")))
         assert isinstance(next(self.events()), AcceptConnection)
         self.send("SessionHello", version=1, token=self.token, session_id="a stranger's", resume_after=self.received)
@@ -58,13 +58,14 @@ class Session:
                     self.send("HeartbeatPong", nonce=frame["nonce"])
 
     def receive_until(self, *types):
-        """The next frame of these; others are for people, or come in their own time (2.4)."""
+        """The next frame of these; others are for people, or come in their own time (2.4), as outcomes do."""
         while (frame := self.receive())["type"] not in types:
-            assert frame["type"] in {"JobEvent", "HeartbeatPong"}, frame
+            assert frame["type"] in {"JobEvent", "HeartbeatPong", "OutcomeFrame"}, frame
+            self.early += [frame] if frame["type"] == "OutcomeFrame" else []
         return frame
 
     def outcome(self):
-        frame = self.receive_until("OutcomeFrame")
+        frame = self.early.pop(0) if self.early else self.receive_until("OutcomeFrame")
         assert frame["cursor"] == self.received + 1
         self.received = frame["cursor"]
         return frame["outcome"]
@@ -99,7 +100,7 @@ def main():
     said["again"] = session.connect()
     session.send("ListJobs", request_id=3)
     left = set(session.receive_until("JobList")["job_ids"])
-    while left:
+    while left or session.early:
         outcomes.append(session.outcome())
         left.discard(outcomes[-1]["job_id"])
     session.send("Submit", request_id=4, jobs=[job("a", **question)])
