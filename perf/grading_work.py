@@ -271,6 +271,7 @@ def _write_layer(folder: Path) -> Path:
 async def _open_sandboxes(stack: AsyncExitStack) -> _Sandboxes:
     layer = _write_layer(Path(stack.enter_context(TemporaryDirectory(prefix="prorl-perf-"))))
     config = NodeConfig(model=ModelConfig(path="none"), sandbox=SandboxConfig(packages=("pytest",)))
+    # Graders in sandboxes use the configuration alone.
     resources: Any = Resources(config=config, chat_format=None, backends=None, scorers=None)  # type: ignore[arg-type]
     host = await stack.enter_async_context(open_sandbox_host(await choose_provider(config.sandbox)))
     return _Sandboxes(host, resources, layer)
@@ -383,7 +384,7 @@ def _readers() -> dict[str, Callable[[str], object]]:
     for family in FAMILIES:
         readers.setdefault(
             f"turn.{family.name}",
-            lambda text, syntax=family.syntax: parse_turn(text, tools.parameters, syntax=syntax),  # type: ignore[misc]
+            lambda text, syntax=family.syntax: parse_turn(text, tools.parameters, syntax=syntax),  # type: ignore[misc]  # mypy infers no default
         )
     readers["calls.json"] = JsonCalls(tools).read
     readers["calls.code"] = CodeBlocks({"python": ("ipython", "code")}).read

@@ -68,12 +68,16 @@ def _livecodebench(fields: Fields, name: str) -> TaskInstance:
     return instance
 
 
-def _no_reader(fields: Fields, name: str) -> TaskInstance:
-    raise NotImplementedError
+def _task_instance(fields: Fields, _name: str) -> TaskInstance:
+    try:
+        return msgspec.convert(fields.row, TaskInstance)
+    except msgspec.ValidationError as exc:
+        problem, path, _ = field_error(exc)
+        raise RowError(problem[:1].lower() + problem[1:], path.removeprefix("$").removeprefix(".")) from exc
 
 
 QUESTION_WITH_CHOICES: Final = Form("MMLU, MMLU-Pro, ARC, GPQA, MedQA", ("question|input", "options"), read_choice_row)
-TASK_INSTANCE: Final = Form("a task instance", ("instance_id", "handler", "payload"), _no_reader)
+TASK_INSTANCE: Final = Form("a task instance", ("instance_id", "handler", "payload"), _task_instance)
 FORMS: Final = (
     Form("LiveCodeBench", ("question_content", "public_test_cases"), _livecodebench),
     Form("verl, Eurus-2-RL-Data, DAPO-Math-17k", ("prompt", "reward_model"), read_verl_row),
@@ -115,11 +119,7 @@ def read_row(
         RowError: it has one, but cannot be used.
     """
     if "handler" in row:
-        try:
-            return msgspec.convert(row, TaskInstance)
-        except msgspec.ValidationError as exc:
-            problem, path, _ = field_error(exc)
-            raise RowError(problem[:1].lower() + problem[1:], path.removeprefix("$").removeprefix(".")) from exc
+        return TASK_INSTANCE.read(Fields(row), name)
     try:
         if (instance := read_swe(row, name)) is not None:
             return instance
