@@ -90,7 +90,9 @@ async def test_one_process_is_refused_more_and_says_so(provider):
 
 async def test_400_threads_may_sleep_and_a_kernel_without_memory_says_so(provider):
     sleep = "for _ in range(400): threading.Thread(target=time.sleep, args=(999,), daemon=True).start()"
-    large_stacks = "import threading, time; threading.stack_size(8 * 2**20)"
+    large_stacks = "import threading, time; threading.stack_size(8 * 2**20); kept = []"
+    # What the last stack did not fit into is enough to go on with.
+    the_rest = "while True: kept.append(bytes(1000))"
     with trio.fail_after(200):
         async with provider.open_sandbox(SandboxSpec()) as sandbox:
             cell = await sandbox.ipython(f"import threading, time\n{sleep}", timeout_s=ACTION_TIMEOUT_S)
@@ -99,7 +101,8 @@ async def test_400_threads_may_sleep_and_a_kernel_without_memory_says_so(provide
             assert (counted.result, counted.restarted) == ("401", False)
             await sandbox.restart_ipython()
             cells = [
-                await sandbox.ipython(code, timeout_s=ACTION_TIMEOUT_S) for code in (large_stacks, sleep, "1", "1", "1")
+                await sandbox.ipython(code, timeout_s=ACTION_TIMEOUT_S)
+                for code in (large_stacks, sleep, the_rest, "1", "1", "1")
             ]
     lost = next(cell for cell in cells if cell.restarted)
     # In a cell it is that cell's error; between two, the next one has been done by another kernel, and names it.

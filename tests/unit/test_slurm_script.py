@@ -136,7 +136,12 @@ def test_steps_have_the_cpus_that_the_job_has_for_a_task(tmp_path, name):
     """Run the script with programs in place of its own that print what srun would take."""
     engine, told, wanted = CPUS[name]
     program = tmp_path / "prorl-trio"
-    program.write_text('#!/bin/sh\n[ "$2" != pulse ] || echo "$3 ${SRUN_CPUS_PER_TASK-}"\n')
+    # The nodes' end ends the engines: they end when the engines have said what they would take.
+    program.write_text(
+        '#!/bin/sh\n[ "$2" = pulse ] || exit 0\n'
+        f'[ "$3" = --name=engines ] || until [ -e {tmp_path}/told ]; do sleep 0.01; done\n'
+        f'echo "$3 ${{SRUN_CPUS_PER_TASK-}}"; : >{tmp_path}/told\n'
+    )
     for name in ("scontrol", "squeue"):
         (tmp_path / name).write_text("#!/bin/sh\n")
     for path in tmp_path.iterdir():
