@@ -2,7 +2,7 @@
 
 Answers, solutions and patches are graded as a node does it, sandboxes included. What is counted is CPU time, of the
 grader's process and of all that it starts; for the loop, the worst of degenerate turns of 100,000 characters. With
-`--beside CHECKOUT` another checkout does the same in alternation: `x floor` is this one's time over that one's.
+`--beside CHECKOUT` another checkout grades the same in alternation: `x floor` is this one's time over that one's.
 
     python -m perf.grading [--quick] [--json FILE] [--beside CHECKOUT]
 """
@@ -70,21 +70,15 @@ async def grading(options: Options) -> Report:
                         if number and "cpu_s" in reply:
                             ms = 1e3 * reply["cpu_s"] / reply["verdicts"]
                             samples.setdefault(prefix + case, []).append(ms)
-        loops = {}
-        for prefix, worker in workers.items():
-            tell(f"degenerate turns of {TURN_CHARS:,} characters: {prefix or 'ours'}")
-            loops[prefix] = await worker.ask("loop", TURN_CHARS)
+        tell(f"degenerate turns of {TURN_CHARS:,} characters")
+        loop = await workers[""].ask("loop", TURN_CHARS)
     return Report(
         title="grading: CPU time of a verdict",
         series=[_series(name, taken, compared=options.beside is not None) for name, taken in samples.items()],
-        more_metrics={f"{prefix}loop.worst_ms": max(map(_worst_ms, found.values())) for prefix, found in loops.items()},
-        detail_metrics={
-            f"{prefix}loop.{reader}.worst_ms": _worst_ms(worst)
-            for prefix, found in loops.items()
-            for reader, worst in found.items()
-        },
+        more_metrics={"loop.worst_ms": max(map(_worst_ms, loop.values()))},
+        detail_metrics={f"loop.{reader}.worst_ms": _worst_ms(worst) for reader, worst in loop.items()},
         at_most={"loop.worst_ms": MAX_LOOP_MS},
-        more_tables=[_loop_table(loops[""])],
+        more_tables=[_loop_table(loop)],
         notes=notes,
     )
 

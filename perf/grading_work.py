@@ -378,7 +378,7 @@ class _Said(NamedTuple):
 
 
 def _readers() -> dict[str, Callable[[str], object]]:
-    """Return the readers of policies' text that run in a node's event loop, as far as this checkout has them."""
+    """Return the readers of policies' text that run in a node's event loop."""
     tools = ToolSet([IpythonTool(), FinishTool()], max_observation_chars=1000)
     readers: dict[str, Callable[[str], object]] = {}
     for family in FAMILIES:
@@ -388,27 +388,23 @@ def _readers() -> dict[str, Callable[[str], object]]:
         )
     readers["calls.json"] = JsonCalls(tools).read
     readers["calls.code"] = CodeBlocks({"python": ("ipython", "code")}).read
-    math = importlib.import_module("prorl_trio.handlers.math")
-    stem = importlib.import_module("prorl_trio.handlers.stem.handler")
-    code = importlib.import_module("prorl_trio.handlers.code")
-    found: list[tuple[str, Any]] = [
-        ("code", getattr(code, "_CodeStyle", None)),
-    ]
-    if (stem_style := getattr(stem, "_StemStyle", None)) is not None:
-        found += [("stem", stem_style(keeps_unit=False)), ("stem.quantity", stem_style(keeps_unit=True))]
-    else:
-        found.append(("stem", getattr(stem, "_STYLE", None)))
-    if (make := getattr(math, "_style", None)) is not None:
-        for style, plain in (("tools", False), ("tools", True), ("json", False), ("code", False)):
-            payload = math.MathPayload(question="?", answer="1", style=style, plain_answer=plain)
-            found.append((f"math.{style}{'.plain' if plain else ''}", make(payload, tools)))
-    for name, style in found:
-        if style is not None:
-            reading = style() if isinstance(style, type) else style
-            readers[f"style.{name}"] = lambda text, reading=reading: (  # type: ignore[misc]
-                reading.implied_calls(_Said(text)),
-                reading.final_answer(_Said(text)),
-            )
+    # Of this checkout alone: another one's handlers need not have them, and it has to grade all the same.
+    code, math, stem = (
+        importlib.import_module(f"prorl_trio.handlers.{name}") for name in ("code", "math", "stem.handler")
+    )
+    styles = {
+        "code": code._CodeStyle(),
+        "stem": stem._StemStyle(keeps_unit=False),
+        "stem.quantity": stem._StemStyle(keeps_unit=True),
+    }
+    for style, plain in (("tools", False), ("tools", True), ("json", False), ("code", False)):
+        payload = math.MathPayload(question="?", answer="1", style=style, plain_answer=plain)
+        styles[f"math.{style}{'.plain' if plain else ''}"] = math._style(payload, tools)
+    for name, reading in styles.items():
+        readers[f"style.{name}"] = lambda text, reading=reading: (  # type: ignore[misc]
+            reading.implied_calls(_Said(text)),
+            reading.final_answer(_Said(text)),
+        )
     return readers
 
 

@@ -65,8 +65,8 @@ def parse_turn(
     reader = _TurnReader(text, syntax)
     if opened_thinking and syntax.thoughts:
         reader.think(next(iter(syntax.thoughts)), skip_space(text, 0))
-    while (opened := reader.thought_at(skip_space(text, reader.position))) is not None:
-        reader.think(opened, skip_space(text, reader.position))
+    while (opened := reader.thought_at(start := skip_space(text, reader.position))) is not None:
+        reader.think(opened, start)
     rest = text[reader.position :]
     whole = syntax.whole_turn(rest, known_tools) if syntax.whole_turn is not None else None
     if whole is not None:
@@ -80,8 +80,8 @@ def parse_turn(
         if tags > MAX_TAGS_PER_TURN:
             calls.append(_unread(text[match.start() :]))
             reader.position = len(text)
-        elif (opened := reader.thought_at(match.start())) is not None:
-            reader.think(opened, match.start())
+        elif match[0] in syntax.thoughts:
+            reader.think(match[0], match.start())
         elif len(calls) >= MAX_TOOL_CALLS_PER_TURN:
             calls.append(too_many_calls(text[match.start() :]))
             reader.position = len(text)
@@ -117,7 +117,10 @@ class _TurnReader:
 
     def thought_at(self, start: int) -> str | None:
         """Return what opens reasoning at `start`, if something does."""
-        return next((opened for opened in self._thoughts if self.text.startswith(opened, start)), None)
+        for opened in self._thoughts:
+            if self.text.startswith(opened, start):
+                return opened
+        return None
 
     def think(self, opened: str, start: int) -> None:
         """Take the reasoning at `start`, with or without the `opened` tag there; unclosed, it is all the rest."""

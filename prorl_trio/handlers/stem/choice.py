@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from prorl_trio.handlers.stem.plain_text import plain
@@ -58,7 +59,7 @@ def read_choice(text: str, choices: Sequence[str]) -> str | None:
     takes off, in steps, so that choices that differ by case or by a sign alone can be named. A letter with the text of
     another choice names none, and neither does what takes an answer back or adds another one.
     """
-    texts = _Texts(choices)
+    texts = _texts(tuple(choices))
     for stated in stated_answers(text):
         if len(stated) <= texts.longest + MAX_BEYOND_CHARS and (found := texts.read(stated)) is not None:
             return LETTERS[found]
@@ -161,6 +162,12 @@ class _Texts:
         return any(
             place != own and text and _within(text, words) for place, text in enumerate(self._in_form(len(_FORMS) - 1))
         )
+
+
+@lru_cache(maxsize=16)
+def _texts(choices: tuple[str, ...]) -> _Texts:
+    """The rollouts of a group answer the same question."""
+    return _Texts(choices)
 
 
 def _within(part: str, whole: str) -> bool:

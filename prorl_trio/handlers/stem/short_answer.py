@@ -79,7 +79,7 @@ def normalise(text: str, *, case_sensitive: bool = False, articles: bool = False
         for greek, name in _GREEK.items():
             text = text.replace(greek, name)
     text = _MARK.sub(r"\1\2", text)
-    for rule, by in _RULES:
+    for rule, by in () if text.replace(" ", "").isalnum() else _RULES:  # each is about a sign
         changed = rule.sub((lambda found: found[1].replace(",", "")) if by == "," else by, text)
         if changed is not text:  # several blanks would make the next rule's search for them quadratic
             text = _BLANKS.sub(" ", changed)
@@ -120,6 +120,8 @@ def are_same(first: str, second: str) -> bool:
     """
     if first == second:
         return True
+    if not ("^" in first or "_" in first or "^" in second or "_" in second):
+        return False
     bare, marks = _unmarked(first)
     others, other_marks = _unmarked(second)
     return bare == others and all(other_marks.get(place, mark) == mark for place, mark in marks.items())
