@@ -168,7 +168,7 @@ async def run_suite(bench: Bench, patch: bytes | None, suite: Suite, *, last_try
     """Run a repository's tests with a patch, between canaries, whichever of them decide. As `grade_repository`."""
     async with open_verifier(bench, suite.spec, last_try=last_try) as verifier:
         repository = _Repository(verifier, suite.base)
-        await verifier.place_drivers()
+        await verifier.place_drivers(RUNNERS[suite.runner].driver, "session", "report", "own_time")
         with bench.waiting("the repository", "evaluator"):
             await repository.make_ready(suite)
         applied_by = ""

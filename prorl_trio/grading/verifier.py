@@ -137,11 +137,9 @@ class Verifier:
             raise EvaluationError(f"the evaluator's sandbox does not take its files: {exc}") from exc
 
     async def place_drivers(self, *modules: str) -> None:
-        """Write these programs of `drivers`, or all of them. Errors as `place`."""
+        """Write these programs of `drivers`. Errors as `place`."""
         folder = files("prorl_trio.grading") / "drivers"
         names = [f"{each}.py" for each in ("__init__", *modules)]
-        if not modules:
-            names = [each.name for each in folder.iterdir() if each.name.endswith(".py")]
         await self.place({f"{DRIVERS_DIR}/{PACKAGE}/{name}": (folder / name).read_bytes() for name in names})
 
     def charged_to_agent(self, limit_s: float) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ import sys
 import unittest
 from contextlib import contextmanager
 from importlib.machinery import PathFinder, SourceFileLoader
+from operator import is_
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -88,7 +89,7 @@ class Session:
                 known = {name: value for name, value in vars(owner).items() if _is_code(value)}
                 if owner is module:
                     known = {name: value for name, value in known.items() if any(value is each for each in own)}
-                self._guarded.append([owner, known, len(vars(owner)), owner is module, None])
+                self._guarded.append([owner, known, len(vars(owner)), owner is module, ()])
 
     def replaced(self) -> str:
         """Return what code under test has replaced, removed or added in modules that are guarded; empty if nothing.
@@ -98,8 +99,7 @@ class Session:
         for guarded in self._guarded:
             owner, known, size, is_module, seen = guarded
             now = vars(owner)
-            ids = list(map(id, now.values()))
-            if ids == seen:  # most of the time, all is as it was
+            if len(now) == len(seen) and all(map(is_, now.values(), seen)):  # most of the time, all is as it was
                 continue
             for name, value in known.items():
                 if now.get(name) is not value and not self._is_made_by_row(now.get(name)):
@@ -108,7 +108,7 @@ class Session:
                 for name, value in list(now.items()):
                     if name not in known and _is_code(value) and not self._is_made_by_row(value):
                         return "{}.{}".format(owner.__name__, name)  # noqa: UP032 - Python 3.5
-            guarded[4] = ids
+            guarded[4] = list(now.values())
         return ""
 
     def _is_made_by_row(self, value: Any) -> bool:
