@@ -17,6 +17,7 @@ from ipc.file_calls import TreePart
 from ipc.tree import TreeLimits, TreeRefused
 from ipc.tree_reader import TreeReader
 from ipc.tree_writer import TreeWriter
+from prorl_trio.grading.verifier import check_end
 from prorl_trio.handlers.shell.payload import HOME
 from prorl_trio.sandbox.transfer import TransferOptions
 from prorl_trio.types.errors import EvaluationError, SandboxCallFailed
@@ -96,6 +97,7 @@ async def put(sandbox: Sandbox, local: Path, remote: str) -> None:
     Raises:
         NotTaken: the sandbox does not take it. The artefact may be the reason.
         EvaluationError: this machine cannot read it.
+        ProgramKilled: the program that lays it there was killed.
     """
     try:
         await sandbox.upload(local, STAGED, options=CARRIED)
@@ -104,6 +106,7 @@ async def put(sandbox: Sandbox, local: Path, remote: str) -> None:
     except (OSError, ValueError, SandboxCallFailed) as exc:
         kind = EvaluationError if isinstance(exc, OSError) and exc.errno in _OURS else NotTaken
         raise kind(f"the verifier's sandbox does not take {remote}: {exc}") from exc
+    check_end("sh", result)
     if result.exit_code != 0:
         said = result.stderr.decode(errors="replace").strip()
         raise NotTaken(f"the verifier's sandbox does not take {remote}: {said}")

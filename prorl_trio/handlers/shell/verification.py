@@ -195,7 +195,9 @@ async def _in_own_sandbox(context: RolloutContext, case: Case, record: StepRecor
                 if not exc.from_inside:
                     raise
                 raise _NoVerdict(f"the verifier's sandbox was ended from inside: {exc}") from exc
-            except NotTaken as exc:
+            except (NotTaken, ProgramKilled) as exc:
+                if isinstance(exc, ProgramKilled) and not last_try:
+                    raise
                 raise _NoVerdict(str(exc)) from exc
 
 
@@ -243,7 +245,7 @@ async def _run(
     try:
         await _place(sandbox, verifier, answer)
         isolated = context.resources.config.sandbox.provider != "process"  # which has the processes of the machine
-        before = (await sandbox.exec(["/bin/sh", "-c", LIST], timeout_s=STEP_TIMEOUT_S)).stdout.decode().strip()
+        before = await _say(sandbox, LIST)
         limit_s = _time_for(context, verifier.timeout_s, 1.0 if is_control else FIRST_SHARE)
         most_s = backstop_s(limit_s)
         with context.standing_in_line("the verifier's script", "agent_budget", at_most_s=most_s + STEP_TIMEOUT_S):
@@ -267,10 +269,7 @@ async def _run(
                 raise EvaluationError(f"the machine had no CPU for {verifier.script} in {result.duration_s:.0f} s")
             raise _NoVerdict(f"{verifier.script} has no end in {limit_s:g} s")
         check_end(verifier.script, result)
-        after = (
-            await sandbox.exec(["/bin/sh", "-c", AFTER, "sh", before], timeout_s=STEP_TIMEOUT_S) if isolated else None
-        )
-        signs = set(after.stdout.decode(errors="replace").split() if after else ()) & set(SIGNS)
+        signs = set((await _say(sandbox, AFTER, before)).split() if isolated else ()) & set(SIGNS)
         signs |= {"killed"} if result.was_killed else set()
         signs |= {"outlived"} if result.outlived else set()
         rewards = await _read_rewards(sandbox, is_counted=case.is_counted)
@@ -283,6 +282,15 @@ async def _run(
         raise _NoVerdict(str(exc)) from exc
     except (OSError, SandboxCallFailed) as exc:
         raise _NoVerdict(f"the sandbox does not do what the verifier needs: {exc}") from exc
+
+
+async def _say(sandbox: Sandbox, script: str, *arguments: str) -> str:
+    """Return what a script of ours prints. Raises ProgramKilled; _NoVerdict if it fails."""
+    result = await sandbox.exec(["/bin/sh", "-c", script, "sh", *arguments], timeout_s=STEP_TIMEOUT_S)
+    check_end("sh", result)
+    if result.exit_code != 0:
+        raise _NoVerdict(f"the sandbox cannot be looked at: {result.stderr.decode(errors='replace').strip()}")
+    return result.stdout.decode(errors="replace").strip()
 
 
 async def _is_altered(sandbox: Sandbox, verifier: Verification) -> bool:
@@ -305,10 +313,7 @@ def _time_for(context: RolloutContext, wanted_s: float, share: float) -> float:
 
 async def _place(sandbox: Sandbox, verifier: Verification, answer: str | None) -> None:
     """Put the tests where the agent may have left others, after old rewards and links to elsewhere are gone."""
-    result = await sandbox.exec(["/bin/sh", "-c", CLEAR], timeout_s=STEP_TIMEOUT_S)
-    check_end("sh", result)
-    if result.exit_code != 0:
-        raise _NoVerdict(f"old rewards cannot be removed: {result.stderr.decode(errors='replace').strip()}")
+    await _say(sandbox, CLEAR)
     for path, file in verifier.files.items():
         await sandbox.write_file(path, file.content, mode=file.mode | 0o111 if path == verifier.script else file.mode)
     if verifier.answer_path and answer is not None:
