@@ -8,17 +8,18 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Final
 
+from prorl_trio.handlers.stem.plain_text import GREEK, LOOK_ALIKES
+
 __all__ = ["normalised", "with_plain_numbers"]
 
 _SIGNS: Final = {
-    "−": "-", "–": "-", "﹣": "-", "－": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/",
-    "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ", "½": " 1/2", "⅓": " 1/3", "¼": " 1/4",
-    "¾": " 3/4", "⅔": " 2/3", "⅛": " 1/8", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "√": r"\sqrt ",
-    "∴": r"\therefore ", "⇒": r"\Rightarrow ", "→": r"\to ", "⁄": "/", "∠": r"\angle ", "△": r"\triangle ",
-    "∛": r"\sqrt[3]", "…": r"\ldots ", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}",
-    "（": "(", "）": ")", "，": ",", "≦": r"\le ", "≧": r"\ge ", "¢": " cents",
-    "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "°C": "^\\circ C",
+    **{sign: rf"\{name} " for name, sign in reversed(GREEK.items())},
+    "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∖": r"\backslash ",
+    "∞": r"\infty ", "°": r"^\circ ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp ", "√": r"\sqrt ", "∨": " or ", "∧": " and ",
+    "∴": r"\therefore ", "⇒": r"\Rightarrow ", "→": r"\to ", "∠": r"\angle ", "△": r"\triangle ",
+    "∛": r"\sqrt[3]", "≡": r"\equiv ", "≈": r"\approx ", "ℝ": r"\mathbb{R}",
+    "≦": r"\le ", "≧": r"\ge ", "¢": " cents", "°C": "^\\circ C", 
 }  # fmt: skip
 _SIGN: Final = re.compile("|".join(sorted(_SIGNS, key=len, reverse=True)))
 _RAISED: Final = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -108,7 +109,7 @@ _LOG_BASE: Final = re.compile(r"(?<![A-Za-z\\])\\?log_?\{?(2|10)\}?\s*(?=\()")
 def normalised(text: str) -> str:
     """Return `text` in ASCII and plain LaTeX: without math mode, fonts, markdown, or spaces that mean nothing."""
     if not text.isascii():
-        text = _SIGN.sub(lambda found: _SIGNS[found[0]], text)
+        text = _SIGN.sub(lambda found: _SIGNS[found[0]], text.translate(LOOK_ALIKES))
         text = _RAISED.sub(lambda found: f"^{{{found[0].translate(_LOWERED)}}}", text)
     before = None
     if "\\" in text or "{" in text:
