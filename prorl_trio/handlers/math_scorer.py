@@ -60,7 +60,7 @@ _PLACEHOLDERS: Final = frozenset(
 
 _NO_VALUE: Final = re.compile(r"#(?:n/a|ref!|value!|div/0!|name\?|num!|null!)|<na>", re.IGNORECASE)
 _SENTENCES: Final = re.compile(
-    r"(?:\d|(?<![A-Z])[a-z])\.\s+[A-Z][a-z]*\W+[a-z]|,\s*(?:because|since|so|then|which|therefore|thus|hence)\s"
+    r"(?:\d|(?<![A-Z])[a-z])\.\s+[A-Z][a-z]*\W+[a-z\d]|,\s*(?:because|since|so|then|which|therefore|thus|hence)\s"
 )
 
 

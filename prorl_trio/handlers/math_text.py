@@ -52,7 +52,7 @@ _MATH_MODE: Final = re.compile(
 )
 _SPACE: Final = re.compile(r"(?:\\,|(?<!\\)\\(?=\s)|~(?!~)|\s)+")
 _QUAD: Final = re.compile(r"(?:\s*[,;]\s*)?(?:\\q?quad(?![A-Za-z])\s*)+(?:[,;]\s*)?")
-_MARKDOWN: Final = re.compile(r"(?<![\w)}\]*])(\*\*|__|``?|~~|\*)(?=\S)(.+?)(?<=\S)\1(?![\w({\[*])", re.DOTALL)
+_MARKDOWN: Final = re.compile(r"(?<![\w)}\]*])(\*\*\*|\*\*|__|``?|~~|\*)(?=[^\s*_`~])(.{1,300}?)(?<=\S)\1(?![\w({\[*])", re.DOTALL)
 _LEADING: Final = re.compile(
     r"^(?:(?:\\(?:therefore|Rightarrow|implies|Longrightarrow|rightarrow|to)(?![A-Za-z])|=>|->)\s*)?(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:there\s+(?:is|are)\s+(?=no\b))?(?:it(?:'s|\s+is)\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?"
     r"(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*:)\s*:?\s*)?(?:(?:option|choice)\s+(?=\(?[A-Z]\)?$))?"

@@ -62,7 +62,6 @@ _RULES: Final = tuple(
     )
 )
 """Forms that may be written in more than one way. Every sign that no rule names counts."""
-_IT_IS: Final = re.compile(r"^it(?:'s| is| was)\s+(?!not\b)", re.IGNORECASE)
 _KEYS: Final = frozenset({"minor", "major", "flat", "sharp"})
 
 
@@ -146,7 +145,7 @@ def compare_short_answer(text: str, golds: Sequence[str], *, case_sensitive: boo
     stated = stated_answers(text)[0]
     said = normalise(stated, case_sensitive=case_sensitive)
     wanted = [normalise(gold, case_sensitive=case_sensitive) for gold in golds]
-    others = {text.strip(), without_reason(stated), _IT_IS.sub("", stated)} - {stated}
+    others = {text.strip(), without_reason(stated)} - {stated}
     forms = [said, *(normalise(form, case_sensitive=case_sensitive) for form in others)]
     equal = text.strip() in {gold.strip() for gold in golds} or any(
         bool(each) and any(are_same(form, each) for form in forms) for each in wanted
