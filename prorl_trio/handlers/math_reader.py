@@ -162,7 +162,7 @@ def read(text: str) -> Reading:
 
 def read_prose(text: str) -> Reading:
     """Return the meaning of the one formula or number of a sentence; `Text` if it has none or several."""
-    if (formula := only_formula(text)) is not None:
+    if len(text) <= MAX_CHARS and (formula := only_formula(text)) is not None:
         return read(formula)
     plain = normalised(text)
     if len(plain) <= MAX_CHARS and (said := stated(plain)) is not None and not isinstance(value := read(said), Text):

@@ -50,9 +50,12 @@ _MATH_MODE: Final = re.compile(
     r"(?<!\\)\\[()\[\]]|(?<!\\)\$|\\(?:left|right)\s*\.|\\(?:displaystyle|textstyle|limits|left|right|mathopen|mathclose"
     r"|middle|[bB]igg?[lrm]?)(?![A-Za-z])|(?<!\\)\\[!;:>]|\\phantom\s*\{[^{}]*\}"
 )
+_PRICE: Final = re.compile(r"\$\s*-?[\d.]")
 _SPACE: Final = re.compile(r"(?:\\,|(?<!\\)\\(?=\s)|~(?!~)|\s)+")
 _QUAD: Final = re.compile(r"(?:\s*[,;]\s*)?(?:\\q?quad(?![A-Za-z])\s*)+(?:[,;]\s*)?")
-_MARKDOWN: Final = re.compile(r"(?<![\w)}\]*])(\*\*\*|\*\*|__|``?|~~|\*)(?=[^\s*_`~])(.{1,300}?)(?<=\S)\1(?![\w({\[*])", re.DOTALL)
+_MARKDOWN: Final = re.compile(
+    r"(?<![\w)}\]*])(\*\*\*|\*\*|__|``?|~~|\*)(?=[^\s*_`~])(.{1,300}?)(?<=\S)\1(?![\w({\[*])", re.DOTALL
+)
 _LEADING: Final = re.compile(
     r"^(?:(?:\\(?:therefore|Rightarrow|implies|Longrightarrow|rightarrow|to)(?![A-Za-z])|=>|->)\s*)?(?:(?:so|thus|hence|therefore|then|finally),?\s+)?(?:there\s+(?:is|are)\s+(?=no\b))?(?:it(?:'s|\s+is)\s+)?(?:we\s+(?:get|have|find|obtain)\s+)?"
     r"(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*:)\s*:?\s*)?(?:(?:option|choice)\s+(?=\(?[A-Z]\)?$))?"
@@ -63,7 +66,7 @@ _LEADING: Final = re.compile(
     re.IGNORECASE,
 )
 _CASES: Final = re.compile(
-    r"(?:\\\{\s*)?\\begin\s*\{(cases|aligned|gathered|(?<=\\\{\\begin\{)array)\}(?:\s*\{[lcr]\})?([^&]*?)(?:\\\\\s*)?"
+    r"(?:\\\{\s*)?\\begin\s*\{(cases|aligned|gathered|(?<=\\\{\\begin\{)array)\}(?:\s*\{[lcr]\})?([^&]{0,2000}?)(?:\\\\\s*)?"
     r"\\end\s*\{\1\}"
 )
 _CROSS: Final = re.compile(r"(\\(?:mathbf|vec|boldsymbol|bm)\s*(?:\{\w\}|\w)\s*)\\times")
@@ -74,7 +77,7 @@ _HAT: Final = re.compile(r"\\hat\s*\{?\s*\\?([ijk])(?:math)?\s*\}?(?![A-Za-z])")
 _WITHOUT: Final = re.compile(r"(?<=[})\]])\s*-\s*(?=\\\{)")
 _REMARK: Final = re.compile(
     r"\s+is\s+(?:the|my|our)\s+(?:final |correct |right )?answer$"
-    r"|\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔✅\ufe0f]+)$"
+    r"|\s*(?:\\(?:checkmark|blacksquare|square|qed)|[✓✔✅\ufe0f]{1,4})$"
     r"|\s+\((?:approximately|approx\.?|rounded[^()]*|exactly|about|in \w+)\)$"
 )
 _EQUIVALENT: Final = re.compile(r",?\s+(?:or\s+(equivalently|approximately|about)|i\.e\.|that is),?\s+(?=[^\sA-Za-z])")
@@ -135,7 +138,8 @@ def normalised(text: str) -> str:
     before = None
     while before != text:
         before, text = text, _MARKDOWN.sub(r"\2", text.strip())
-    text = _MATH_MODE.sub(lambda found: "$" if found[0] == "$" and _is_price(text, found.end()) else "", text)
+    prices = text.count("$") % 2 == 1  # not all are in pairs around formulas
+    text = _MATH_MODE.sub(lambda found: "$" if prices and _PRICE.match(text, found.start()) else "", text)
     text = _SYNONYM.sub(lambda found: _SYNONYMS[found[0]] + (" " if found[0][-1].isalpha() else ""), text)
     text = _CASES.sub(lambda found: found[2].replace("\\\\", ", "), text)
     text = _UNION.sub(r"\\cup ", _HAT.sub(r" \1 ", text))
@@ -158,11 +162,6 @@ def _also(found: re.Match[str]) -> str:
 
 def _without_font(found: re.Match[str]) -> str:
     return f"{found['script']}{{{found['text']}}}" if found["script"] else f" {found['text']} "
-
-
-def _is_price(text: str, at: int) -> bool:
-    """Return whether a dollar sign is a price's, not one of a pair around a formula."""
-    return text.count("$") % 2 == 1 and re.match(r"\s*-?[\d.]", text[at:]) is not None
 
 
 def with_plain_numbers(text: str) -> str:

@@ -228,6 +228,16 @@ def test_a_degenerate_turn_is_read_in_linear_time(part, before, after):
         assert boxed.endswith("7")
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "part", ["_", "__", "\\[", " __a", "**a ", "✅", "\\begin{cases}1\\\\", "x=1\n", "\\\\frac", "or 1. "]
+)
+@pytest.mark.parametrize("before", ["", "\\boxed{", "The answer is 1. "])
+def test_a_degenerate_answer_is_graded_in_linear_time(part, before):
+    text = before + part * (100_000 // len(part)) + "}" * before.startswith("\\")
+    assert score({"gold": "42", "answer": text})["equal"] is False
+
+
 def test_only_the_end_of_a_long_turn_is_read():
     assert extract_boxed(r"\boxed{1}" + "x" * MAX_TAIL_CHARS) is None
     assert extract_boxed("x" * 10**6 + r"\boxed{1}") == "1"
@@ -289,6 +299,7 @@ def test_a_gold_answer_that_can_be_graded(gold):
         ("Step: 5+5 = 10. Therefore, there are 10 marbles.", "prose", "$.instance.payload.answer"),
         ("First 2+2 is 4, then add 1, so the result is 5", "prose", "$.instance.payload.answer"),
         ("Yes, because it is prime", "prose", "$.instance.payload.answer"),
+        ("42. Because 6*7 is 42.", "prose", "$.instance.payload.answer"),
         ("It is of x. Then it is so.", "prose", "$.instance.payload.answer"),
     ],
 )
