@@ -18,6 +18,13 @@ _ANCHOR: Final = re.compile(
     r"|final answer[*_ \t]*\n|####|答案\s*(?:是|为|[:：]))[\s*_}]*",
     re.IGNORECASE,
 )
+_TURNED: Final = re.compile(
+    r"(?:(?<![A-Za-z])(?:of|than|times|twice|half|double|triple|no|neither|suppose|assume|assuming|doubt|if|when|wrong"
+    r"|incorrect|false|minus|plus|over|by|to)|[-+/])\s+(?:that\s+)?(?:(?:the|my|our|its|this|an?)\s+)?"
+    r"(?:(?:final|correct|right|true)\s+)*$",
+    re.IGNORECASE,
+)
+"""What stands before "answer" where the sentence says something else than the answer."""
 _TAGGED: Final = re.compile(r"<((?:final_)?answer)>((?:(?!</?(?:final_)?answer>).)*)</\1>", re.IGNORECASE | re.DOTALL)
 _DISPLAY: Final = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$)", re.DOTALL)
 _SENTENCE_END: Final = re.compile(r"(?<=[^\s.])[.!](?=\s+[A-Z]|\s*$)|\n")
@@ -28,7 +35,8 @@ _DOUBLED: Final = re.compile(
 """A command whose backslash was escaped twice."""
 _TAKEN_BACK: Final = re.compile(
     r"(?:^|(?<=[.!?;\n]))\W{0,8}(?:oh|no|hmm*|wait|actually|correction|sorry|scratch that|or|maybe|perhaps"
-    r"|alternatively|otherwise|another)(?![A-Za-z])|(?<![A-Za-z])(?:could|might|may|should|instead|rather|or)(?![A-Za-z])[^.\n]*\d",
+    r"|alternatively|otherwise|another)(?![A-Za-z])|(?<![A-Za-z])(?:could|might|may|should|instead|rather|or)(?![A-Za-z])[^.\n]*\d"
+    r"|(?<=\n)[ \t$*-]*\d[\d.,/]*[ \t$*.]*(?:$|\n)",
     re.IGNORECASE,
 )
 """What may take an answer back, or add another one, in the sentences behind it."""
@@ -91,7 +99,7 @@ def find_final_answer(text: str) -> str:
     if tagged := _TAGGED.findall(text):
         text = tagged[-1][1]
     text = text.replace("\\boxed{}", "").strip().removeprefix("\\boxed{")  # never closed
-    anchors = list(_ANCHOR.finditer(text))
+    anchors = [each for each in _ANCHOR.finditer(text) if not _TURNED.search(text[: each.start()][-80:])]
     if not anchors:
         return text
     rest = text[anchors[-1].end() :].strip()

@@ -69,7 +69,7 @@ _CHANGES: Final = frozenset(
     base per-cent unlike instead excluding percent think guess whenever provided given assuming where otherwise while
     such with quadrillion quintillion lakh crore gross fifth fifths sixth sixths seventh sevenths eighth eighths
     ninth ninths tenth tenths twelfth twelfths hundredth hundredths thousandth thousandths factorials squares cubes
-    roots percentiles cis choose
+    roots percentiles cis choose point suppose assume doubt upward upwards onward onwards
     """.split()  # noqa: SIM905 - a list of strings is harder to read
 )
 """A word beside a number that makes another number of it, or none, or a condition."""
@@ -93,7 +93,7 @@ _STATING: Final = {
         "total", "value", "result", "answer", "amount", "sum", "cost", "price", "profit", "average", "maximum",
         "minimum", "mean", "length", "area", "volume", "distance", "speed", "count", "probability",
     )),
-    "to": frozenset(("equal", "equals", "comes", "amounts", "up", "sums", "back")),
+    "to": frozenset(("equal", "equals", "comes", "amounts", "adds", "sums", "back")),
 }  # fmt: skip
 """Words with which such a preposition says what the number is: `a total of 18`."""
 _NEGATIVE: Final = re.compile(r"^(?:minus|negative)\s+", re.IGNORECASE)
@@ -141,7 +141,8 @@ def number(text: str) -> Number:
         return inner._replace(formula=parse("0").minus(inner.formula))
     if text[:1].isalpha() and (spelled := _SPELLED.get(text.casefold().replace("-", " "))) is not None:
         return Number(parse(str(spelled)))
-    if (spelled_first := _SPELLED_FIRST.match(re.sub(r"(?<=ty)-", " ", text))) is not None:
+    spelled_first = _SPELLED_FIRST.match(re.sub(r"(?<=ty)-", " ", text))
+    if spelled_first is not None and _SPELLED.keys().isdisjoint(text[spelled_first.end() :].casefold().split()):
         text = f"{_SPELLED[spelled_first[1].casefold()]}{text[spelled_first.end() :]}"
     if (price := _PRICE.match(text)) is not None:
         unit, text = _CURRENCY[price["currency"]], price["sign"] + price["inner"] + _RATE.sub("", text[price.end() :])
@@ -246,7 +247,7 @@ def stated(text: str) -> str | None:
 
 def _is_part(before: str) -> bool:
     """Return whether the words before a number make it a part of what is meant."""
-    found = _RELATED.search(before.rstrip(" $"))
+    found = _RELATED.search(re.sub(r"\b(adds|sums|comes) up(?= to\s*$)", r"\1", before.rstrip(" $")))
     return found is not None and (found[1] or "").casefold() not in _STATING.get(found[2].casefold(), ())
 
 

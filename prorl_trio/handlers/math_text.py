@@ -44,7 +44,7 @@ _FONT: Final = (
     r"|operatorname\*?|underline(?=\s*\{[-\d.,\s]*\})|tiny|small|[lL]arge|LARGE|[hH]uge|color\s*\{[a-z]+\}|boxed|fbox)(?![A-Za-z])"
 )
 _FONT_GROUP: Final = re.compile(rf"(?P<script>[\^_]\s*)?{_FONT}\s*\{{(?P<text>[^{{}}]*)\}}")
-_BOLD_SET: Final = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*\{\s*([RQZNC])\s*\}|\{\s*\\bf\s+([RQZNC])\s*\}")
+_BOLD_SET: Final = re.compile(r"\\(?:mathbf|boldsymbol|bm)\s*\{\s*([RQZ])\s*\}|\{\s*\\bf\s+([RQZ])\s*\}")
 _FONT_ALONE: Final = re.compile(_FONT)
 _MATH_MODE: Final = re.compile(
     r"(?<!\\)\\[()\[\]]|(?<!\\)\$|\\(?:left|right)\s*\.|\\(?:displaystyle|textstyle|limits|left|right|mathopen|mathclose"
