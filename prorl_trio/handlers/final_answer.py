@@ -24,7 +24,7 @@ _TURNED: Final = re.compile(
     r"(?:(?:final|correct|right|true)\s+)*$",
     re.IGNORECASE,
 )
-"""What stands before "answer" where the sentence says something else than the answer."""
+"""Words before "answer" with which a sentence says something else than the answer."""
 _TAGGED: Final = re.compile(r"<((?:final_)?answer)>((?:(?!</?(?:final_)?answer>).)*)</\1>", re.IGNORECASE | re.DOTALL)
 _DISPLAY: Final = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$)", re.DOTALL)
 _SENTENCE_END: Final = re.compile(r"(?<=[^\s.])[.!](?=\s+[A-Z]|\s*$)|\n")
@@ -39,7 +39,7 @@ _TAKEN_BACK: Final = re.compile(
     r"|(?<=\n)[ \t$*-]*\d[\d.,/]*[ \t$*.]*(?:$|\n)",
     re.IGNORECASE,
 )
-"""What may take an answer back, or add another one, in the sentences behind it."""
+"""Words behind an answer that may take it back, or add another one."""
 _REASON: Final = re.compile(
     r"(?:,\s*(?:as|since|because|which|where|so|for)\b|\s+(?:because|since)\b|,\s*not\b"
     r"|;\s+(?:I|we|it|this|that|so|as|because|since|here|note|hence|thus|checked|verified)\b).*"
@@ -93,7 +93,9 @@ def find_final_answer(text: str) -> str:
     What follows "the answer is" ends with its sentence, or before its reason ("because ...", "(since ...)"), unless a
     later sentence may take it back. Only the last `MAX_TAIL_CHARS` characters are read: a final answer is at the end.
     """
-    text = _DOUBLED.sub(r"\\", text[-MAX_TAIL_CHARS:])
+    text = text[-MAX_TAIL_CHARS:]
+    if "\\\\" in text:
+        text = _DOUBLED.sub(r"\\", text)
     if (boxed := extract_boxed(text)) is not None:
         return boxed
     if tagged := _TAGGED.findall(text):

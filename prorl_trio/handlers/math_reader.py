@@ -181,7 +181,7 @@ def _value(text: str) -> Reading:
         raise Unreadable("no value")
     if _ALL_REAL.fullmatch(text):
         return Ranges(((-mpmath.inf, False, mpmath.inf, False),))
-    if (but := _ALL_BUT.fullmatch(text)) is not None:
+    if "t" in text and (but := _ALL_BUT.fullmatch(text)) is not None:  # `except`, `that`
         return _value(but["where"] or rf"\mathbb{{R}}\backslash\{{{but['but']}\}}")
     if _EMPTY.fullmatch(text):
         return Ranges(())

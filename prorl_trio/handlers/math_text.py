@@ -152,7 +152,8 @@ def normalised(text: str) -> str:
     text = _EQUIVALENT.sub(
         lambda found: r" \approx " if found[1] in ("approximately", "about") else " = ", _ALSO.sub(_also, text)
     )
-    text = _DEGREES.sub(r"^\\circ", _NAMED_UNIT.sub(r" \1", text))
+    text = _NAMED_UNIT.sub(r" \1", text) if text.endswith((")", "]")) else text
+    text = _DEGREES.sub(r"^\\circ", text) if "^" in text else text
     return _REMARK.sub("", _LEADING.sub("", text)).strip()
 
 
