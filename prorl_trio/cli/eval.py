@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import uuid
@@ -39,6 +40,13 @@ OF_THE_PLAN = (
 """Options that say what is evaluated: with --resume the folder says it."""
 
 
+def _no_nan(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    """Refuse NaN, which is within every range of click's and above no reward."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter("nan is no number", context, option)
+    return value
+
+
 @click.command()
 @connection_options
 @click.option("--tasks", help=TASKS_HELP)
@@ -60,6 +68,7 @@ OF_THE_PLAN = (
 @click.option(
     "--correct-from",
     type=click.FloatRange(-1e9, 1e9),
+    callback=_no_nan,
     help="Least reward of a correct rollout, for pass@k; also with --resume. [1]",
 )
 @click.option("--model", default="", help="Folder of the model, with which `show` turns tokens into text.")

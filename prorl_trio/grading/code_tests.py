@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 MAX_TIMEOUT_S = 3600.0
 MAX_EXPECTED_BYTES = 64 * 1024 * 1024
@@ -81,6 +82,8 @@ class OutputTests(Tests, frozen=True, tag="output"):
     def __post_init__(self) -> None:
         super().__post_init__()
         _parsed("preamble", self.preamble)
+        if not any(case.output.strip() for case in self.cases):
+            raise ValueError("cases: no output is expected of any: a program that does nothing would be right")
         for number, case in enumerate(self.cases):
             if (size := len(case.output.encode())) > MAX_EXPECTED_BYTES:
                 raise ValueError(
@@ -123,6 +126,8 @@ class FunctionTests(Tests, frozen=True, tag="function"):
         _parsed("preamble", self.preamble)
         if not self.function.isidentifier():
             raise ValueError(f"function: {self.function!r} is not the name of a function")
+        if all(case.result is None for case in self.cases):
+            raise ValueError("cases: every result is null: a function that does nothing would be right")
         for number, case in enumerate(self.cases):
             try:
                 carried_back([case.args, case.kwargs, case.result, case.alternatives])
@@ -158,8 +163,13 @@ class AssertTests(Tests, frozen=True, tag="assert"):
             raise ValueError("functions: name the candidate's functions")
         for name in ("setup", "code", "preamble"):
             _parsed(name, getattr(self, name))
-        for number, test in enumerate(self.tests):
-            _parsed(f"tests[{number}]", test)
+        code = _parsed("code", self.code)
+        trees = [_parsed(f"tests[{number}]", test) for number, test in enumerate(self.tests)]
+        for number, tree in enumerate(trees):
+            if any(isinstance(each, ast.Expr) and isinstance(each.value, ast.Compare) for each in ast.walk(tree)):
+                raise ValueError(f"tests[{number}]: it compares and drops the result: write `assert ...`")
+        if not _can_fail((code, *trees), {*self.functions, "candidate", *_functions_of(code)}):
+            raise ValueError("tests: none asserts anything: a function that does nothing would be right")
 
     @property
     def test_ids(self) -> list[str]:
@@ -178,6 +188,11 @@ class UnitTests(Tests, frozen=True, tag="unittest"):
     """
 
     code: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _can_fail((tree := _parsed("code", self.code),), {*self.asked_names, *_functions_of(tree)}):
+            raise ValueError("code: no test asserts anything: whatever the agent did would be right")
 
     @property
     def test_ids(self) -> list[str]:
@@ -208,6 +223,24 @@ class UnitTests(Tests, frozen=True, tag="unittest"):
             elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 bound.add(each.name)
         return sorted(used - bound - set(dir(builtins)))
+
+
+def _functions_of(tree: ast.AST) -> set[str]:
+    return {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
+
+
+def _can_fail(trees: Iterable[ast.AST], harmless: set[str]) -> bool:
+    """Return whether tests assert or raise, or call something that may: neither `harmless` nor of Python itself."""
+    for each in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(each, ast.Assert | ast.Raise):
+            return True
+        if isinstance(each, ast.Call):
+            name = each.func.id if isinstance(each.func, ast.Name) else ""
+            if (name and name not in harmless and not hasattr(builtins, name)) or (
+                isinstance(each.func, ast.Attribute) and re.search("assert|fail|check|test|verify", each.func.attr)
+            ):
+                return True
+    return False
 
 
 def _is_test_case(case: ast.ClassDef, cases: Mapping[str, ast.ClassDef], depth: int = 0) -> bool:

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - a colon as Chinese has it
 """Find the final answer in a text. Pure, and linear in the text, since it also runs on the node's event loop."""
 
 from __future__ import annotations
@@ -13,13 +14,32 @@ MAX_TAIL_CHARS: Final = 32_768
 _BOX: Final = re.compile(r"\\f?box(?:ed)?\s*(?P<open>\{)|\\boxed\s+(?P<bare>[^\s{}\\$]+)|\\.|[{}]", re.DOTALL)
 _BETWEEN: Final = re.compile(r"(?:[\s$,;]|\\[()]|\\q?quad|\\text(?:rm)?\s*\{\s*(?:and|or|,)\s*\}|and|or)*")
 _ANCHOR: Final = re.compile(
-    r"(?:\banswer\b[*_ \t]*(?:(?:is|are|equals|(?:should|must|will|would) be)\b\s*:?|[:=])"
-    r"|final answer[*_ \t]*\n|####)[\s*_}]*",
+    r"(?:(?<![A-Za-z])answer\b[*_ \t]*(?:(?:is|are|equals|(?:should|must|will|would) be)\b\s*:?|[:=])"
+    r"|final answer[*_ \t]*\n|####|答案\s*(?:是|为|[:：]))[\s*_}]*",
     re.IGNORECASE,
 )
+_TURNED: Final = re.compile(
+    r"(?:(?<![A-Za-z])(?:of|than|times|twice|half|double|triple|no|neither|suppose|assume|assuming|doubt|if|when|wrong"
+    r"|incorrect|false|minus|plus|over|by|to)|[-+/])\s+(?:that\s+)?(?:(?:the|my|our|its|this|an?)\s+)?"
+    r"(?:(?:final|correct|right|true)\s+)*$",
+    re.IGNORECASE,
+)
+"""Words before "answer" with which a sentence says something else than the answer."""
 _TAGGED: Final = re.compile(r"<((?:final_)?answer)>((?:(?!</?(?:final_)?answer>).)*)</\1>", re.IGNORECASE | re.DOTALL)
 _DISPLAY: Final = re.compile(r"\s*(?:\\\[(.*?)\\\]|\$\$(.*?)\$\$)", re.DOTALL)
-_SENTENCE_END: Final = re.compile(r"(?<=[^\s.])[.!?](?=\s+[A-Z]|\s*$)|\n")
+_SENTENCE_END: Final = re.compile(r"(?<=[^\s.])[.!](?=\s+[A-Z]|\s*$)|\n")
+_DOUBLED: Final = re.compile(
+    r"(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|boxed|text[a-z]*|math[a-z]+|pi|cdot|times|left|right|begin|end|infty|circ|pm|[lgn]eq?"
+    r"|cup|cap|theta|alpha|ln|log|sin|cos|tan|binom)(?![A-Za-z]))"
+)
+"""A command whose backslash was escaped twice."""
+_TAKEN_BACK: Final = re.compile(
+    r"(?:^|(?<=[.!?;\n]))\W{0,8}(?:oh|no|hmm*|wait|actually|correction|sorry|scratch that|or|maybe|perhaps"
+    r"|alternatively|otherwise|another)(?![A-Za-z])|(?<![A-Za-z])(?:could|might|may|should|instead|rather|or)(?![A-Za-z])[^.\n]*\d"
+    r"|(?<=\n)[ \t$*-]*\d[\d.,/]*[ \t$*.]*(?:$|\n)",
+    re.IGNORECASE,
+)
+"""Words behind an answer that may take it back, or add another one."""
 _REASON: Final = re.compile(
     r"(?:,\s*(?:as|since|because|which|where|so|for)\b|\s+(?:because|since)\b|,\s*not\b"
     r"|;\s+(?:I|we|it|this|that|so|as|because|since|here|note|hence|thus|checked|verified)\b).*"
@@ -70,16 +90,18 @@ def extract_boxed(text: str) -> str | None:
 def find_final_answer(text: str) -> str:
     """Return the answer in a final text: in a box, in `<answer>`, after `####` or "the answer is", or all of it.
 
-    What follows "the answer is" ends with its sentence, or before its reason ("because ...", "(since ...)"). Only the
-    last `MAX_TAIL_CHARS` characters are read, since a final answer is at the end.
+    What follows "the answer is" ends with its sentence, or before its reason ("because ...", "(since ...)"), unless a
+    later sentence may take it back. Only the last `MAX_TAIL_CHARS` characters are read: a final answer is at the end.
     """
     text = text[-MAX_TAIL_CHARS:]
+    if "\\\\" in text:
+        text = _DOUBLED.sub(r"\\", text)
     if (boxed := extract_boxed(text)) is not None:
         return boxed
     if tagged := _TAGGED.findall(text):
         text = tagged[-1][1]
     text = text.replace("\\boxed{}", "").strip().removeprefix("\\boxed{")  # never closed
-    anchors = list(_ANCHOR.finditer(text))
+    anchors = [each for each in _ANCHOR.finditer(text) if not _TURNED.search(text[: each.start()][-80:])]
     if not anchors:
         return text
     rest = text[anchors[-1].end() :].strip()
@@ -88,7 +110,7 @@ def find_final_answer(text: str) -> str:
     if (display := _DISPLAY.match(rest)) is not None:
         return (display[1] or display[2] or "").strip()
     end = _SENTENCE_END.search(rest)
-    sentence = " ".join((rest[: end.start()] if end else rest).split())
+    sentence = " ".join((rest[: end.start()] if end and not _TAKEN_BACK.search(rest, end.end()) else rest).split())
     return _REASON.sub("", sentence).strip()
 
 

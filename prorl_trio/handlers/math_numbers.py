@@ -22,6 +22,7 @@ class Number(NamedTuple):
 _CURRENCY: Final = {
     "$": "usd", "€": "eur", "£": "gbp", "¥": "jpy", "₹": "inr", "₽": "rub", "₩": "krw", "usd": "usd",
     "eur": "eur", "gbp": "gbp", "dollar": "usd", "euro": "eur", "pound": "pound", "cent": "cent", "yen": "jpy",
+    "yuan": "cny", "rupee": "inr", "Rs": "inr",
 }  # fmt: skip
 _UNITS: Final = {
     **_CURRENCY,
@@ -32,6 +33,9 @@ _UNITS: Final = {
     "month": "month", "year": "year", "yr": "year", "g": "g", "gram": "g", "kg": "kg", "kilogram": "kg", "mg": "mg",
     "lb": "lb", "ounce": "oz", "oz": "oz", "l": "l", "liter": "l", "litre": "l", "ml": "ml", "milliliter": "ml",
     "gallon": "gal", "mph": "mile/h", "kph": "km/h", "degree": "deg", "deg": "deg", "radian": "rad", "rad": "rad",
+    "mol": "mol", "mole": "mol", "hz": "hz", "hertz": "hz", "newton": "n", "joule": "j", "kj": "kj", "watt": "w",
+    "kw": "kw", "kwh": "kwh", "pascal": "pa", "pa": "pa", "kpa": "kpa", "volt": "v", "ohm": "ohm", "kelvin": "k",
+    "rpm": "rpm",
 }  # fmt: skip
 """Units by what they are: two that are known, and differ, are two answers."""
 _MULTIPLES: Final = {
@@ -50,6 +54,11 @@ _SPELLED: Final = {
     "one fourth": "1/4", "three quarters": "3/4", "three fourths": "3/4", "one hundred": 100, "one thousand": 1000,
 }  # fmt: skip
 """Numbers in words."""
+_ORDINALS: Final = "first|second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth"
+_SPELLED_FIRST: Final = re.compile(
+    rf"({'|'.join(sorted(_SPELLED, key=len, reverse=True))})(?=\s)(?<!one(?=\s+of\b))(?!\s+(?:{_ORDINALS})\b)",
+    re.IGNORECASE,
+)
 _CHANGES: Final = frozenset(
     """
     not no never isnt isn't cannot can't wasn't doesn't neither nor none minus negative plus half halves third thirds
@@ -60,22 +69,45 @@ _CHANGES: Final = frozenset(
     base per-cent unlike instead excluding percent think guess whenever provided given assuming where otherwise while
     such with quadrillion quintillion lakh crore gross fifth fifths sixth sixths seventh sevenths eighth eighths
     ninth ninths tenth tenths twelfth twelfths hundredth hundredths thousandth thousandths factorials squares cubes
-    roots percentiles cis choose
+    roots percentiles cis choose point suppose assume doubt upward upwards onward onwards
     """.split()  # noqa: SIM905 - a list of strings is harder to read
 )
 """A word beside a number that makes another number of it, or none, or a condition."""
-_CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {"square", "cube", "other", "than", "different", "log", "sin"}
+_CHANGES_BEFORE: Final = (_CHANGES - {"and"}) | {
+    "square",
+    "cube",
+    "other",
+    "than",
+    "different",
+    "log",
+    "sin",
+    "any",
+    "including",
+}
+_RELATED: Final = re.compile(
+    r"(?:([A-Za-z]+)\s+)?(?<![A-Za-z])(of|to|by|from|like|near|after|before|within|into)\s*$", re.IGNORECASE
+)
+"""A preposition right before a number that makes it a part of something: `a multiple of 18`."""
+_STATING: Final = {
+    "of": frozenset((
+        "total", "value", "result", "answer", "amount", "sum", "cost", "price", "profit", "average", "maximum",
+        "minimum", "mean", "length", "area", "volume", "distance", "speed", "count", "probability",
+    )),
+    "to": frozenset(("equal", "equals", "comes", "amounts", "adds", "sums", "back")),
+}  # fmt: skip
+"""Words with which such a preposition says what the number is: `a total of 18`."""
 _NEGATIVE: Final = re.compile(r"^(?:minus|negative)\s+", re.IGNORECASE)
 _RATE: Final = re.compile(r"(?:\s*/\s*|\s+(?:per|an?|every)\s+)(?!hundred|thousand|dozen)[A-Za-z]{3,}$|\s+each$")
-_PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?:US)?(?P<currency>[$€£¥₹₽₩])\s*(?P<inner>-?)\s*(?=[\d.])")
+_PRICE: Final = re.compile(r"(?P<sign>-?)\s*(?:US)?(?P<currency>[$€£¥₹₽₩]|Rs(?=\.?\s))\.?\s*(?P<inner>-?)\s*(?=[\d.])")
 _BEHIND: Final = re.compile(r"(?:(?<=[\d)}\]!|.])|(?<=[\w)}\]!|.]\s))[A-Za-z$€£¥₹]")
-_PHRASE: Final = re.compile(r"[A-Za-z$€£¥₹][A-Za-z$€£¥₹./^{}'\s\d-]*")
+_PHRASE: Final = re.compile(r"[A-Za-z$€£¥₹](?:[A-Za-z$€£¥₹./^{}()'\s\d*-]|\\cdot(?![A-Za-z]))*")
 _ANGLE: Final = re.compile(r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*([CF])?$")
 _QUOTIENT: Final = re.compile(r"\\frac\s*\{\s*([A-Za-z]+)\s*\}\s*\{\s*([A-Za-z]+\s*(?:\^\s*\{?2\}?)?)\s*\}$")
+_ALTOGETHER: Final = re.compile(r"(?:^|\s)(?:in (?:total|all)|altogether|overall)$")
 _SHORT_NOUNS: Final = frozenset(
     """
     a.m p.m am pm of egg men cup day car cat dog pen box bag way pie toy kid boy hen cow pig bus key hat jar can bar
-    sq ft gal tie set row job fan map
+    sq ft gal tie set row job fan map bpm pts fps
     """.split()  # noqa: SIM905 - a list of strings is harder to read
 )
 _TRIGONOMETRIC: Final = re.compile("sin|cos|tan|cot|sec|csc")
@@ -86,7 +118,9 @@ _IN_MATH_MODE: Final = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\((.+?)\\\)|\\
 _PROSE: Final = re.compile(r"[A-Za-z\s,.:!'\"%-]*")
 """The text around a number: signs of mathematics and brackets would mean something."""
 _SINGLE_LETTER: Final = re.compile(r"(?<![A-Za-z'])[B-HJ-Zb-z](?![A-Za-z'])")
-_STATED: Final = re.compile(r"([A-Z][A-Za-z ,'-]{2,}?) (?:is|are|equals)(?: equal to)? ([^A-Za-z\s].*)", re.DOTALL)
+_STATED: Final = re.compile(
+    r"([A-Za-z][A-Za-z ,'-]{2,}?|[a-z]) (?:is|are|equals)(?: equal to)? ([^A-Za-z\s].*)", re.DOTALL
+)
 _FOR_WHOM: Final = re.compile(r"\bsuch (?!that|as)|\b(?:for|with) (?:the|her|his|their|its|an?|each|every|this|that)\b")
 _DECIMAL: Final = re.compile(
     r"[-+]?\s*(\d*\.\d+)(?:[eE][+-]?\d+|\s*\\times\s*10\s*\^\s*(?:\{\s*[+-]?\d+\s*\}|[+-]?\d+))?"
@@ -107,6 +141,9 @@ def number(text: str) -> Number:
         return inner._replace(formula=parse("0").minus(inner.formula))
     if text[:1].isalpha() and (spelled := _SPELLED.get(text.casefold().replace("-", " "))) is not None:
         return Number(parse(str(spelled)))
+    spelled_first = _SPELLED_FIRST.match(re.sub(r"(?<=ty)-", " ", text))
+    if spelled_first is not None and _SPELLED.keys().isdisjoint(text[spelled_first.end() :].casefold().split()):
+        text = f"{_SPELLED[spelled_first[1].casefold()]}{text[spelled_first.end() :]}"
     if (price := _PRICE.match(text)) is not None:
         unit, text = _CURRENCY[price["currency"]], price["sign"] + price["inner"] + _RATE.sub("", text[price.end() :])
     if (angle := _ANGLE.search(text)) is not None and not _TRIGONOMETRIC.search(text):
@@ -140,6 +177,9 @@ def significant_digits(text: str) -> int:
 
 def _measure(phrase: str, *, attached: bool) -> tuple[int, str] | None:
     """Return the multiple and the unit that the words behind a number are; None if they may mean something else."""
+    phrase = _ALTOGETHER.sub("", phrase)
+    if not phrase:
+        return 1, ""
     first, _, rest = phrase.partition(" ")
     multiple = _MULTIPLES.get(first.casefold().removesuffix("s"))
     if multiple is not None and not attached:
@@ -152,8 +192,11 @@ def _measure(phrase: str, *, attached: bool) -> tuple[int, str] | None:
 
 def _is_noun_phrase(phrase: str) -> bool:
     """Return whether words can be a noun: not a product of unknowns, a function or a constant."""
+    if re.search(r"[()*\\]", phrase):
+        return False
     first, *others = (word.strip(".").casefold() for word in re.sub(r"\s*\^.*|[./]+$", "", phrase).split())
-    if first not in _SHORT_NOUNS and (len(first) < 4 or not re.search("[aeiouy]", first)):
+    is_long = len(first) > 3 or (len(first) == 3 and others and len(others[0]) > 3)  # `red marbles`
+    if first not in _SHORT_NOUNS and not (is_long and re.search("[aeiouy]", first)):
         return False
     return not any((len(word) == 1 and word != "a") or word in NAMES for word in (first, *others))
 
@@ -162,17 +205,17 @@ def _unit(text: str) -> str:
     """Return the unit that all of `text` is, in a form to compare; empty if it is unknown."""
     text = re.sub(r"\b(square|cubic|sq|cu)\.?\s+([A-Za-z]+)", lambda f: f"{f[2]}^{2 if f[1][0] == 's' else 3}", text)
     text = re.sub(r"\b([A-Za-z]+)\s+(squared|cubed)$", lambda f: f"{f[1]}^{2 if f[2][0] == 's' else 3}", text)
-    text = re.sub(r"^([A-Za-z]+)\s+([A-Za-z]+)\s*\^\s*\{?-(?:1|([234]))\}?$", r"\1/\2\3", text)
-    text = re.sub(r"\s+per\s+(?:an?\s+)?", "/", text.strip().strip(".")).replace("{", "").replace("}", "")
-    known: list[str] = []
-    for part in re.split(r"\s*/\s*", text):
-        unit = re.fullmatch(r"([A-Za-z]+|[$€£¥₹])\s*(?:\^?\s*([1-4]))?", part.strip())
-        name = unit[1].casefold() if unit else ""
-        found = _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or _UNITS.get(name.removesuffix("es"))
-        if unit is None or found is None:
-            return ""
-        known.append(found + (unit[2] or ""))
-    return "/".join(known)
+    text = re.sub(r"(?:^|\s+)per\s+(?:an?\s+)?", "/", text.strip().strip(".")).replace("US dollar", "dollar")
+    known: tuple[list[str], list[str]] = ([], [])
+    for place, part in enumerate(re.split(r"\s*/\s*", re.sub(r"(?<=/)\s*\(([^()]*)\)|[{}]", r"\1", text))):
+        for factor in re.split(r"\s*\\cdot(?![A-Za-z])\s*|\s*\*\s*|\s+(?![\^\d-])", part) if part or place else ():
+            unit = re.fullmatch(r"([A-Za-z]+|[$€£¥₹])\.?(?:(?:\s*\^\s*)?(-?)([1-4]))?", factor.strip())
+            name = unit[1].casefold() if unit else ""
+            found = _UNITS.get(name) or _UNITS.get(name.removesuffix("s")) or _UNITS.get(name.removesuffix("es"))
+            if unit is None or found is None:
+                return ""
+            known[bool(place) != bool(unit[2])].append(found + (unit[3] or "").replace("1", ""))
+    return "/".join("*".join(sorted(side)) for side in known if side or known[1])
 
 
 def _harmless(words: str, changes: frozenset[str]) -> bool:
@@ -202,6 +245,12 @@ def stated(text: str) -> str | None:
     return found[2] if found and _harmless(found[1], _CHANGES_BEFORE) else None
 
 
+def _is_part(before: str) -> bool:
+    """Return whether the words before a number make it a part of what is meant."""
+    found = _RELATED.search(re.sub(r"\b(adds|sums|comes) up(?= to\s*$)", r"\1", before.rstrip(" $")))
+    return found is not None and (found[1] or "").casefold() not in _STATING.get(found[2].casefold(), ())
+
+
 def number_in_prose(text: str) -> Number | None:
     """Return the number of a sentence that has one, or one price at its end, and no word that changes it."""
     numbers = list(_IN_PROSE.finditer(text))
@@ -216,6 +265,7 @@ def number_in_prose(text: str) -> Number | None:
     if (
         bare.rstrip().endswith(",")
         or _SINGLE_LETTER.search(bare)
+        or _is_part(bare)
         or not _harmless(re.sub(r"\d", "", bare), _CHANGES_BEFORE)
         or not _PROSE.fullmatch(re.sub(r"\d", "", before) + ("" if _unit(after) else after))
         or (after and not re.match(r"[\s.!%]", text[found.end() :]))

@@ -118,16 +118,31 @@ _FRENCH: Final = re.compile(r"([\[\]])((?:[^\[\]()]|\([^()]*\))+[,;](?:[^\[\]()]
 _NAME: Final = re.compile(
     r"(?:[A-Za-z]|\\[A-Za-z]+)'*(?:_(?:\w|\{[^{}]*\}))?'*(?:\s*\([^()=]*\))?|\|?[A-Z]{2,}'*\|?|m?\s*\\(?:angle|triangle)\s*[A-Z]+"
     r"|m?\s*\\(?:overline|vec|overrightarrow|hat|bar)\s*\{?[A-Za-z]+\}?|\([A-Za-z](?:_\w)?(?:\s*,\s*(?:[A-Za-z](?:_\w)?|\\theta|\\phi))*\)"
-    r"|P\s*\([^()]*\)|[A-Za-z]\s*\^\s*(?:-1|\{-1\})\s*\([^()=]*\)|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Za-z]+(?:_\{?\w+\}?)?)+"
+    r"|(?:\\Pr|\\mathbb\s*\{[PE]\}|[PE]|Var)\s*(?:\([^()]*\)|\[[^\[\]]*\])|[A-Za-z]\s*\^\s*(?:-1|\{-1\})\s*\([^()=]*\)|\[[A-Z]{3,}\]|\|[A-Za-z]\||\\frac\s*\{[A-Z]{2}\}\s*\{[A-Z]{2}\}|[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*:\s*[A-Za-z]+(?:_\{?\w+\}?)?)+"
 )
 _SUM: Final = re.compile(
     r"[A-Za-z](?:_\w)?(?:\s*[-+]\s*[A-Za-z](?:_\w)?)+|[A-Z]{2}(?:\s*\^\s*\{?2\}?|(?:\s*(?:\\cdot|[-+])\s*[A-Z]{2})+)"
 )
 _POINT: Final = re.compile(r"([ABD-Z])\s*(\([^()]*,[^()]*\))")
 _CONSTANTS: Final = re.compile(r"\\pi|e|i")
+_CONDITION: Final = re.compile(r"\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{R\})?\s*[:|](.*)", re.DOTALL)
 _WORDS: Final = re.compile(r"[A-Za-z]+(?:[ '-]+[A-Za-z]+)*")
 _PLAIN: Final = re.compile(r"-?\d+(?:\.\d+)?")
-_ALL_REAL: Final = re.compile(r"(?:all )?(?:the )?(?:real numbers|reals)|\\mathbb\s*\{?R\}?", re.IGNORECASE)
+_ALL_REAL: Final = re.compile(
+    r"(?:(?:the )?set of )?(?:(?:all|any|every) )?(?:the )?"
+    r"(?:reals|real (?:numbers?|values?)(?: of)?(?: [xyz])?|(?<=all )real [xyz])"
+    r"|\\mathbb\s*\{?R\}?|-\\infty\s*<\s*[A-Za-z]\s*<\s*\\infty",
+    re.IGNORECASE,
+)
+_ALL_BUT: Final = re.compile(
+    rf"(?:{_ALL_REAL.pattern})\s+(?:except\s+(?:for\s+)?(?:[a-z]\s*=\s*)?(?P<but>.*)|such that\s+(?P<where>.*))",
+    re.IGNORECASE,
+)
+_EMPTY: Final = re.compile(
+    r"\\emptyset|\\?\{\s*\\?\}|(?:the )?empty set|(?:there (?:is|are) |(?:the )?(?:equation|system|inequality) has )?"
+    r"no (?:real )?solutions?(?: exists?)?",
+    re.IGNORECASE,
+)
 
 
 def read(text: str) -> Reading:
@@ -147,7 +162,7 @@ def read(text: str) -> Reading:
 
 def read_prose(text: str) -> Reading:
     """Return the meaning of the one formula or number of a sentence; `Text` if it has none or several."""
-    if (formula := only_formula(text)) is not None:
+    if len(text) <= MAX_CHARS and (formula := only_formula(text)) is not None:
         return read(formula)
     plain = normalised(text)
     if len(plain) <= MAX_CHARS and (said := stated(plain)) is not None and not isinstance(value := read(said), Text):
@@ -166,7 +181,9 @@ def _value(text: str) -> Reading:
         raise Unreadable("no value")
     if _ALL_REAL.fullmatch(text):
         return Ranges(((-mpmath.inf, False, mpmath.inf, False),))
-    if text in (r"\emptyset", r"\{\}", r"\{ \}", "{}", "empty set", "the empty set"):
+    if "t" in text and (but := _ALL_BUT.fullmatch(text)) is not None:  # `except`, `that`
+        return _value(but["where"] or rf"\mathbb{{R}}\backslash\{{{but['but']}\}}")
+    if _EMPTY.fullmatch(text):
         return Ranges(())
     if "mod" in text and (congruent := _CONGRUENT.fullmatch(text)) is not None:
         residues = tuple(map(parse, _split(_LIST, congruent["residues"])[0]))
@@ -232,9 +249,16 @@ def _several(parts: list[str], words: list[str]) -> Reading:
         return Items(",", tuple(map(Text, parts)))
     values = [_value(part) for part in parts]
     named = [value for value in values if isinstance(value, Named) and isinstance(value.value, Ranges)]
-    if set(words) in ({"or"}, {"and"}) and len(named) == len(values) and len({value.name for value in named}) == 1:
-        sign = r"\cup" if words[0] == "or" else r"\cap"
-        return Named(named[0].name, _united([value.value for value in named], [sign] * len(words)))
+    if (
+        set(words) in ({"or"}, {"and"}, {""})
+        and len(named) == len(values)
+        and len({value.name for value in named}) == 1
+    ):
+        both = _united([value.value for value in named], [r"\cap"] * len(words))
+        either = words[0] == "or" or (words[0] != "and" and not both.ranges)  # `x < 1, x > 2` holds for no number
+        return Named(
+            named[0].name, _united([value.value for value in named], [r"\cup"] * len(words)) if either else both
+        )
     return Items("or" if set(words) == {"or"} else ",", tuple(_flat(values)))
 
 
@@ -245,16 +269,14 @@ def _bracketed(text: str) -> Reading | None:
     if opening not in ("(", "[", "{", r"\{") or closing not in (")", "]", "}", r"\}"):
         return None
     inside = text[len(opening) : -len(closing)]
+    if opening in (r"\{", "{") and (condition := _CONDITION.fullmatch(inside)) is not None:
+        return _value(condition[1])
     try:
         parts, separators = _split(_LIST, inside)
     except Unreadable:  # `(a)(b)`
         return None
     brackets = (opening + closing).replace("\\", "")
     if not separators:
-        if opening in (r"\{", "{"):
-            named = re.fullmatch(r"\s*([A-Za-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*(?::|\\mid|\|)(.*)", inside)
-            if named is not None:
-                return _value(named[2])
         if brackets not in ("()", "[]", "{}"):
             return None
         value = _value(inside)
@@ -274,6 +296,8 @@ def _set(value: Any) -> Reading:
     """Return the set whose elements are in braces; conditions on an unknown are a set already."""
     if isinstance(value, Named) and isinstance(value.value, Ranges):
         return value
+    if isinstance(value, Items) and len({each.name[:1] for each in value.items if isinstance(each, Named)}) > 1:
+        return value._replace(brackets=",")  # `{x: 2, y: -3}`
     return Items("{}", value.items if isinstance(value, Items) and value.brackets == "," else (value,))
 
 
@@ -294,7 +318,7 @@ def _french(found: re.Match[str]) -> str:
 
 def _matrix(found: re.Match[str]) -> Reading:
     body = re.sub(r"\\hline(?![A-Za-z])", "", found["body"])
-    rows = [row.split("&") for row in re.split(r"\\\\(?:\[\d+\w\w\])?", body) if row.strip()]
+    rows = [row.split("&") for row in re.split(r"\\\\(?:\[\d+\w\w\])?|\\cr(?![A-Za-z])", body) if row.strip()]
     if len({len(row) for row in rows}) != 1:
         raise Unreadable("rows of different lengths")
     cells = tuple(tuple(number(cell.strip()) for cell in row) for row in rows)
@@ -377,8 +401,8 @@ def _equation(sides: list[str]) -> Reading:
         return Named(_name(first), value)
     if not isinstance(value, Number):
         raise Unreadable("an equation of no number")
-    formulas = [_whole_side(side) for side in (others[:-1] if named else sides[:-1])]
-    last = value.formula
+    formulas = [_hundredth(number(side)) for side in (others[:-1] if named else sides[:-1])]
+    last = _hundredth(value)
     if all(agree(formula, last) for formula in formulas if named is False or formula.unknowns <= last.unknowns):
         return Named(_name(first), value) if named else value
     a_sum = _SUM.fullmatch(first) is not None and not last.unknowns
@@ -388,11 +412,8 @@ def _equation(sides: list[str]) -> Reading:
     return Relation("=", formulas[0].minus(last), value if a_sum else None)
 
 
-def _whole_side(text: str) -> Formula:
-    side = number(text)
-    if side.percent:
-        raise Unreadable("a percentage in an equation")
-    return side.formula
+def _hundredth(side: Number) -> Formula:
+    return side.formula.times(parse("1/100")) if side.percent else side.formula
 
 
 def _inequality(left: str, sign: str, right: str) -> Reading:

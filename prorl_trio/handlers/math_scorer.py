@@ -60,7 +60,7 @@ _PLACEHOLDERS: Final = frozenset(
 
 _NO_VALUE: Final = re.compile(r"#(?:n/a|ref!|value!|div/0!|name\?|num!|null!)|<na>", re.IGNORECASE)
 _SENTENCES: Final = re.compile(
-    r"(?:\d|(?<![A-Z])[a-z])\.\s+[A-Z][a-z]*\W+[a-z]|,\s*(?:because|since|so|then|which|therefore|thus|hence)\s"
+    r"(?:\d|(?<![A-Z])[a-z])\.\s+[A-Z][a-z]*\W+[a-z\d]|,\s*(?:because|since|so|then|which|therefore|thus|hence)\s"
 )
 
 
@@ -164,9 +164,7 @@ def _equal(gold: Reading, answer: Reading) -> bool:
         case (Text(), _) | (_, Text()):
             return False
         case Named(), Named():
-            return (gold.name == answer.name or {gold.name, answer.name} == {"y", "f(x)"}) and _equal(
-                gold.value, answer.value
-            )
+            return _are_one(gold.name, answer.name) and _equal(gold.value, answer.value)
         case Named(), Relation():
             return _equal_relations(_as_relation(gold), answer)
         case Relation(), Named():
@@ -289,7 +287,7 @@ def _equal_items(gold: Items, answer: Items) -> bool:
         return False
     if len(gold.items) != len(answer.items):
         return False
-    names = [{item.name for item in side.items if isinstance(item, Named)} for side in (gold, answer)]
+    names = [{item.name.partition("_")[0] for item in side.items if isinstance(item, Named)} for side in (gold, answer)]
     if max(map(len, names)) > 1:  # values of several unknowns: no set, and without their names in alphabetical order
         if "{}" in (gold.brackets, answer.brackets) or (gold.brackets == "or") != (answer.brackets == "or"):
             return False
@@ -306,13 +304,20 @@ def _equal_items(gold: Items, answer: Items) -> bool:
     return True
 
 
+def _are_one(gold: str, answer: str) -> bool:
+    """Return whether two names may be one unknown's: `x_1` is `x`, if `x` has no index there."""
+    first, second = gold.partition("_"), answer.partition("_")
+    return gold == answer or {gold, answer} == {"y", "f(x)"} or (first[0] == second[0] and first[1] != second[1])
+
+
 def _by_name(items: Items) -> Items:
     named = all(isinstance(item, Named) for item in items.items)
     return items._replace(items=tuple(sorted(items.items, key=lambda item: item.name))) if named else items
 
 
 def _is_pair(items: Items) -> bool:
-    return len(items.items) == 2 and all(isinstance(item, Number) for item in items.items)
+    values = [item.value if isinstance(item, Named) else item for item in items.items]
+    return len(values) == 2 and all(isinstance(value, Number) for value in values)
 
 
 def _equal_ranges(gold: Ranges, answer: Ranges) -> bool:

@@ -82,3 +82,9 @@ def test_commands_of_other_packages_do_not_replace_ours(monkeypatch):
     other = metadata.EntryPoint("serve", "no_such_package.commands:serve", "prorl_trio.commands")
     monkeypatch.setattr("prorl_trio.cli.lazy_group.entry_points", lambda group: [other])
     assert CliRunner().invoke(main, ["serve", "--help"]).exit_code == 0
+
+
+def test_no_number_is_no_reward_to_be_correct_from():
+    done = CliRunner().invoke(main, ["eval", "--tasks", "sums", "--token", "x", "--correct-from", "nan"])
+    assert done.exit_code != 0
+    assert "nan is no number" in done.output

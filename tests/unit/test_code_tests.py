@@ -15,7 +15,7 @@ from prorl_trio.handlers.code import CodeHandler, CodePayload
 from prorl_trio.types.errors import MalformedJob
 
 CASE = {"input": "1", "output": "1"}
-TEST = "import unittest\nclass TestOne(unittest.TestCase):\n    def test_a(self): pass\n"
+TEST = "import unittest\nclass TestOne(unittest.TestCase):\n    def test_a(self): assert f()\n"
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,18 @@ TEST = "import unittest\nclass TestOne(unittest.TestCase):\n    def test_a(self)
         ({"kind": "assert", "functions": [], "tests": ["assert f(1)"]}, "name the candidate's functions"),
         ({"kind": "assert", "functions": ["f"], "tests": ["assert f(1)", "assert f("]}, "tests\\[1\\]: not Python"),
         ({"kind": "assert", "functions": ["f"], "tests": ["x"], "setup": "def"}, "setup: not Python"),
+        (
+            {"kind": "assert", "functions": ["f"], "tests": ["f(1) == 1"]},
+            "tests\\[0\\]: it compares and drops the result",
+        ),
+        ({"kind": "assert", "functions": ["f"], "tests": ["print(f(1))"]}, "none asserts anything"),
+        (
+            {"kind": "assert", "functions": ["f"], "code": "def check(candidate): candidate(1)", "tests": ["check(f)"]},
+            "none asserts anything",
+        ),
+        ({"kind": "output", "cases": [{"input": "1", "output": " \n"}]}, "a program that does nothing would be right"),
+        ({"kind": "function", "function": "f", "cases": [{"result": None}]}, "a function that does nothing"),
+        ({"kind": "unittest", "code": TEST.replace("assert f()", "f()")}, "no test asserts anything"),
         ({"kind": "unittest", "code": "class T(: pass"}, "code: not Python"),
         ({"kind": "unittest", "code": "def test_a(): pass"}, "there are no tests"),
         ({"kind": "unittest", "code": "class Base:\n    def test_a(self): pass\n"}, "there are no tests"),
@@ -55,7 +67,7 @@ def test_tests_that_cannot_decide_are_refused_at_submission(monkeypatch, tests, 
         (TEST, ["TestOne.test_a"]),
         (TEST.replace("def test_a", "async def test_a"), ["TestOne.test_a"]),
         (
-            "from unittest import TestCase\nclass Base:\n    def test_shared(self): pass\n"
+            "from unittest import TestCase\nclass Base:\n    def test_shared(self): assert f()\n"
             "class One(Base, TestCase):\n    x = 1\nclass Two(One):\n    def test_own(self): pass\n",
             ["One.test_shared", "Two.test_own", "Two.test_shared"],
         ),
@@ -67,7 +79,7 @@ def test_inherited_and_asynchronous_tests_are_tests(code, expected):
 
 
 def test_the_names_that_tests_ask_for_are_found():
-    code = "import os as system\n" + TEST.replace("pass", "self.assertEqual(task_func(len(system.name)), x := 3)")
+    code = "import os as system\n" + TEST.replace("assert f()", "self.assertEqual(task_func(len(system.name)), x := 3)")
     assert UnitTests(code=code.replace(", x := 3", ", 3")).asked_names == ["task_func"]
 
 

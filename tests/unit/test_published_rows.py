@@ -174,6 +174,8 @@ REFUSED = [
     ("an index beyond the options", {"question": "?", "choices": ["x", "y"], "answer": 2}, "'2' names none of the 2"),
     ("answers that disagree", {"question": "?", "options": ["x", "y"], "answer": "A", "answer_index": 1}, "field `answer`: 'A' names another choice than `answer_index`"),
     ("a letter and a text", {"question": "?", "options": ["B", "A"], "answer": "A"}, "names two choices"),
+    ("a text that may be an index", {"question": "?", "choices": ["1", "42"], "answer": "1"}, "names two choices"),
+    ("tests that assert nothing", {"task_id": "HumanEval/0", "prompt": "def f(x):\n    pass", "canonical_solution": "", "test": "def check(candidate):\n    pass\n", "entry_point": "f"}, "none asserts anything"),
     ("two choices alike", {"question": "?", "options": ["x", "x"], "answer": "x"}, "two alike"),
     ("no answer to choices", {"question": "?", "options": ["x", "y"]}, "field `answer`: there is none"),
     ("a hidden answer", {"id": "m", "question": "?", "opa": "w", "opb": "x", "opc": "y", "opd": "z", "cop": -1}, "field `cop`: '-1'"),

@@ -212,6 +212,8 @@ def _named(value: Any, choices: _Choices, *, is_letter: bool) -> set[int]:
     else:
         by_label = set()
     by_text = _places_of(said, choices)
+    if by_text and not by_label and said.isascii() and said.isdigit() and int(said) < len(choices.texts):
+        return by_text | {int(said)}  # `"1"` may be a text, or an index of a file in which all is text
     if not by_label and not by_text:
         if (found := _LABELLED.fullmatch(value)) and found[1].upper() in choices.labels:  # its letter with its text
             return {choices.labels.index(found[1].upper())} & _places_of(found[2].strip(), choices)

@@ -21,7 +21,7 @@ MAX_BEYOND_CHARS: Final = 600
 _LEAD: Final = re.compile(
     r"(?:(?:so|thus|hence|therefore|then|the|correct|right|best|final|most|likely|appropriate|suitable|accurate|answer|"
     r"option|choice|letter|statement|is|it|its|it's|that|would|be|must|should|we|i(?=\s+[a-z]{2})|choose|chose|pick|select|"
-    r"say|think|believe|go|with|going|my|to|this|question)(?![A-Za-z'])[\s:,]*|[=:\s]|-\s)*",
+    r"i'd|selected|chosen|say|think|believe|go|with|going|my|to|this|question)(?![A-Za-z'])[\s:,]*|[=:\s]|-\s)*",
     re.IGNORECASE,
 )
 _LETTER: Final = re.compile(
@@ -29,7 +29,7 @@ _LETTER: Final = re.compile(
     r"(?P<rest>(?![\w+#^_'*/=&%-]).*)?",
     re.DOTALL,
 )
-_LONE: Final = re.compile(r"[(\[{<\"'*`\s]*([A-Za-z])\s?[)\]}>\"'*`]*\s?[.,:;!]?[*\s]*")
+_LONE: Final = re.compile(r"(?:#+\s)?[(\[{<\"'*`\s✓✔✅]*([A-Za-z])\s?[)\]}>\"'*`]*\s?[.,:;!]?[*\s✓✔✅]*")
 _EXPLAINS: Final = re.compile(
     r"(?:it|this|that|the|these|those|they|here|so|thus|hence|therefore|in|for|by|we|when|given|using|from|at|an?)\s",
     re.IGNORECASE,
@@ -44,7 +44,9 @@ _BEHIND: Final = re.compile(
 )
 """The text of a choice, and its letter behind it."""
 _NEEDLESS_SPACE: Final = re.compile(r"(?<=\W) | (?=\W)|(?<=\d) (?=[^\W\d])")
-_WHOLE: Final = re.compile(r"(?<![\w.,])(\d+)\.0+(?![\d.])")
+_IDLE_ZEROS: Final = re.compile(r"(?<![\w.,])(\d+)(?:\.0+|(\.\d*[1-9])0+)(?![\d.])")
+_NO_ZERO: Final = re.compile(r"(?<![\w.,)])\.(?=\d)")
+_NOT_OTHER: Final = re.compile(r"\W{0,4}(?:and\s)?not\s(?:option\s|choice\s)?\W?([A-Z])\W{0,3}", re.IGNORECASE)
 _SIMPLE_FRACTION: Final = re.compile(r"\((\d{1,9}/\d{1,9})\)")
 _ALSO: Final = re.compile(r"(?<![A-Za-z])(?:or|but|wait|actually|maybe|perhaps)[\s,]+[(\[]?[A-Z](?![A-Za-z])")
 """Another letter that may be right as well."""
@@ -86,6 +88,10 @@ class _Texts:
             return place if strict in (None, place) else None
         if strict is not None:
             return strict
+        head, _, tail = said.strip().partition("\n")
+        place = LETTERS.find(_alone(plain(head)) or "?") if tail else -1
+        if place in range(self._count) and self._explains(plain(tail), place):
+            return place
         named, is_named = self._lettered(bare)
         if is_named:
             return named
@@ -147,6 +153,8 @@ class _Texts:
         sentence = first_sentence(rest)
         if sentence != rest:
             return self._agrees(sentence, own)
+        if (other := _NOT_OTHER.fullmatch(rest)) is not None:
+            return other[1].upper() != LETTERS[own]
         words, mine = _loosest(rest), texts[own]
         if _EXPLAINS.match(rest) and not HEDGES.search(rest) and not _has_other(rest, own):
             return not self._others_within(words, own)
@@ -157,6 +165,11 @@ class _Texts:
             return not HEDGES.search(beyond) and not self._others_within(beyond, own) and not _has_other(rest, own)
         shortened = words.rstrip(".").strip()
         return bool(shortened) and _within(shortened, mine) and len(shortened) > 2
+
+    def _explains(self, text: str, own: int) -> bool:
+        """Return whether what follows a letter takes nothing back, and names no other choice."""
+        doubtful = HEDGES.search(text) or _has_other(text, own)
+        return not doubtful and not self._others_within(_loosest(text), own)
 
     def _others_within(self, words: str, own: int) -> bool:
         return any(
@@ -210,7 +223,7 @@ def _folded(text: str) -> str:
 
 
 def _loosest(text: str) -> str:
-    return normalise(_WHOLE.sub(r"\1", _trimmed(text)))
+    return normalise(_IDLE_ZEROS.sub(r"\1\2", _NO_ZERO.sub("0.", _trimmed(text))))
 
 
 STRICT: Final = 4

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["plain"]
+__all__ = ["GREEK", "LOOK_ALIKES", "plain"]
 
 MAX_DEPTH: Final = 30
 """Nested groups beyond this depth stay as they are written."""
-_CHARS: Final = str.maketrans({
+LOOK_ALIKES: Final = str.maketrans({
     **dict.fromkeys("−﹣－‐‑", "-"), **dict.fromkeys("–—―", "–"), **dict.fromkeys("⋅∙•‧", "·"), "∗": "*",
     **dict.fromkeys("∕⁄", "/"), **dict.fromkeys("\u00a0\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009"
     "\u200a\u202f\u205f\u3000", " "), **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff\u200e\u200f", ""),
@@ -21,21 +21,23 @@ _CHARS: Final = str.maketrans({
     **dict.fromkeys("“”„«»", '"'), **dict.fromkeys("‘’‚", "'"), "″": "″", "≃": "≈", "≅": "≈", "∼": "≈", "＜": "<",
     "¼": " 1/4", "½": " 1/2", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "⅛": " 1/8", "⅜": " 3/8", "⅝": " 5/8",
     "⅞": " 7/8", "⅕": " 1/5", "⅖": " 2/5", "⅗": " 3/5", "⅘": " 4/5", "⅙": " 1/6", "⅚": " 5/6", "…": "...",
-    "（": "(", "）": ")", "［": "[", "］": "]", "：": ":", "，": ",", "。": ".", "；": ";", "％": "%", "＝": "=",
+    "（": "(", "）": ")", "［": "[", "］": "]", "：": ":", "∶": ":", "，": ",", "。": ".", "；": ";", "％": "%",
+    "＝": "=", "￥": "¥",
     **{chr(0xFF21 + n): chr(0x41 + n) for n in range(26)}, **{chr(0xFF41 + n): chr(0x61 + n) for n in range(26)},
     **{chr(0xFF10 + n): chr(0x30 + n) for n in range(10)},
 })  # fmt: skip
+"""Signs that look alike, for the reader of formulas, too."""
 _RAISED: Final = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ"
 _LOWERED: Final = "₀₁₂₃₄₅₆₇₈₉₋₊ₙ"
 _LEVEL: Final = str.maketrans(_RAISED + _LOWERED, "0123456789-+n" * 2)
 _LATEX: Final = ("\\", "$", "^{", "_{", "{,}")
 """Signs of LaTeX. Without them braces are braces: `{1, 2}` is a set."""
-_TIE: Final = re.compile(r"(?<=[\w})])~(?=[\w\\{(])")
+_TIE: Final = re.compile(r"(?<=[\w})])~(?=[\w\\{(])|(?<=\{)~(?=[A-Za-z\\])")
 _SMALL: Final = re.compile(f"[{_RAISED}]+|[{_LOWERED}]+")
 _MARKDOWN: Final = re.compile(
     r"""(?:(?<![^\s(\["':.])|(?<=</)|(?<=<))(\*\*\*|\*\*|``?|\*)(?=[^\s*`])([^*`\n]{0,300}?[^\s*`])\1(?=[\s.,;:!?)\]"']|$)"""
 )
-_GREEK: Final = {
+GREEK: Final = {
     "alpha": "α", "beta": "β", "gamma": "γ", "delta": "δ", "epsilon": "ε", "varepsilon": "ε", "zeta": "ζ", "eta": "η",
     "theta": "θ", "vartheta": "θ", "iota": "ι", "kappa": "κ", "lambda": "λ", "mu": "µ", "nu": "ν", "xi": "ξ", "pi": "π",
     "rho": "ρ", "varrho": "ρ", "sigma": "σ", "tau": "τ", "upsilon": "υ", "phi": "φ", "varphi": "φ", "chi": "χ",
@@ -43,7 +45,7 @@ _GREEK: Final = {
     "Sigma": "Σ", "Phi": "Φ", "Psi": "Ψ", "Omega": "Ω",
 }  # fmt: skip
 _SYMBOLS: Final = {
-    **_GREEK,
+    **GREEK,
     "times": "×", "cdot": "·", "div": "÷", "pm": "±", "mp": "∓", "le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥",
     "geq": "≥", "geqslant": "≥", "ne": "≠", "neq": "≠", "lt": "<", "gt": ">", "approx": "≈", "sim": "≈", "simeq": "≈",
     "cong": "≈", "infty": "∞", "cup": "∪", "cap": "∩", "in": "∈", "notin": "∉", "subset": "⊂", "subseteq": "⊆",
@@ -75,7 +77,7 @@ def plain(text: str) -> str:
     own become that sign (`\\times` is `×`, `\\mu` is `µ`), fractions `a/b`, roots `√(a)`. Raised and lowered text is
     `^a`, `^(ab)`, `_a`, `_(ab)`, whether it was LaTeX or Unicode. An unknown command stays as it is.
     """
-    text = text.translate(_CHARS)
+    text = text.translate(LOOK_ALIKES)
     text = _SMALL.sub(_small, text)
     text = _TIE.sub(" ", text)
     if any(sign in text for sign in _LATEX):

@@ -49,6 +49,7 @@ _LOGIC: Final = re.compile(
 _FORMULA: Final = re.compile(r"[\w\\(){}\[\]^+\-*/·×÷√|'′.°%Å⟨⟩ ]*", re.DOTALL)
 _OF: Final = re.compile(
     r"(?<=\S) (?:of (?:the )?[A-Za-z][\w()+]{0,20}(?: [A-Za-z][a-z]{0,20}){0,2}|"
+    r"(?:down|up|left|right|north|south|east|west|for|back)wards?|downhill|uphill|(?:counter)?clockwise|"
     r"long|tall|high|wide|deep|thick|away|apart|old|in (?:all|total|length|height|width|depth|diameter|magnitude))$"
 )
 """Words behind a unit that name the object or the dimension that is measured."""
@@ -83,7 +84,9 @@ def read_quantities(text: str) -> list[Quantity]:
         return []
     if _DECIMAL.fullmatch(text):  # as most answers are
         return [Quantity(float(text))] if math.isfinite(float(text)) else []
-    text = _stripped(first_sentence(without_reason(plain(text))))
+    whole = plain(text)
+    reasoned = without_reason(whole)
+    text = _stripped(first_sentence(reasoned if re.search(r"\d", reasoned) else whole))  # `the loss due to ... is 5 W`
     text = re.sub(r"^[\s=≈~]+", "", text)
     if (therefore := _THEREFORE.match(text)) is not None:
         text = text[therefore.end() :]
@@ -133,7 +136,7 @@ def _quantity(text: str, *, first: bool) -> Quantity | None:
         text = text[symbol.end() :]
     if first and (connector := _CONNECTOR.search(text)) is not None:
         before = text[: connector.start()]
-        if _NAMING.fullmatch(before) and not _LOGIC.search(before):
+        if _NAMING.fullmatch(before) and not _LOGIC.search(before.replace("due to", "")):
             text = text[connector.end() :]
     reader = _Reader(text)
     value = reader.closed_form()

@@ -11,7 +11,8 @@ __all__ = ["HEDGES", "REASON", "first_sentence", "place_of_box", "stated_answers
 
 MAX_BETWEEN_CHARS: Final = 24
 _ANCHOR: Final = re.compile(
-    r"(?:(?<![A-Za-z])(?:answer|choice|option)(?:\s+(?:is|equals|should be|must be|would be)(?![A-Za-z])\s*:?"
+    r"(?:答案\s*(?:是|为|[:：])|(?<![A-Za-z])(?:answer|choice|option)"  # noqa: RUF001 - as Chinese has it
+    r"(?:\s+(?:is|equals|should be|must be|would be)(?![A-Za-z])\s*:?"
     r"|[\"']?\s{0,3}[:=])|####(?!#)|(?m:^)[#*_ ]{0,8}(?:(?:final|correct|my)\s)?answer[*_ ]{0,4}\n)"
     r"(?:[*_]{1,3}(?=\s))?\s*",
     re.IGNORECASE,
@@ -20,7 +21,8 @@ _TAG: Final = re.compile(r"<\s*(?:final[_ ]?)?answer\s*>", re.IGNORECASE)
 _TAG_END: Final = re.compile(r"<\s*/\s*(?:final[_ ]?)?answer\s*>", re.IGNORECASE)
 _NEXT_BOX: Final = re.compile(r"\}?\s*\$?\s*(?:,|;|/|or|and|\\text\s*\{\s*(?:or|and)\s*\})?\s*\$?\s*", re.IGNORECASE)
 REASON: Final = re.compile(
-    r"(?:[,;:.]|\s[-–—])?\s{0,4}\(?(?<![A-Za-z])(?:(?:because|since|as|due to|where|which|given that|so that|"  # noqa: RUF001
+    r"(?:[,;:.]|\s[-–—])?\s{0,4}\(?(?<![A-Za-z])(?:(?:because|since|as(?!\s+(?:well|is|are|does|do)(?![A-Za-z]))|"  # noqa: RUF001
+    r"due to|where|which|given that|so that|"
     r"for the reason)(?![A-Za-z])|(?:explanation|reason|reasoning|justification|rationale)\s?:)",
     re.IGNORECASE,
 )
@@ -58,14 +60,21 @@ def stated_answers(text: str) -> list[str]:
             if len(between) <= MAX_BETWEEN_CHARS and _NEXT_BOX.fullmatch(between):
                 return [f"{previous} , {boxed}"]
         behind = _anchored(text[end_of_box:])
-        return [boxed, *([behind] if behind else [])]
-    tags = list(_TAG.finditer(text))
-    if tags:
-        rest = text[tags[-1].end() :]
-        end_tag = _TAG_END.search(rest)
-        return [rest[: end_tag.start()].strip() if end_tag else rest.strip()]
+        inside = _anchored(boxed) or _in_tag(boxed)
+        return [boxed, *([behind] if behind else []), *([inside] if inside else [])]
+    if tagged := _in_tag(text):
+        return [tagged]
     anchored = _anchored(text)
     return [anchored] if anchored else [text.strip()]
+
+
+def _in_tag(text: str) -> str:
+    tags = list(_TAG.finditer(text))
+    if not tags:
+        return ""
+    rest = text[tags[-1].end() :]
+    end_tag = _TAG_END.search(rest)
+    return rest[: end_tag.start()].strip() if end_tag else rest.strip()
 
 
 def place_of_box(text: str, boxed: str) -> tuple[int, int]:

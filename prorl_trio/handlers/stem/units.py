@@ -196,11 +196,18 @@ def _factors_of(spelling: str) -> tuple[tuple[str, float], ...]:
     return tuple((name, float(power or 1)) for name, _, power in parts)
 
 
+_GLUED: Final = re.compile(
+    r"(?<![A-Za-zµ])(?!mm)(k?J|k?W|V|k?N|m|k?g|mol|rad|C|A|k?Pa)(mol|[cdk]?m|k?g|s|K|L|C)(?=\^\(?-)"
+)
+"""Two units without a blank, of which the second has a negative power."""
+
+
 def read_unit(text: str) -> list[Unit]:
     """Return the units that a text may mean, the likeliest first; empty if not all of it is understood.
 
     Reads words (`meters per second squared`), symbols, LaTeX, siunitx, powers, products and quotients. By custom the K
-    of `J/mol·K` is in the denominator, by arithmetic it is not: both units are returned. Empty text is the unit `()`.
+    of `J/mol·K` is in the denominator, by arithmetic it is not: both units are returned. So are those of `ms^-1`, which
+    may be m/s. Empty text is the unit `()`.
     """
     text = plain(text)
     if len(text) > MAX_UNIT_CHARS:
@@ -209,8 +216,8 @@ def read_unit(text: str) -> list[Unit]:
     for phrase, by in _PHRASES:
         text = phrase.sub(by, text)
     found: list[Unit] = []
-    for by_custom in (True, False):
-        unit = _Reader(text, by_custom=by_custom).whole()
+    for form, by_custom in ((text, True), (text, False), (_GLUED.sub(r"\1 \2", text), True)):
+        unit = _Reader(form, by_custom=by_custom).whole()
         if unit is not None and (normal := _normal(unit)) not in found:
             found.append(normal)
     return found

@@ -337,11 +337,17 @@ CHEATS = {
     ),
     "hangs_where_any_error_is_expected": (
         "import time\ndef f(): time.sleep(600)",
-        AssertTests(functions=["f"], tests=["try:\n    f()\nexcept BaseException:\n    pass"], test_timeout_s=2.0),
+        AssertTests(
+            functions=["f"],
+            tests=["try:\n    f()\nexcept BaseException:\n    pass\nelse:\n    raise AssertionError"],
+            test_timeout_s=2.0,
+        ),
     ),
     "raises_what_takes_other_arguments": (
         "def f(): raise UnicodeDecodeError('a', b'', 0, 1, 'b')",
-        AssertTests(functions=["f"], tests=["try:\n    f()\nexcept TypeError:\n    pass"]),
+        AssertTests(
+            functions=["f"], tests=["try:\n    f()\nexcept TypeError:\n    pass\nelse:\n    raise AssertionError"]
+        ),
     ),
     "is_too_long_to_be_near": (
         "print(10**400)",
@@ -422,7 +428,7 @@ async def test_a_canary_tells_who_patched_the_tests(grade):
     assert verdict.details()["tampered"]
 
 
-@pytest.mark.parametrize("tests", [[], ["x = 1"]], ids=["none", "broken"])
+@pytest.mark.parametrize("tests", [[], ["assert add"]], ids=["none", "broken"])
 async def test_tests_that_cannot_decide_are_no_verdict(grade, tests):
     if not tests:
         with pytest.raises(ValueError, match="there are no tests"):
