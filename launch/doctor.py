@@ -107,12 +107,18 @@ def _user_namespaces() -> Check:
 def _sandboxes(reports: list[ProviderReport]) -> list[Check]:
     """Examine each provider. One that does not work is a fault only if none does."""
     state: Literal["warning", "missing"] = "warning" if any(report.usable for report in reports) else "missing"
-    return [
-        Check(name=report.name, state="ok", detail=f"{report.version}: started a sandbox")
-        if report.usable
-        else Check(name=report.name, state=state, detail=report.problem, remedy=report.remedy)
-        for report in reports
-    ]
+    return [_sandbox(report, state) for report in reports]
+
+
+def _sandbox(report: ProviderReport, broken: Literal["warning", "missing"]) -> Check:
+    if not report.usable:
+        return Check(name=report.name, state=broken, detail=report.problem, remedy=report.remedy)
+    if report.images_problem:
+        detail = f"{report.version}: sandboxes of `host` start, those of other images and of layers do not work: "
+        return Check(
+            name=report.name, state="warning", detail=detail + report.images_problem, remedy=report.remedy
+        )
+    return Check(name=report.name, state="ok", detail=f"{report.version}: started a sandbox")
 
 
 def _runtime() -> Check:
