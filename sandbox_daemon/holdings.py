@@ -6,11 +6,13 @@ Without a control group of the sandbox nothing else bounds them.
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import stat
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -36,7 +38,6 @@ FEW_UNSEEN = 64
 """A process whose files cannot be looked at is not suspected of anything below this number."""
 READ_BYTES = 64 * 1024
 EVENTPOLL, SOCKET, PIPE = "anon_inode:[eventpoll]", "socket:[", "pipe:["
-SELF = "self"
 
 
 class Mappings(NamedTuple):
@@ -171,14 +172,19 @@ def _tables(pid: int, threads: int) -> Iterator[str]:
 
 def _share_files(task: int, other: int) -> bool:
     """Return whether two tasks have one table. False if that cannot be told."""
+    number = _KCMP.get(os.uname().machine)
+    return number is not None and _libc().syscall(number, task, other, _KCMP_FILES, 0, 0) == 0
+
+
+@functools.cache
+def _libc() -> Any:
     import ctypes  # here, because a sandbox without threads does without
 
-    number = _KCMP.get(os.uname().machine)
-    libc = ctypes.CDLL(None, use_errno=True)
-    return number is not None and libc.syscall(number, task, other, _KCMP_FILES, 0, 0) == 0
+    return ctypes.CDLL(None)
 
 
 _KCMP = {"x86_64": 312, "aarch64": 272}
+"""The number of `kcmp`, by machine."""
 _KCMP_FILES = 2
 
 
@@ -192,20 +198,38 @@ def _count_files(table: str) -> int:
 def _count(path: str, word: bytes, most: int) -> int:
     """Count the lines that begin with `word`. Stops, with what it has, above `most`."""
     counted, rest = 0, b"\n"
-    with suppress(OSError), open(path, "rb", buffering=0) as file:
-        while counted <= most and (piece := file.read(READ_BYTES)):
-            text = rest + piece
-            counted += text.count(b"\n" + word)
-            rest = text[-len(word) :] if word else b""
+    for piece in _pieces(path):
+        text = rest + piece
+        counted += text.count(b"\n" + word)
+        if counted > most:
+            break
+        rest = text[-len(word) :] if word else b""
     return counted
 
 
 def _in_flight(path: str) -> int:
-    with suppress(OSError, ValueError), open(path, "rb", buffering=0) as file:
-        _, found, number = file.read(READ_BYTES).partition(b"\nscm_fds:")
-        if found:
-            return int(number.split(None, 1)[0])
+    for piece in _pieces(path):
+        _, found, number = piece.partition(b"\nscm_fds:")
+        return int(number.split(None, 1)[0]) if found else 0
     return 0
+
+
+def _pieces(path: str) -> Iterator[bytes]:
+    """What a file in /proc holds, of which the first piece is all unless that is long; nothing if it is gone.
+
+    Without a buffer, which takes as long as reading.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        while piece := os.read(fd, READ_BYTES):
+            yield piece
+    except OSError:  # the process has ended
+        return
+    finally:
+        os.close(fd)
 
 
 def _count_mappings(sizes: dict[int, int], mappings: dict[int, Mappings]) -> None:
@@ -223,19 +247,17 @@ def _count_mappings(sizes: dict[int, int], mappings: dict[int, Mappings]) -> Non
 
 def _read_status(pid: int) -> dict[bytes, int]:
     """The numbers in /proc/PID/status by name: sizes are in KiB."""
-    found = {}
-    with suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
-        for line in file:
-            name, _, value = line.partition(b":")
-            if name in (b"VmPTE", b"VmSize", b"Threads"):
-                found[name] = int(value.split(None, 1)[0])
-    return found
+    text = next(_pieces(f"/proc/{pid}/status"), b"")
+    return {name: int(value) for name, value in _IN_STATUS.findall(text)}
+
+
+_IN_STATUS = re.compile(rb"^(VmPTE|VmSize|Threads):\s+([0-9]+)", re.MULTILINE)
 
 
 def _own_sockets() -> set[int]:
     """The inodes of this process's own sockets."""
     found = set()
-    for name in os.listdir(f"/proc/{SELF}/fd"):
+    for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
