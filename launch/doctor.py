@@ -115,9 +115,7 @@ def _sandbox(report: ProviderReport, broken: Literal["warning", "missing"]) -> C
         return Check(name=report.name, state=broken, detail=report.problem, remedy=report.remedy)
     if report.images_problem:
         detail = f"{report.version}: sandboxes of `host` start, those of other images and of layers do not work: "
-        return Check(
-            name=report.name, state="warning", detail=detail + report.images_problem, remedy=report.remedy
-        )
+        return Check(name=report.name, state="warning", detail=detail + report.images_problem, remedy=report.remedy)
     return Check(name=report.name, state="ok", detail=f"{report.version}: started a sandbox")
 
 

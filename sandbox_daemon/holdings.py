@@ -114,9 +114,7 @@ def _add_sockets(found: Holdings, holders: dict[int, int], *, own_network: bool)
         found.buried = sum(inode not in holders and inode not in own for inode in _unix_sockets())
 
 
-def _look_at(
-    table: str, found: Holdings, holders: dict[int, int], pipes: set[str], pid: int, most: int
-) -> None:
+def _look_at(table: str, found: Holdings, holders: dict[int, int], pipes: set[str], pid: int, most: int) -> None:
     """Add what is open in a table of files, named by its folder in /proc."""
     try:
         if found.files + _count_files(table) > most:

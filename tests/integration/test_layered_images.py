@@ -50,7 +50,10 @@ def userland():
     """The stream of a layer with a shell in it."""
     entries = dict.fromkeys(("bin", "dev", "etc", "proc", "sys", "tmp", "var", "usr"))
     entries["bin/busybox"] = Path(find_busybox()).read_bytes()
-    entries |= {f"bin/{applet}": ("symlink", "busybox") for applet in ("sh", "cat", "env", "ls", "find", "sort", "rm", "mv", "mkdir")}
+    entries |= {
+        f"bin/{applet}": ("symlink", "busybox")
+        for applet in ("sh", "cat", "env", "ls", "find", "sort", "rm", "mv", "mkdir")
+    }
     return tar_of(entries, pack=True)
 
 
@@ -125,14 +128,20 @@ async def test_folders_of_layers_and_images_can_be_removed_renamed_and_replaced(
     layer = str(repository.parent)
     identity = dict.fromkeys(("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"), "a")
     reference = registry.push("a:1", [userland, tar_of({"d/in/file": b"1", "e/in/file": b"1", "f": b"1"})], [])
-    change = "cd / && rm -r d && ! test -e d && mv e d && test -f d/in/file && rm f && mkdir f && rm -r /var && echo done"
+    change = (
+        "cd / && rm -r d && ! test -e d && mv e d && test -f d/in/file && rm f && mkdir f && rm -r /var && echo done"
+    )
     with trio.fail_after(TIMEOUT_S):
         async with provider.open_sandbox(SandboxSpec(layers=(layer,), env=identity)) as sandbox:
             done = await sandbox.bash(f"cd /testbed && {CHANGE.strip()}", timeout_s=60)
             assert done.output == "done\n"
         async with provider.open_sandbox(SandboxSpec(layers=(layer,))) as sandbox:
             await make_base(sandbox, RepositoryBase(repo_dir="/testbed"))
-            assert (await sandbox.exec(["git", "-c", "safe.directory=*", "-C", "/testbed", "status", "--short"], timeout_s=60)).stdout == b""
+            assert (
+                await sandbox.exec(
+                    ["git", "-c", "safe.directory=*", "-C", "/testbed", "status", "--short"], timeout_s=60
+                )
+            ).stdout == b""
         async with open_sandbox_host(provider, pulls=limits_of(registry)) as host:
             sandbox = await host.open(SandboxSpec(image=reference))
             assert (await sandbox.exec(["sh", "-c", change], timeout_s=60)).stdout == b"done\n"

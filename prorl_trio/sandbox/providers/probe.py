@@ -18,7 +18,15 @@ __all__ = ["PROBE_DISK_BYTES", "PROBE_TIMEOUT_S", "REPLACE_IN_LAYER", "make_prob
 PROBE_TIMEOUT_S: Final = 20.0
 PROBE_DISK_BYTES: Final = 16 * 1024 * 1024
 _PROBE_FOLDER: Final = "prorl-probe"
-_LOWER_FILES: Final = ("removed/in/file", "renamed/in/file", "emptied/in/file", "to_file/in/file", "to_folder", "old", "new")
+_LOWER_FILES: Final = (
+    "removed/in/file",
+    "renamed/in/file",
+    "emptied/in/file",
+    "to_file/in/file",
+    "to_folder",
+    "old",
+    "new",
+)
 _REPLACE: Final = f"""
 cd /{_PROBE_FOLDER} &&
 rm -r removed && test ! -e removed &&

@@ -71,7 +71,9 @@ async def choose_provider(config: SandboxConfig) -> SandboxProvider:
     if not usable:
         raise ConfigError("no sandbox can be started here.\n" + "\n".join(f"  {refusal}" for refusal in refusals))
     if lame.keys() >= usable.keys():
-        logger.warning("sandboxes of images other than `host`, or of layers, do not work here: %s", "; ".join(lame.values()))
+        logger.warning(
+            "sandboxes of images other than `host`, or of layers, do not work here: %s", "; ".join(lame.values())
+        )
     if usable.keys() == {ApptainerProvider.name, BubblewrapProvider.name}:
         bubblewrap, apptainer = usable[BubblewrapProvider.name], usable[ApptainerProvider.name]
         if BubblewrapProvider.name in lame and ApptainerProvider.name not in lame:
