@@ -39,8 +39,8 @@ _SHM_BYTES = _GIB // 2
 _ENGINE_MEMORY_BYTES = 6 * _GIB
 _GPU_TIMEOUT_S = 15.0
 _BY_WATCHDOG = (
-    "each sandbox keeps to its limits by its own watchdog alone, a fifth of a second late; what the kernel itself "
-    "takes for it is not counted: pipes, sockets, page tables, parts of shared memory that were unmapped"
+    "each sandbox keeps to its limits by its own watchdog alone, a fifth of a second late, and seconds for what the "
+    "kernel itself takes for it; parts of shared memory that were unmapped are not counted"
 )
 _BY_KERNEL = "the kernel limits memory, its own for the sandbox too, and processes of each sandbox"
 _FORKS_BY_WATCHDOG = (

@@ -147,9 +147,9 @@ class ProcessTree:
 
         In a PID namespace (`isolated`) the daemon is the first process: what runs beside it cannot kill or stop it,
         only make it end by itself, or starve it. So a daemon that was killed (SIGKILL), or is stopped, points outside,
-        to the kernel perhaps, when the machine is out of memory. So does one that ended by an error of its own, which it
-        says by `OWN_ERROR_EXIT`: all that tools can bring about it survives. All other ends are from inside. Without a namespace, a
-        daemon that still runs counts as False, and one that has ended is judged by its exit code alone.
+        to the kernel perhaps, when the machine is out of memory. So does one that ended by an error of its own, which
+        it says by `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. Without
+        a namespace, a daemon that still runs counts as False, and one that has ended is judged by its exit code alone.
         """
         await self._exits_within(EVIDENCE_TIMEOUT_S)
         code = self._exit_code()

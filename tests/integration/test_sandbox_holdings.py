@@ -1,4 +1,4 @@
-"""What open files and mappings hold in the kernel, of which a user has one number: bounded in each sandbox, and named."""
+"""What open files and mappings hold in the kernel, for which a user has one number: bounded in each, and named."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ TRIES = {
         "descriptors",
     ),
     "open files": (
-        "import os, time\nfor _ in range(28):\n    if os.fork() == 0:\n        files = [os.dup(0) for _ in range(3000)]\n"
-        "        time.sleep(300)\ntime.sleep(300)",
+        "import os, time\nfor _ in range(28):\n    if os.fork() == 0:\n"
+        "        files = [os.dup(0) for _ in range(3000)]\n        time.sleep(300)\ntime.sleep(300)",
         "descriptors",
     ),
     "files in flight": (f"{SEND}ends = send(8)\ntime.sleep(300)", "descriptors"),
