@@ -34,6 +34,9 @@ COUNTING_S = 0.5
 """Mappings are counted for so long in one look: some microseconds each."""
 FEW_SOCKETS = 16
 """Buffers of so many sockets are not asked for: a Unix socket's take 0.5 MiB at most, those of TCP 10."""
+MOST_OTHERS = 64
+OTHER_SOCKET_BYTES = 8 * 1024 * 1024
+"""What a socket of a protocol that cannot be asked for (MPTCP, UDP-Lite, ...) may take, beyond the first few of them."""
 FEW_UNSEEN = 64
 """A process whose files cannot be looked at is not suspected of anything below this number."""
 READ_BYTES = 64 * 1024
@@ -104,12 +107,16 @@ def measure_holdings(
 
 def _add_sockets(found: Holdings, holders: dict[int, int], *, own_network: bool) -> None:
     own = _own_sockets()
-    for inode, size in read_socket_bytes(few=FEW_SOCKETS).items():
+    measured = read_socket_bytes(few=FEW_SOCKETS)
+    for inode, size in measured.items():
         if inode in holders:
             pid = holders[inode]
             found.kernel_bytes[pid] = found.kernel_bytes.get(pid, 0) + size
         elif own_network and inode not in own:
             found.kernel_bytes[0] = found.kernel_bytes.get(0, 0) + size
+    others = [inode for inode in holders if inode not in measured]
+    for inode in others[MOST_OTHERS:]:
+        found.kernel_bytes[holders[inode]] += OTHER_SOCKET_BYTES
     if found.in_flight and own_network:
         found.buried = sum(inode not in holders and inode not in own for inode in _unix_sockets())
 

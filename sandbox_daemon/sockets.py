@@ -25,13 +25,15 @@ SK_MEMINFO_VARS = 9
 TAKEN = (0, 2, 4, 5, 6, 7)
 UNIX_HEAD, INET_HEAD = 16, 72
 """Bytes of `struct unix_diag_msg` and `struct inet_diag_msg`; the inode is at 4, and at 68."""
+MPTCP = 262
 NETWORK_PROTOCOLS = {
-    "TCP": (socket.AF_INET, socket.IPPROTO_TCP),
-    "UDP": (socket.AF_INET, socket.IPPROTO_UDP),
-    "TCP6": (socket.AF_INET6, socket.IPPROTO_TCP),
-    "UDP6": (socket.AF_INET6, socket.IPPROTO_UDP),
+    "TCP": (socket.AF_INET, (socket.IPPROTO_TCP, MPTCP)),
+    "UDP": (socket.AF_INET, (socket.IPPROTO_UDP,)),
+    "TCP6": (socket.AF_INET6, (socket.IPPROTO_TCP, MPTCP)),
+    "UDP6": (socket.AF_INET6, (socket.IPPROTO_UDP,)),
 }
-"""By their names in /proc/net/sockstat and sockstat6."""
+"""By their names in /proc/net/sockstat and sockstat6; a connection of MPTCP has one of TCP below it."""
+INET_DIAG_REQ_PROTOCOL = 3
 RECEIVE_BYTES = 64 * 1024
 TIMEOUT_S = 1.0
 
@@ -58,10 +60,12 @@ def read_socket_bytes(*, few: int) -> dict[int, int]:
     found: dict[int, int] = {}
     unix = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, EVERY_STATE, 0, UDIAG_SHOW_MEMINFO, 0, 0)
     requests = [(unix, UNIX_HEAD, 4, UNIX_DIAG_MEMINFO)]
-    for name, (family, protocol) in NETWORK_PROTOCOLS.items():
-        if sockets_in_use(name) > few:
+    for name, (family, protocols) in NETWORK_PROTOCOLS.items():
+        for protocol in protocols if sockets_in_use(name) > few else ():
             extensions = 1 << (INET_DIAG_SKMEMINFO - 1)
-            inet = struct.pack("=BBBBI48x", family, protocol, extensions, 0, EVERY_STATE)
+            inet = struct.pack("=BBBBI48x", family, protocol & 0xFF, extensions, 0, EVERY_STATE)
+            if protocol > 0xFF:  # more than the field holds: in an attribute
+                inet += struct.pack("=HHI", 8, INET_DIAG_REQ_PROTOCOL, protocol)
             requests.append((inet, INET_HEAD, 68, INET_DIAG_SKMEMINFO))
     for request, head, inode_at, attribute in requests:
         with suppress(OSError, struct.error):
