@@ -36,7 +36,7 @@ FEW_SOCKETS = 16
 """Buffers of so many sockets are not asked for: a Unix socket's take 0.5 MiB at most, those of TCP 10."""
 MOST_OTHERS = 64
 OTHER_SOCKET_BYTES = 8 * 1024 * 1024
-"""What a socket of a protocol that cannot be asked for (MPTCP, UDP-Lite, ...) may take, beyond the first few of them."""
+"""What a socket of a protocol that cannot be asked for (UDP-Lite, raw) may take, beyond the first few of them."""
 FEW_UNSEEN = 64
 """A process whose files cannot be looked at is not suspected of anything below this number."""
 READ_BYTES = 64 * 1024
@@ -194,10 +194,15 @@ _KCMP_FILES = 2
 
 
 def _count_files(table: str) -> int:
-    """The number of open files, which Linux 6.2 and later show as the size of the folder; 0 before that."""
+    """The number of open files, which Linux 6.2 and later show as the size of the folder; before, the table's size."""
     with suppress(OSError):
-        return os.stat(f"{table}/fd").st_size
-    return 0
+        if files := os.stat(f"{table}/fd").st_size:
+            return files
+    found = _TABLE_SIZE.search(next(_pieces(f"{table}/status"), b""))
+    return 0 if found is None else int(found[1])
+
+
+_TABLE_SIZE = re.compile(rb"^FDSize:\s+([0-9]+)", re.MULTILINE)
 
 
 def _count(path: str, word: bytes, most: int) -> int:
