@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["Holdings", "Mappings", "measure_holdings"]
 
 PIPE_BYTES = 8192
-"""What a pipe takes at least when it is full. What pipes may take beyond that, the kernel bounds for the user."""
+"""The least that a full pipe takes. The kernel bounds for the user what its pipes take beyond that."""
 MAPPING_BYTES = 256
 """About what the kernel takes for a mapping, without its page tables."""
 MAX_MAPPINGS = 65_530
-"""Of a process: the kernel's default for `vm.max_map_count`."""
+"""The most of a process: the kernel's default for `vm.max_map_count`."""
 MIN_MAPPING_KIB = 4
 COUNTING_S = 0.5
 """Mappings are counted for so long in one look: some microseconds each."""
@@ -36,7 +36,7 @@ FEW_SOCKETS = 16
 """Buffers of so many sockets are not asked for: a Unix socket's take 0.5 MiB at most, those of TCP 10."""
 MOST_OTHERS = 64
 OTHER_SOCKET_BYTES = 8 * 1024 * 1024
-"""What a socket of a protocol that cannot be asked for (UDP-Lite, raw) may take, beyond the first few of them."""
+"""The most that is assumed of a socket that cannot be asked for (UDP-Lite, raw), beyond the first few of them."""
 FEW_UNSEEN = 64
 """A process whose files cannot be looked at is not suspected of anything below this number."""
 READ_BYTES = 64 * 1024
@@ -51,7 +51,7 @@ class Mappings(NamedTuple):
 
 
 class Holdings(msgspec.Struct):
-    """What all processes hold together.
+    """The kernel objects and kernel memory that all processes hold together.
 
     Attributes:
         files: open files, those of a table that several processes share once.
@@ -225,7 +225,7 @@ def _in_flight(path: str) -> int:
 
 
 def _pieces(path: str) -> Iterator[bytes]:
-    """What a file in /proc holds, of which the first piece is all unless that is long; nothing if it is gone.
+    """Yield the content of a file in /proc: one piece unless it is long, and nothing if the process has ended.
 
     Without a buffer, which takes as long as reading.
     """
