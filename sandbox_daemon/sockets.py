@@ -21,8 +21,8 @@ UDIAG_SHOW_MEMINFO = 0x20
 UNIX_DIAG_MEMINFO = 5
 INET_DIAG_SKMEMINFO = 7
 SK_MEMINFO_VARS = 9
-"""Bytes that are taken now, of the variables above: receive, send, forward allocation, queued, option, backlog."""
 TAKEN = (0, 2, 4, 5, 6, 7)
+"""Bytes that are taken now, of these variables: receive, send, forward allocation, queued, option, backlog."""
 UNIX_HEAD, INET_HEAD = 16, 72
 """Bytes of `struct unix_diag_msg` and `struct inet_diag_msg`; the inode is at 4, and at 68."""
 MPTCP = 262

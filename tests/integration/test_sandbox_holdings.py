@@ -35,7 +35,6 @@ def send(count):
 """
 TRIES = {
     "epoll watches": (f"{WATCH}watch()", "descriptors"),
-    "epoll watches of many processes": (f"{WATCH}[os.fork() for _ in range(3)]\nwatch()", "descriptors"),
     "epoll watches in a thread's own table of files": (
         f"{WATCH}import ctypes, threading\n"
         "threading.Thread(target=lambda: (ctypes.CDLL(None).unshare(0x400), watch())).start()",
