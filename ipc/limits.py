@@ -8,8 +8,12 @@ import msgspec
 
 __all__ = ["Breach", "NamespaceLimits", "SandboxLimits"]
 
-Breach = Literal["", "memory", "processes", "cpu", "file_size", "disk", "wall"]
-"""The limit that an action ran into; empty if none."""
+Breach = Literal["", "memory", "processes", "cpu", "file_size", "disk", "descriptors", "wall"]
+"""The limit that an action ran into; empty if none.
+
+`descriptors`: what all open files of the sandbox hold in the kernel, for which the user or the machine has one number:
+the files, files that epoll watches, files in flight, locks.
+"""
 
 _MIB = 1024 * 1024
 

@@ -35,6 +35,7 @@ from ipc.file_calls import (
 from ipc.limits import Breach
 
 __all__ = [
+    "OWN_ERROR_EXIT",
     "BashInput",
     "BashRestart",
     "BashRestarted",
@@ -55,6 +56,10 @@ __all__ = [
     "SandboxCall",
     "SandboxReply",
 ]
+
+
+OWN_ERROR_EXIT = 70
+"""Exit code of a daemon that an error of its own ended, and nothing that its tools can do: EX_SOFTWARE of sysexits."""
 
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):

@@ -23,6 +23,8 @@ __all__ = ["TreeWriter"]
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MODE_MASK = 0o777
 OWNER_ONLY = 0o700
+HOLE_BYTES = 4096
+ZEROS = bytes(HOLE_BYTES)
 
 
 class TreeWriter:
@@ -45,6 +47,7 @@ class TreeWriter:
         self._root_fd = -1
         self._file_fd = -1
         self._file_mode = 0
+        self._ends_in_hole = False
         self._parent: tuple[list[bytes], int] | None = None
         self._folder_modes: list[tuple[list[bytes], int]] = []
         self._begun = False
@@ -67,13 +70,26 @@ class TreeWriter:
                 if self._file_fd < 0 or not part.data:
                     raise TreeRefused("unsafe", "content without a file, or without content")
                 self.counts.add_bytes(len(part.data))
-                rest = memoryview(part.data)
-                while rest:
-                    rest = rest[os.write(self._file_fd, rest) :]
+                self._write(part.data)
             else:
                 self._end_file()
                 self.counts.add_entry()
                 self._make(part)
+
+    def _write(self, content: bytes) -> None:
+        """Write the next bytes of a file. Blocks of zeros become holes: a file takes as much room as it has content."""
+        at, end = 0, len(content)
+        while at < end:
+            stop, is_hole = at, _is_zero(content, at)
+            while stop < end and _is_zero(content, stop) == is_hole:
+                stop = min(stop + HOLE_BYTES, end)
+            if is_hole:
+                os.lseek(self._file_fd, stop - at, os.SEEK_CUR)
+            else:
+                rest = memoryview(content)[at:stop]
+                while rest:
+                    rest = rest[os.write(self._file_fd, rest) :]
+            at, self._ends_in_hole = stop, is_hole
 
     def finish(self) -> None:
         """Give the tree its permissions and its name. Errors as `take`, and TreeRefused (`exists`)."""
@@ -181,6 +197,9 @@ class TreeWriter:
         if self._file_fd >= 0:
             fd, self._file_fd = self._file_fd, -1
             try:
+                if self._ends_in_hole:
+                    os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
+                    self._ends_in_hole = False
                 os.fchmod(fd, self._file_mode)
             finally:
                 os.close(fd)
@@ -206,6 +225,11 @@ class TreeWriter:
             os.rename(aside, self._name, src_dir_fd=here, dst_dir_fd=here)
             raise
         _remove(here, aside)
+
+
+def _is_zero(content: bytes, at: int) -> bool:
+    """Return whether the block at `at`, or what there is of it, has only zeros."""
+    return content.startswith(ZEROS[: len(content) - at], at)
 
 
 def _move_over(new_in: int, new: bytes, old_in: int, old: bytes) -> None:

@@ -39,8 +39,8 @@ _SHM_BYTES = _GIB // 2
 _ENGINE_MEMORY_BYTES = 6 * _GIB
 _GPU_TIMEOUT_S = 15.0
 _BY_WATCHDOG = (
-    "each sandbox keeps to its limits by its own watchdog alone, a fifth of a second late; what the kernel itself "
-    "takes for it is not counted: pipes, sockets, page tables, parts of shared memory that were unmapped"
+    "each sandbox keeps to its limits by its own watchdog alone, a fifth of a second late, and seconds for what the "
+    "kernel itself takes for it; parts of shared memory that were unmapped are not counted"
 )
 _BY_KERNEL = "the kernel limits memory, its own for the sandbox too, and processes of each sandbox"
 _FORKS_BY_WATCHDOG = (
@@ -107,12 +107,16 @@ def _user_namespaces() -> Check:
 def _sandboxes(reports: list[ProviderReport]) -> list[Check]:
     """Examine each provider. One that does not work is a fault only if none does."""
     state: Literal["warning", "missing"] = "warning" if any(report.usable for report in reports) else "missing"
-    return [
-        Check(name=report.name, state="ok", detail=f"{report.version}: started a sandbox")
-        if report.usable
-        else Check(name=report.name, state=state, detail=report.problem, remedy=report.remedy)
-        for report in reports
-    ]
+    return [_sandbox(report, state) for report in reports]
+
+
+def _sandbox(report: ProviderReport, broken: Literal["warning", "missing"]) -> Check:
+    if not report.usable:
+        return Check(name=report.name, state=broken, detail=report.problem, remedy=report.remedy)
+    if report.images_problem:
+        detail = f"{report.version}: sandboxes of `host` start, those of other images and of layers do not work: "
+        return Check(name=report.name, state="warning", detail=detail + report.images_problem, remedy=report.remedy)
+    return Check(name=report.name, state="ok", detail=f"{report.version}: started a sandbox")
 
 
 def _runtime() -> Check:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
+from ipc.sandbox_calls import OWN_ERROR_EXIT
 from sandbox_daemon.daemon import serve_daemon
 from sandbox_daemon.limits import hide_self, limit_self
 from sandbox_daemon.memory_files import start_maker
@@ -33,7 +35,9 @@ def run_daemon(
     prestart_ipython: bool = False,
     kernel: Prestarted | None = None,
 ) -> int:
-    """Read the start line from standard input and serve; return the exit code: 0 at the end, 2 if wrongly started.
+    """Read the start line from standard input and serve; return the exit code.
+
+    That is 0 at the end, 2 if it was wrongly started, and `OWN_ERROR_EXIT` after an error of its own.
 
     Args:
         socket_path: where to listen; without it the start line names an inherited socket.
@@ -76,6 +80,9 @@ def run_daemon(
     except (OSError, ValueError) as exc:
         sys.stderr.write(f"sandbox_daemon: {exc}\n")
         return USAGE_ERROR
+    except Exception:  # what the tools do cannot bring this about; the node takes it for nobody's doing
+        traceback.print_exc()
+        return OWN_ERROR_EXIT
     return 0
 
 

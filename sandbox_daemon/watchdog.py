@@ -8,20 +8,25 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from contextlib import contextmanager
+import socket
+import sys
+import traceback
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import trio
 
 from ipc.sandbox_calls import BashResult, CellResult, ExecResult
+from sandbox_daemon.holdings import Holdings, Mappings, measure_holdings
 from sandbox_daemon.processes import kill_until_gone, read_process_table, wait_until_gone
 from sandbox_daemon.threads import run_blocking
 from sandbox_daemon.unmapped import attached_bytes, held_bytes, read_segments, remove_unmapped
 from sandbox_daemon.usage import in_memory, measure_disks, measure_processes, measure_proportional
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from ipc.limits import Breach, SandboxLimits
     from ipc.sandbox_calls import SandboxCall, SandboxReply
@@ -35,6 +40,23 @@ BUSY_INTERVAL_S = 0.2
 """Between two looks while an action runs. A look takes about 0.1 ms, and some 20 us more for each process."""
 IDLE_INTERVAL_S = 2.0
 """Between two looks while none does: for what runs in the background."""
+HOLDINGS_INTERVAL_S = 1.0
+"""Between two looks at what processes hold in the kernel, while an action runs."""
+LEAST_PAUSE = 2.0
+"""The pause after a look, at least, in terms of what the look took."""
+FEW_FILES = 500
+"""Open files that are looked at on the event loop, in a few milliseconds; more in a thread."""
+MAX_FILES = 65_536
+"""Open files of all processes together. The machine has a number for all (`fs.file-max`)."""
+MAX_WATCHES = 65_536
+"""Files that epoll instances of all processes together watch. The user has a number in all sandboxes and outside
+(`fs.epoll.max_user_watches`): without one, neither the node nor any other sandbox can wait for anything."""
+MAX_IN_FLIGHT = 1024
+"""Open files that were sent through Unix sockets and not received; of those the user has a number as well."""
+MAX_BURIED_LOOKS = 5
+"""Looks in a row that find sockets in flight, in which more may be that cannot be counted."""
+MAX_LOCKS = 65_536
+"""Locks of files."""
 KILL_DEADLINE_S = 2.0
 _MIB = 1024 * 1024
 _SIGNALLED = 128
@@ -70,6 +92,13 @@ class Watchdog:
         self._disk_bytes = {disk.path: disk.used_bytes for disk in measure_disks(self._writable)}
         """Used when last looked at, or at the beginning; by path."""
         self._disk_floor = dict(self._disk_bytes)
+        self._kernel_bytes: dict[int, int] = {}
+        """By process id, when last looked at; see `Holdings`."""
+        self._files = 0
+        self._mappings: dict[int, Mappings] = {}
+        self._buried_looks = 0
+        self._own_network = isolated and [name for _, name in socket.if_nameindex()] == ["lo"]
+        self._has_complained = False
         self._actions = 0
         self._acted = trio.Event()
 
@@ -87,6 +116,7 @@ class Watchdog:
         """Count an action as running during the block: the limits are then checked often."""
         self._actions += 1
         self._acted.set()
+        self._acted = trio.Event()
         try:
             yield
         finally:
@@ -105,13 +135,30 @@ class Watchdog:
 
     async def serve(self) -> None:
         """Check the limits again and again, often while an action runs. Runs until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._repeat, self._look, BUSY_INTERVAL_S)
+            if self._isolated:
+                nursery.start_soon(self._repeat, self._look_at_holdings, HOLDINGS_INTERVAL_S)
+
+    async def _repeat(self, look: Callable[[], Awaitable[None]], busy_interval_s: float) -> None:
+        pause_s = busy_interval_s
         while True:
             if not self._actions:
                 with trio.move_on_after(IDLE_INTERVAL_S):
                     await self._acted.wait()
-            self._acted = trio.Event()
-            await trio.sleep(BUSY_INTERVAL_S)
-            await self._look()
+            await trio.sleep(pause_s)
+            began_s = trio.current_time()
+            try:
+                await look()
+            except Exception as exc:  # a look that fails is no end of the sandbox: the next one comes
+                self._complain(exc)
+            pause_s = max(busy_interval_s, LEAST_PAUSE * (trio.current_time() - began_s))
+
+    def _complain(self, error: Exception) -> None:
+        """Print the first error: what the tools do may bring about one every time."""
+        if not self._has_complained:
+            self._has_complained = True
+            traceback.print_exception(error, file=sys.stderr)
 
     async def _look(self) -> None:
         if self._isolated and _count_processes() > self._limits.max_processes:
@@ -127,10 +174,43 @@ class Watchdog:
                 text = f"{_name(process)} was killed: it had used more than {self._limits.cpu_s} s of CPU time"
                 await self._end_one(process, "cpu", text)
         segments = read_segments() if self._isolated else []
-        used_bytes = sum(process.memory_bytes for process in processes)
+        used_bytes = sum(process.memory_bytes for process in processes) + sum(self._kernel_bytes.values())
         if used_bytes + held_bytes(segments) > self._limits.memory_bytes:
             await self._reduce_memory(processes, segments)
         await self._look_at_disks()
+
+    async def _look_at_holdings(self) -> None:
+        """For what the kernel keeps for processes, of which it has one number for the user, or the machine, or none."""
+        processes = measure_processes(entry.pid for entry in read_process_table().descendants(os.getpid()))
+        measure = partial(
+            measure_holdings,
+            [process.pid for process in processes],
+            most=max(MAX_WATCHES, MAX_LOCKS),
+            memory_bytes=self._limits.memory_bytes,
+            own_network=self._own_network,
+            mappings=self._mappings,
+        )
+        few = self._files + sum(process.threads for process in processes) < FEW_FILES
+        held = measure() if few else await run_blocking(measure, limiter=self._limiter, or_here=True)
+        self._files, self._kernel_bytes = held.files, held.kernel_bytes
+        self._buried_looks = self._buried_looks + 1 if held.buried else 0
+        if what := self._too_much(held):
+            self._kernel_bytes = {}
+            await self._end_all("descriptors", f"all processes were killed: {what}")
+
+    def _too_much(self, held: Holdings) -> str:
+        """Return what they hold too much of, in words; empty if nothing."""
+        for number, most, what in (
+            (held.watches, MAX_WATCHES, "their epoll instances watched {} files"),
+            (held.files, MAX_FILES, "they had {} files open"),
+            (held.in_flight, MAX_IN_FLIGHT, "{} open files had been sent through sockets and not received"),
+            (held.locks, MAX_LOCKS, "they held {} locks of files"),
+        ):
+            if number > most:
+                return what.format(f"more than {most}")
+        if self._buried_looks >= MAX_BURIED_LOOKS:
+            return f"{held.buried} sockets had been sent through sockets and not received"
+        return ""
 
     async def _reduce_memory(self, processes: list[ProcessUsage], segments: list[Segment]) -> None:
         """Give back what no process holds; then kill the largest, and the next, until the rest keeps to the limit."""
@@ -140,15 +220,22 @@ class Watchdog:
             limiter=self._limiter,
             or_here=True,
         )
-        sizes = {pid: size + attached.get(pid, 0) for pid, size in sizes.items()}
+        sizes = {pid: size + attached.get(pid, 0) + self._kernel_bytes.get(pid, 0) for pid, size in sizes.items()}
         removable_bytes = held_bytes(segment for segment in segments if not segment.attached)
-        total_bytes = sum(sizes.values()) + removable_bytes
+        unowned_bytes = self._kernel_bytes.get(0, 0)
+        total_bytes = sum(sizes.values()) + removable_bytes + unowned_bytes
         if total_bytes <= self._limits.memory_bytes:
             return
         together = (
             f"all processes together used {total_bytes // _MIB} MiB of memory, and "
             f"{self._limits.memory_bytes // _MIB} MiB are allowed"
         )
+        if (kernel_bytes := sum(self._kernel_bytes.values())) > total_bytes // 2:
+            together += f"; {kernel_bytes // _MIB} MiB of it are page tables, mappings, pipes and buffers of sockets"
+        if unowned_bytes > self._limits.memory_bytes:
+            self._kernel_bytes = {}
+            await self._end_all("memory", f"all processes were killed: {together}")
+            return
         if removable_bytes > _MIB:
             remove_unmapped(segments)
             total_bytes -= removable_bytes
@@ -159,6 +246,7 @@ class Watchdog:
             if total_bytes <= self._limits.memory_bytes:
                 return
             await self._end_one(process, "memory", f"{_name(process)} was killed: {together}")
+            self._kernel_bytes.pop(process.pid, None)
             total_bytes -= sizes[process.pid]
             if process.pid in attached:
                 remove_unmapped(read_segments())
@@ -191,7 +279,8 @@ class Watchdog:
             if self._isolated:
                 # In one go: nothing forks away from it. It spares the caller and the first process of the namespace. A
                 # shell that is started afterwards is not among those that are waited for.
-                os.kill(-1, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # nobody is left
+                    os.kill(-1, signal.SIGKILL)
                 await wait_until_gone(read_process_table().descendants(os.getpid()))
             else:
                 await kill_until_gone(lambda table: table.descendants(os.getpid()))

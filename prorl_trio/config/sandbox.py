@@ -48,8 +48,8 @@ class SandboxConfig(Table, frozen=True):
 
     Attributes:
         provider: what isolates tools: `apptainer`, `bubblewrap`, `process` (which isolates nothing), or one that an
-            installed package offers. `auto` takes bubblewrap for the image `host` and apptainer for
-            others, or one of them where the other does not pass its probe.
+            installed package offers. `auto` takes bubblewrap for the image `host`, folders and
+            layers, and apptainer for `.sif` files, or one of them where the other does not pass its probe.
         image: for handlers that name none: `host` (this machine's userland, read-only), an unpacked root directory, a
             `.sif` file, a name of the image store, or the reference of an image in a registry.
         images: pulls of images that are not in the store.

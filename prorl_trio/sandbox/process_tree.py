@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import trio
 
 from ipc.nursery import single_exception
+from ipc.sandbox_calls import OWN_ERROR_EXIT
 from prorl_trio.sandbox.reaper import (
     ProcessId,
     descendants,
@@ -146,8 +147,9 @@ class ProcessTree:
 
         In a PID namespace (`isolated`) the daemon is the first process: what runs beside it cannot kill or stop it,
         only make it end by itself, or starve it. So a daemon that was killed (SIGKILL), or is stopped, points outside,
-        to the kernel perhaps, when the machine is out of memory; all other ends are from inside. Without a namespace, a
-        daemon that still runs counts as False, and one that has ended is judged by its exit code alone.
+        to the kernel perhaps, when the machine is out of memory. So does one that ended by an error of its own, which
+        it says by `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. Without
+        a namespace, a daemon that still runs counts as False, and one that has ended is judged by its exit code alone.
         """
         await self._exits_within(EVIDENCE_TIMEOUT_S)
         code = self._exit_code()
@@ -157,6 +159,8 @@ class ProcessTree:
             return isolated and not any(map(_is_stopped_first, [process.pid for process in self._members]))
         if code < 0 and self.is_init:
             code = SIGNALLED - code  # as a launcher tells it of its daemon
+        if code == OWN_ERROR_EXIT:
+            return False
         return 0 <= code != SIGNALLED + signal.SIGKILL
 
     def _exit_code(self) -> int | None:

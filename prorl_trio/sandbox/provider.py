@@ -54,13 +54,16 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class ProviderReport(msgspec.Struct, frozen=True, kw_only=True):
     """A provider's report on this machine, for `doctor` and the automatic choice.
 
-    `problem` says what is missing and `remedy` what to do; both are empty when `usable`.
+    `problem` says what is missing, and is empty when `usable`. `images_problem` says why sandboxes of images other than
+    `host`, and of layers, do not work although those of `host` may; it is empty if they do. `remedy` says what to do
+    about either.
     """
 
     name: str
     usable: bool
     version: str = ""
     problem: str = ""
+    images_problem: str = ""
     remedy: str = ""
 
 

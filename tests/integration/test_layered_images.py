@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 import trio
 
 from launch.image_store import check_image
+from prorl_trio.grading.repository_base import RepositoryBase, make_base
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import store_layer
@@ -17,9 +19,11 @@ from prorl_trio.sandbox.images.puller import PullLimits
 from prorl_trio.sandbox.images.removal import remove_image
 from prorl_trio.sandbox.images.store import find_image, list_images
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.runtime.host_python import require_host_python
 from support.programs import find_busybox
 from support.registry import open_registry, tar_of
+from support.skips import because
 
 TIMEOUT_S = 240
 
@@ -46,7 +50,10 @@ def userland():
     """The stream of a layer with a shell in it."""
     entries = dict.fromkeys(("bin", "dev", "etc", "proc", "sys", "tmp", "var", "usr"))
     entries["bin/busybox"] = Path(find_busybox()).read_bytes()
-    entries |= {f"bin/{applet}": ("symlink", "busybox") for applet in ("sh", "cat", "env", "ls", "find", "sort")}
+    entries |= {
+        f"bin/{applet}": ("symlink", "busybox")
+        for applet in ("sh", "cat", "env", "ls", "find", "sort", "rm", "mv", "mkdir")
+    }
     return tar_of(entries, pack=True)
 
 
@@ -98,6 +105,57 @@ async def test_a_named_image_of_layers_over_the_host(provider, cache, tmp_path):
         assert await check_image(task, provider) == ""
         (locate_root("task").layers[1] / "testbed/own").write_text("changed")
         assert f"layer {repository} changed since it was stored" in await check_image(task, provider)
+
+
+CHANGE = """
+git checkout -q -b other && git rm -rq --cached d && rm -r d && echo x > d && git add d && git commit -qm x &&
+git checkout -q master && test -f d/in/file && git checkout -q other && test -f d && rm d &&
+mv e moved && mkdir e && test -f moved/in/file && ! test -e e/in && rm -r moved .git && ! test -e .git && echo done
+"""
+
+
+async def test_folders_of_layers_and_images_can_be_removed_renamed_and_replaced(
+    provider, cache, registry, userland, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    repository = tmp_path / "repository/testbed"
+    for path in ("d/in/file", "e/in/file"):
+        (repository / path).parent.mkdir(parents=True)
+        (repository / path).write_text("x")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (("init", "-q", "-b", "master"), ("add", "-A"), (*who, "commit", "-qm", "x")):
+        subprocess.run(["git", "-C", str(repository), *command], check=True)
+    layer = str(repository.parent)
+    identity = dict.fromkeys(("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"), "a")
+    reference = registry.push("a:1", [userland, tar_of({"d/in/file": b"1", "e/in/file": b"1", "f": b"1"})], [])
+    change = (
+        "cd / && rm -r d && ! test -e d && mv e d && test -f d/in/file && rm f && mkdir f && rm -r /var && echo done"
+    )
+    with trio.fail_after(TIMEOUT_S):
+        async with provider.open_sandbox(SandboxSpec(layers=(layer,), env=identity)) as sandbox:
+            done = await sandbox.bash(f"cd /testbed && {CHANGE.strip()}", timeout_s=60)
+            assert done.output == "done\n"
+        async with provider.open_sandbox(SandboxSpec(layers=(layer,))) as sandbox:
+            await make_base(sandbox, RepositoryBase(repo_dir="/testbed"))
+            assert (
+                await sandbox.exec(
+                    ["git", "-c", "safe.directory=*", "-C", "/testbed", "status", "--short"], timeout_s=60
+                )
+            ).stdout == b""
+        async with open_sandbox_host(provider, pulls=limits_of(registry)) as host:
+            sandbox = await host.open(SandboxSpec(image=reference))
+            assert (await sandbox.exec(["sh", "-c", change], timeout_s=60)).stdout == b"done\n"
+
+
+async def test_an_overlay_that_cannot_remove_folders_is_found_out(tmp_path, monkeypatch):
+    if find_apptainer() is None:
+        pytest.skip(because("apptainer is not installed", "make apptainer"))
+    monkeypatch.setattr(ApptainerProvider, "_write_config", lambda *_args, **_fields: None)
+    report = await ApptainerProvider(tmp_path).probe()
+    if not report.usable:
+        pytest.skip(f"apptainer cannot run here: {report.problem}. What to do: {report.remedy}")
+    assert "Input/output error" in report.images_problem
+    assert "fuse-overlayfs" in report.remedy
 
 
 @pytest.mark.slow

@@ -126,6 +126,7 @@ async def test_a_flood_on_stderr_is_bounded_and_blocks_nobody(tmp_path):
         pytest.param("exit 3", True, id="failed"),
         pytest.param("exit 139", True, id="its-daemon-crashed"),
         pytest.param("exit 137", False, id="its-daemon-was-killed"),
+        pytest.param("exit 70", False, id="an-error-of-its-daemon's-own"),
         pytest.param("kill -9 $$", False, id="killed"),
         pytest.param("kill -15 $$", False, id="terminated"),
         pytest.param("sleep 3609", True, id="silent"),

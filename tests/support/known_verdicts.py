@@ -70,7 +70,8 @@ def _payload(kind: str, told: str, layer: Path) -> tuple[str, dict[str, Any]]:
     if kind in _CODE:
         return "code", {"prompt": told, "tests": _CODE[kind]}
     if kind == "swe":
-        for path, text in (("calc.py", _MODULE), ("tests/test_calc.py", "")):
+        # With a history, whose folders are removed first: not every overlay can do that.
+        for path, text in (("calc.py", _MODULE), ("tests/test_calc.py", ""), (".git/refs/heads/old", "")):
             file = layer / "testbed" / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)

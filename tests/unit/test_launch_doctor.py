@@ -22,6 +22,13 @@ def test_working_providers_are_named_with_their_version():
     assert doctor._sandboxes([WORKS])[0].detail.startswith("0.11")
 
 
+def test_a_provider_that_cannot_change_layers_is_named_with_what_to_do():
+    report = msgspec.structs.replace(WORKS, images_problem="rm: Input/output error", remedy="another overlay")
+    check = doctor._sandboxes([report])[0]
+    assert (check.state, check.remedy) == ("warning", "another overlay")
+    assert "layers do not work: rm: Input/output error" in check.detail
+
+
 def test_image_runtime(tmp_path, monkeypatch):
     monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
     check = doctor._runtime()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
+
 import pytest
 
 from prorl_trio.config import SandboxConfig
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.sandbox.provider import ProviderReport, SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
-from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
+from prorl_trio.sandbox.providers.bubblewrap import MAX_OVERLAY_BYTES, BubblewrapProvider
 from prorl_trio.sandbox.providers.by_image import ByImage
 from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.testing.fake_sandbox import FakeProvider
@@ -141,35 +143,64 @@ def test_a_handler_of_an_installed_package_is_there_by_its_name(install):
 
 
 @pytest.mark.parametrize(
-    ("works", "fakeroot", "of_host", "of_image"),
+    ("works", "fakeroot", "no_images", "of_host", "of_folder", "of_file"),
     [
-        ({"apptainer", "bubblewrap"}, False, "bubblewrap", "apptainer"),
-        ({"apptainer"}, False, "apptainer", "apptainer"),
-        ({"bubblewrap"}, False, "bubblewrap", "bubblewrap"),
-        ({"apptainer", "bubblewrap"}, True, "apptainer", "apptainer"),
+        ("ab", False, "", "bubblewrap", "bubblewrap", "apptainer"),
+        ("ab", False, "a", "bubblewrap", "bubblewrap", "apptainer"),
+        ("ab", False, "b", "bubblewrap", "apptainer", "apptainer"),
+        ("ab", False, "ab", "bubblewrap", "bubblewrap", "apptainer"),
+        ("a", False, "", "apptainer", "apptainer", "apptainer"),
+        ("a", False, "a", "apptainer", "apptainer", "apptainer"),
+        ("b", False, "", "bubblewrap", "bubblewrap", "bubblewrap"),
+        ("ab", True, "", "apptainer", "apptainer", "apptainer"),
     ],
 )
-async def test_auto_takes_the_best_of_those_that_work(monkeypatch, tmp_path, works, fakeroot, of_host, of_image):
+async def test_auto_takes_the_best_of_those_that_work(
+    monkeypatch, tmp_path, caplog, works, fakeroot, no_images, of_host, of_folder, of_file
+):
     async def probe(provider):
-        return ProviderReport(name=provider.name, usable=provider.name in works, problem="none")
+        usable, images_problem = provider.name[0] in works, "EIO" if provider.name[0] in no_images else ""
+        return ProviderReport(name=provider.name, usable=usable, problem="none", images_problem=images_problem)
+
+    opened = []
+
+    @asynccontextmanager
+    async def open_sandbox(provider, spec):
+        opened.append(provider.name)
+        yield None
 
     for kind in (ApptainerProvider, BubblewrapProvider):
         monkeypatch.setattr(kind, "probe", probe)
+        monkeypatch.setattr(kind, "open_sandbox", open_sandbox)
     chosen = await choose_provider(SandboxConfig(fakeroot=fakeroot, runtime_dir=str(tmp_path)))
-    assert chosen.serving(SandboxSpec()).name == of_host
-    assert chosen.serving(SandboxSpec(image="/image.sif")).name == of_image
-    assert chosen.serving(SandboxSpec(layers=("sha256:0",))).name == of_image
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "image.sif").touch()
+    layers = (str(tmp_path / "folder"),)
+    for spec, expected in (
+        (SandboxSpec(), of_host),
+        (SandboxSpec(image=layers[0]), of_folder),
+        (SandboxSpec(layers=layers), of_folder),
+        (SandboxSpec(image=str(tmp_path / "image.sif"), layers=layers), of_file),
+        (SandboxSpec(layers=layers * (MAX_OVERLAY_BYTES // len(layers[0]))), of_file),
+        (SandboxSpec(image="docker://nobody/has-this:1"), of_folder),
+    ):
+        async with chosen.open_sandbox(spec):
+            assert chosen.serving(spec).name == expected == opened[-1]
     assert (await chosen.probe()).usable
     assert chosen.has_layers
-    assert chosen.name == "+".join(dict.fromkeys((of_host, of_image)))
+    assert chosen.name == "+".join(dict.fromkeys((of_host, of_file)))
+    warned = "do not work here" in caplog.text
+    assert warned == (set(works) <= set(no_images))
 
 
 async def test_each_sandbox_is_opened_by_the_one_that_serves_it():
-    host, images = FakeProvider(), FakeProvider()
-    both = ByImage(host, images)
+    folders, files = FakeProvider(), FakeProvider()
+    both = ByImage(folders=folders, files=files, is_for_files=lambda spec: spec.image.endswith(".sif"))
     async with both.open_shared(), both.open_sandbox(SandboxSpec()):
-        assert (host.opened_total, images.opened_total) == (1, 0)
+        assert (folders.opened_total, files.opened_total) == (1, 0)
+    spec = SandboxSpec(image="/image.sif")
     with pytest.raises(SandboxUnavailable, match="the fake has only `host`"):
-        async with both.open_sandbox(SandboxSpec(image="/image.sif")):
+        async with both.open_sandbox(spec):
             pass
-    assert (host.opened_total, images.opened_total) == (1, 0)
+    assert both.serving(spec) is files
+    assert (folders.opened_total, files.opened_total) == (1, 0)

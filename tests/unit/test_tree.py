@@ -17,6 +17,7 @@ from ipc.tree import TreeLimits, TreeRefused, link_stays_inside, split_path
 from ipc.tree_reader import TreeReader
 from ipc.tree_writer import TreeWriter
 
+MIB = 1024 * 1024
 LIMITS = TreeLimits()
 ROOT = TreeEntry(path=b"", kind="folder", mode=0o755)
 
@@ -79,6 +80,29 @@ def test_everything_a_tree_has_travels(tmp_path):
     assert os.readlink(target / "dangling") == "nowhere"
     assert os.path.exists(os.fsencode(target) + b"/caf\xe9")
     assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [(0, b"x"), (64 * MIB, b"y")],
+        [(64 * MIB, b"y")],
+        [(3 * MIB - 1, b"ab"), (5 * MIB, bytes(8192) + b"c")],
+        [],
+        [(4095, b"\0" * 4097)],
+    ],
+)
+def test_what_is_written_takes_no_more_room_than_its_content(tmp_path, layout):
+    source, target = tmp_path / "source", tmp_path / "target"
+    with source.open("wb") as sparse:
+        for at, content in layout:
+            sparse.seek(at)
+            sparse.write(content)
+        sparse.truncate(65 * MIB + 17)
+    copy(source, target, overwrite=True)
+    assert target.stat().st_size == 65 * MIB + 17
+    assert target.stat().st_blocks * 512 <= 32 * 1024
+    assert target.read_bytes() == source.read_bytes()
 
 
 def test_links_out_of_the_tree_and_devices_are_left_out_and_named(tmp_path):

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self
 from prorl_trio.sandbox.images.layers import CONTENT_NAME
 from prorl_trio.sandbox.images.locate import check_host_layers, open_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
-from prorl_trio.sandbox.providers.probe import PROBE_TIMEOUT_S, run_probe
+from prorl_trio.sandbox.providers.probe import (
+    PROBE_DISK_BYTES,
+    PROBE_TIMEOUT_S,
+    REPLACE_IN_LAYER,
+    make_probe_layer,
+    report_of,
+    run_probe,
+)
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
@@ -33,9 +40,13 @@ if TYPE_CHECKING:
 __all__ = ["ApptainerProvider", "find_apptainer"]
 
 _INSTALL: Final = "install it (`make apptainer` on Debian and Ubuntu), or use the bubblewrap provider"
+_OVERLAY_REMEDY: Final = (
+    "install fuse-overlayfs (`make apptainer` does), with a /dev/fuse that this user may open, and Apptainer without "
+    "setuid; or use the bubblewrap provider, 0.11 or newer"
+)
 _LAUNCHER_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MIB: Final = 1024 * 1024
-_SIZE_SETTING: Final = re.compile(r"^\s*sessiondir max size\s*=.*$", re.MULTILINE)
+_OUR_SETTINGS: Final = re.compile(r"^\s*(sessiondir max size|enable overlay)\s*=.*$", re.MULTILINE)
 _NO_FAKEROOT_AS_ROOT: Final = (
     "with sandbox.fakeroot on a node that runs as root, an image's start script could change the machine; run the node "
     "as another user, or use the image `host`"
@@ -96,15 +107,22 @@ class ApptainerProvider(SandboxProvider):
         version = printed.rpartition(" ")[2]
         if problem:
             return ProviderReport(name=self.name, usable=False, problem=problem, remedy=_INSTALL)
+        images_problem = ""
         try:
             async with open_run_dir(self._runtime_dir) as run_dir, run_dir.open_sandbox_dir() as folder:
-                exec_argv = _exec_argv(self._executable, network=False, fakeroot=self._fakeroot)
-                exec_argv = (*exec_argv, *_mount_argv(host_mounts(run_dir.root)))
-                _, problem = await run_probe((*exec_argv, str(run_dir.root), "/bin/true"), _launcher_env(folder))
+                config = self._write_config(folder, PROBE_DISK_BYTES, overlay=True)
+                started = _exec_argv(self._executable, network=False, config=config, fakeroot=self._fakeroot)
+                mounts, env = _mount_argv(host_mounts(run_dir.root)), _launcher_env(folder)
+                layer = make_probe_layer(folder.path)
+                over = ("--writable-tmpfs", *_overlay_argv((layer,)), *mounts, str(run_dir.root), *REPLACE_IN_LAYER)
+                _, images_problem = await run_probe((*started, *over), env)
+                if images_problem:
+                    _, problem = await run_probe((*started, *mounts, str(run_dir.root), "/bin/true"), env)
         except SandboxUnavailable as exc:
             problem = str(exc)
-        remedy = user_namespace_remedy() if problem else ""
-        return ProviderReport(name=self.name, usable=not problem, version=version, problem=problem, remedy=remedy)
+        return report_of(
+            self.name, version, problem, images_problem, user_namespace_remedy() if problem else _OVERLAY_REMEDY
+        )
 
     def open_shared(self) -> AbstractAsyncContextManager[None]:
         return open_shared_run_dir(self._runtime_dir)
@@ -118,7 +136,8 @@ class ApptainerProvider(SandboxProvider):
         if self._fakeroot and spec.image != "host" and os.geteuid() == 0:
             raise SandboxUnavailable(f"image {spec.image}: {_NO_FAKEROOT_AS_ROOT}")
         found = folder.held.enter_context(open_root(spec.image, spec.layers))
-        config = self._write_config(spec, folder)
+        has_overlay = found.base is not None or bool(found.layers)
+        config = self._write_config(folder, spec.limits.disk_bytes, overlay=has_overlay)
         argv = [*_exec_argv(self._executable, network=spec.network, config=config, fakeroot=self._fakeroot)]
         mounts = [*proc_mounts(run_dir.root)]
         if found.base is None:
@@ -131,7 +150,7 @@ class ApptainerProvider(SandboxProvider):
         else:
             runtime = image_runtime()
             mounts += runtime.mounts
-        if found.base is not None or found.layers:
+        if has_overlay:
             mounts.append(Mount(str(run_dir.lib), LIB_DIR))
             argv += ["--writable-tmpfs", *_overlay_argv(found.layers)]
         argv += _mount_argv(mounts)
@@ -148,14 +167,19 @@ class ApptainerProvider(SandboxProvider):
             fakeroot=self._fakeroot,
         )
 
-    def _write_config(self, spec: SandboxSpec, folder: SandboxDir) -> Path | None:
-        """Apptainer's own configuration, with our size of the tmpfs, where it lets us give one."""
+    def _write_config(self, folder: SandboxDir, disk_bytes: int, *, overlay: bool) -> Path | None:
+        """Write Apptainer's own configuration with our size of the tmpfs, where it accepts another file.
+
+        With `overlay` folders are laid over one another by fuse-overlayfs. Apptainer would take the kernel's overlay,
+        without the mount option `userxattr`: without privileges that cannot remove a folder of a lower layer (EIO).
+        """
         text = None if self._executable is None else _installed_config(self._executable)
         if text is None:
             return None
-        size_mib = max(1, spec.limits.disk_bytes // _MIB)
+        ours = [f"sessiondir max size = {max(1, disk_bytes // _MIB)}"]
+        ours += ["enable overlay = driver"] if overlay else []
         path = folder.path / "apptainer.conf"
-        path.write_text(f"{_SIZE_SETTING.sub('', text)}\nsessiondir max size = {size_mib}\n", encoding="utf-8")
+        path.write_text("\n".join([_OUR_SETTINGS.sub("", text), *ours, ""]), encoding="utf-8")
         return path
 
 

