@@ -12,6 +12,7 @@ import trio
 from ipc.errors import IpcError
 from ipc.nursery import leaves
 from ipc.portable_text import portable_text
+from prorl_trio.chat.families.call_values import Malformed, check_portable
 from prorl_trio.sandbox.sandbox import ShellBusy, ShellIdle
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.types.errors import ProrlError, SandboxCallFailed, TooManyDialogues
@@ -90,7 +91,8 @@ class Tool(abc.ABC):
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
         """Do it, and say how it went. What the policy did wrong is an observation (`Observation.refused`).
 
-        `ToolSet.call` has read `arguments` by the schema (`read_arguments`), as far as they fit it. It turns a call
+        `ToolSet.call` has read `arguments` by the schema (`read_arguments`), as far as they fit it. They are values of
+        JSON: valid Unicode, integers of 64 bits, finite numbers, at most 64 levels of lists and objects. It turns a call
         that the sandbox did not take into an observation, so what `Sandbox` raises may fly.
 
         Raises:
@@ -147,11 +149,14 @@ class ToolSet:
             unknown = Observation.refused(f"there is no tool {call.name!r}. The tools are: {known}.", "unknown")
             return self._portable(unknown)
         try:
+            check_portable(call.arguments)
             arguments = read_arguments(call.arguments, tool.parameters)
             missing = [key for key in tool.parameters.get("required", ()) if key not in arguments]
             if missing:
                 return Observation.refused(f"{tool.name} needs the argument {missing[0]!r}.")
             return self._portable(await tool.call(arguments, sandbox, timeout_s=timeout_s))
+        except Malformed as exc:
+            return Observation.refused(str(exc), "malformed")
         except (Exception, SystemExit) as exc:  # whatever a policy's arguments provoke must not end its rollout
             observation = _observation_of(tool.name, exc)
             if observation is None:
