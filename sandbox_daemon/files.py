@@ -50,8 +50,8 @@ async def read_file(request: FileRead, limiter: trio.CapacityLimiter) -> FileDat
 
     Raises:
         CallError: `not_absolute`, `not_found`, `is_directory`, `permission`, `too_large` (`max_bytes` does not fit a
-            frame), `bad_request` (a number out of range, a NUL in the path), `io` (anything else, also what is no regular
-            file).
+            frame), `bad_request` (a number out of range, a NUL in the path), `io` (anything else, also what is no
+            regular file).
     """
     if request.offset < 0 or request.max_bytes < 0:
         raise CallError("bad_request", f"offset {request.offset}, max_bytes {request.max_bytes}: must not be negative")

@@ -91,9 +91,9 @@ class Tool(abc.ABC):
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
         """Do it, and say how it went. What the policy did wrong is an observation (`Observation.refused`).
 
-        `ToolSet.call` has read `arguments` by the schema (`read_arguments`), as far as they fit it. They are values of
-        JSON: valid Unicode, integers of 64 bits, finite numbers, at most 64 levels of lists and objects. It turns a call
-        that the sandbox did not take into an observation, so what `Sandbox` raises may fly.
+        `arguments` are values of JSON: valid Unicode, integers of 64 bits, finite numbers, at most 64 levels of lists
+        and objects. `ToolSet.call` has read them by the schema (`read_arguments`), as far as they fit it. It turns a
+        call that the sandbox did not take into an observation, so what `Sandbox` raises may fly.
 
         Raises:
             RolloutError: infrastructure failed; the rollout ends with the error's cause, and without a reward.
@@ -212,8 +212,8 @@ def _report_bug(tool: str, bug: BaseException) -> None:
         return
     _logged_bugs.add(kind)
     logger.error(
-        "the tool %s has a bug: %s in %s, line %d. The policy got an observation instead; further ones are only counted "
-        "(prorl_tool_calls_total, result `crashed`)",
+        "the tool %s has a bug: %s in %s, line %d. The policy got an observation instead. Further ones are only "
+        "counted (prorl_tool_calls_total, result `crashed`)",
         tool,
         type(bug).__name__,
         file,
