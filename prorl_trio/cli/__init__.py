@@ -57,8 +57,8 @@ class _Commands(LazyGroup):
     def _invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except click.UsageError:  # quotes the command line alone
-            raise
+        except click.UsageError as exc:
+            raise click.UsageError(printable(exc.format_message()), ctx=exc.ctx) from exc
         except click.ClickException as exc:
             raise click.ClickException(printable(exc.message)) from exc
         except OSError as exc:

@@ -208,6 +208,7 @@ PLACES = {
     "an error of a command": lambda **_: command_that(lambda: _raise(ConfigError(HOSTILE))),
     "an error of a file": lambda **_: command_that(lambda: _raise(FileNotFoundError(2, "none", HOSTILE))),
     "an error of a plug-in's": lambda **_: command_that(lambda: _raise(click.ClickException(HOSTILE))),
+    "a wrong command line": lambda **_: command_that(lambda: _raise(click.BadParameter(HOSTILE))),
     "a bug of a command": lambda capsys, **_: traceback_of_a_bug(capsys),
     "doctor": lambda capsys, **_: said(capsys, lambda: commands._print(DOCTOR)),
     "a step of set-up": lambda capsys, **_: said(capsys, lambda: progress.say(HOSTILE)),
