@@ -170,7 +170,7 @@ class RpcClient:
             CallFailed: the handler raised. `code` and `message` are its own.
             CallTimedOut: the budget is used up.
             ChannelBroken: the connection is lost. The action may or may not have run.
-            FrameTooLarge: `body` does not fit into a frame. Nothing was sent.
+            FrameTooLarge, Unencodable: `body` does not fit into a frame, or has no form there. Nothing was sent.
             ProtocolViolation: the answer is not a `reply_type`. The connection is closed.
         """
         if not 0 < timeout_s < math.inf:

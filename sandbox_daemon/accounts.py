@@ -32,7 +32,7 @@ def find_account(user: str) -> Account | None:
     """
     try:
         entry = pwd.getpwuid(int(user)) if user.isascii() and user.isdigit() else pwd.getpwnam(user)
-    except (KeyError, OverflowError) as exc:
+    except (KeyError, OverflowError, ValueError) as exc:
         raise CallError("bad_request", f"user: the sandbox's image has no user {user!r}") from exc
     if entry.pw_uid == os.geteuid():
         return None

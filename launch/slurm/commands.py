@@ -27,6 +27,7 @@ from launch.slurm.node_file import MachineFacts, address_of_machine, node_config
 from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_times
 from launch.slurm.sbatch_options import check_options
 from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_groups
+from prorl_trio.client.terminal import say, say_json
 from prorl_trio.rendezvous.report import look_at_nodes
 from prorl_trio.types.errors import ConfigError
 
@@ -145,7 +146,7 @@ def up(
         if not job_id:  # --test-only
             return
         write_job(folder, job_id)
-    click.echo(f"job {job_id}; its script is {files / _SCRIPT}, its log {files / job_id}.log")
+    say(f"job {job_id}; its script is {files / _SCRIPT}, its log {files / job_id}.log")
 
 
 @slurm.command()
@@ -156,7 +157,7 @@ def status(fleet_dir: Path) -> None:
     jobs = queue.find_jobs([job_id])
     found = look_at_nodes(fleet_dir)
     report = {"job_id": job_id, "job": jobs[0] if jobs else None, "nodes": found.nodes, "broken": found.broken}
-    click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    say_json(report)
 
 
 @slurm.command()
@@ -306,7 +307,7 @@ def _submit(script: Path, groups: list[list[str]]) -> str:
                 return job_id
         raise
     if not job_id:
-        click.echo(said)
+        say(said)
     return job_id
 
 
@@ -324,7 +325,7 @@ def _urls(ports: Path, machines: list[str]) -> list[str]:
     if problems and len(problems) == len(found):
         raise ConfigError(f"there is no engine for this node: {'; '.join(problems)}")
     for problem in problems:
-        click.echo(f"one engine less: {problem}", err=True)
+        say(f"one engine less: {problem}", err=True)
     return [f"http://{machine}:{found[machine].port}" for machine in machines if not found[machine].problem]
 
 
@@ -361,7 +362,7 @@ def _until_gone(job_id: str, timeout_s: float, end: Callable[[str], None]) -> bo
                 end(job_id)
                 asked = True
         except queue.SlurmFailed as error:
-            click.echo(f"{error}; trying again", err=True)
+            say(f"{error}; trying again", err=True)
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)  # a command without a loop; Slurm tells nobody

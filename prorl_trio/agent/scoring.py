@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
+from ipc.envelope import UNDECODABLE
 from ipc.portable_text import portable
 from prorl_trio.config import ScoringConfig
 from prorl_trio.types.errors import EvaluationError, HostileAnswer
@@ -128,7 +129,7 @@ class _Worker:
             )
         try:
             return msgspec.msgpack.decode(await self._read_exactly(size), type=ScoreReply)
-        except msgspec.DecodeError as exc:
+        except UNDECODABLE as exc:
             raise EvaluationError(f"the scorer's reply is malformed: {exc}", error_code="evaluator_malformed") from exc
 
     async def _read_exactly(self, size: int) -> bytes:

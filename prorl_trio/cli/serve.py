@@ -11,6 +11,7 @@ import msgspec
 import trio
 
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
+from prorl_trio.client.terminal import say
 from prorl_trio.config import OnHangup, load_config
 from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.serve import serve_node
@@ -124,4 +125,4 @@ class _Ready:
         self._secure = secure
 
     def started(self, value: Any = None) -> None:
-        click.echo(f"READY {endpoint_url(value, secure=self._secure)}")
+        say(f"READY {endpoint_url(value, secure=self._secure)}")

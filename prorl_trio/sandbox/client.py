@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import trio
 
-from ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError
+from ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError, Unencodable
 from ipc.sandbox_calls import BashResult, CellResult, ExecResult
 from prorl_trio.sandbox.sandbox import Sandbox, ShellBusy, ShellIdle
 from prorl_trio.types.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable
@@ -74,7 +74,7 @@ class DaemonSandbox(Sandbox):
             reply = await self._rpc.call(request, reply_type, timeout_s=timeout_s, on_chunk=on_output)
         except CallFailed as exc:
             raise self._error_of(exc) from exc
-        except (FrameTooLarge, UnicodeEncodeError) as exc:
+        except (FrameTooLarge, Unencodable) as exc:
             raise ValueError(f"sandbox {self.sandbox_id}: {exc}") from exc
         except IpcError as exc:
             failure = exc

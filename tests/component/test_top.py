@@ -82,7 +82,7 @@ def test_what_is_known_of_backends():
     assert lines["http://a"].split()[1:] == ["active", "3/8", "0", "7", "91%"]
     assert lines["http://b"].split()[1:] == ["suspended", "0", "0", "12"]
     assert "down" in lines["http://c"]
-    assert "cannot ?[2Jconnect" in lines["http://c"]
+    assert r"cannot \x1b[2Jconnect" in lines["http://c"]
 
 
 def test_a_stuck_job_comes_first_and_is_marked():
