@@ -121,8 +121,7 @@ class ProcessTree:
         self._stderr_ended = trio.Event()
         self._ready = False
         self._is_ending = False
-        first = identify(self.pid)
-        self._members: set[ProcessId] = set() if first is None else {first}
+        self._members: set[ProcessId] = set()
 
     def __repr__(self) -> str:
         return f"<ProcessTree {self.pid}: {self.describe_exit()}>"
@@ -195,6 +194,8 @@ class ProcessTree:
         self._stderr_ended.set()
 
     async def _become_ready(self, stdin_line: bytes, start_timeout_s: float) -> None:
+        if (first := identify(self.pid)) is not None:
+            self._members.add(first)
         await run_blocking(write_record, self._folder, self._members)
         answer = b""
         with trio.move_on_after(start_timeout_s) as patience, contextlib.suppress(trio.BrokenResourceError):
@@ -230,11 +231,18 @@ class ProcessTree:
 
     async def _end(self) -> None:
         self._is_ending = True
-        if self.is_init:
-            if self._leader.returncode is None:
+        try:
+            if not self.is_init:
+                await self._end_family()
+            elif self._leader.returncode is None:
                 os.kill(self.pid, signal.SIGKILL)
                 await self._exits_within(KILL_TIMEOUT_S)
-            return
+        except Exception as exc:  # no descriptor, or no thread, to look at its processes: what is certain is ended
+            logger.error("the processes of a sandbox cannot be looked at: %r", exc)
+            if self._leader.poll() is None:
+                self._signal_group(signal.SIGKILL)
+
+    async def _end_family(self) -> None:
         self._note_family()
         # A leader that died by itself, or was killed, may have left children that nobody has noted.
         left_orphans = self.describe_exit() != "running"
@@ -260,7 +268,7 @@ class ProcessTree:
         self._leader.poll()
         for stream in (self._stdin, self._stdout, self._stderr):
             stream.close()
-        survivors = sorted(process for process in self._members if is_alive(process))
+        survivors = sorted(filter(_may_live, self._members))
         if survivors:
             logger.error("processes of a closed sandbox are still alive (pid, start time): %s", survivors)
             with contextlib.suppress(OSError):
@@ -293,6 +301,14 @@ class ProcessTree:
             self._members |= session_members(self.pid)
             kill(self._members)
             wait_gone(self._members, KILL_TIMEOUT_S)
+
+
+def _may_live(process: ProcessId) -> bool:
+    """Return whether it is alive, or the machine does not say."""
+    try:
+        return is_alive(process)
+    except OSError:
+        return True
 
 
 def _is_stopped_first(pid: int) -> bool:

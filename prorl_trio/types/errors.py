@@ -279,19 +279,33 @@ _BUSY: Final = frozenset(
 
 
 class SandboxUnavailable(RolloutError):
-    """A sandbox could not be started. Nothing of it is left. `retryable`: the machine may only have been too busy."""
+    """A sandbox, or another process that a rollout needs, could not be started. Nothing of it is left.
+
+    `retryable`: the machine may only have been too busy. `of_machine`: the system refused something that every start
+    needs (a descriptor, space, a process), so no job is at fault.
+    """
 
     cause = "sandbox"
     error_code = "sandbox_start"
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False, of_machine: bool = False) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.of_machine = of_machine
 
     @classmethod
     def refused(cls, what: str, error: OSError) -> SandboxUnavailable:
         """Return the failure of a start that the system has refused something: it passes, or not, as that does."""
-        return cls(f"{what}: {error.strerror}", retryable=error.errno in _BUSY)
+        return cls(f"{what}: {error.strerror or error}", retryable=error.errno in _BUSY, of_machine=True)
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> SandboxUnavailable:
+        """Return `error`, whatever it is, as the failure of a start."""
+        if isinstance(error, SandboxUnavailable):
+            return error
+        if isinstance(error, OSError):
+            return cls.refused(what, error)
+        return cls(f"{what}: {error!r}", retryable=True)
 
 
 class SandboxLost(RolloutError):
