@@ -27,6 +27,7 @@ __all__ = [
     "InternalError",
     "JobCancelled",
     "MalformedJob",
+    "NodeExhausted",
     "NotRestorable",
     "PauseTimeout",
     "ProrlError",
@@ -45,6 +46,7 @@ __all__ = [
     "UnknownHandler",
     "UnknownJob",
     "UpdateRefused",
+    "is_exhaustion",
 ]
 
 FailureCause = Literal[
@@ -276,6 +278,24 @@ _BUSY: Final = frozenset(
     {errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETXTBSY}
 )
 """Error numbers of a lack that passes."""
+
+
+_EXHAUSTED: Final = _BUSY | {errno.EDQUOT, errno.EIO, errno.ENOBUFS, errno.ENOSPC, errno.EROFS}
+"""Error numbers by which the system says that the machine lacks something, or is broken."""
+
+
+class NodeExhausted(RolloutError):
+    """The node's machine refused something that a rollout needs: a descriptor, space, memory, a thread."""
+
+    cause = "node"
+    error_code = "node"
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Return whether the system raised `error` because the machine lacks something."""
+    if isinstance(error, OSError):
+        return error.errno in _EXHAUSTED
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)  # Python has no other sign
 
 
 class SandboxUnavailable(RolloutError):
