@@ -7,6 +7,7 @@ meaningless, so a failed or half-done write poisons the channel for good instead
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import stat
@@ -20,9 +21,18 @@ from ipc.framing import FrameDecoder, encode_frame
 from ipc.wire import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
-__all__ = ["MAX_SOCKET_PATH_BYTES", "Channel", "connect_unix", "listen_unix", "open_unix_channel"]
+__all__ = [
+    "MAX_SOCKET_PATH_BYTES",
+    "Channel",
+    "connect_unix",
+    "listen_unix",
+    "open_unix_channel",
+    "serve_connections",
+]
+
+logger = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux (`sun_path` has 108 bytes, one of them a final NUL)."""
@@ -31,6 +41,7 @@ LISTEN_BACKLOG_CONNECTIONS = 16
 RECEIVE_CHUNK_BYTES = 64 * 1024
 CLOSE_TIMEOUT_S = 1.0
 FULL_BACKLOG_RETRY_S = 0.01
+ACCEPT_RETRY_S = 0.2
 
 
 class Channel:
@@ -285,3 +296,40 @@ def _checked_socket_path(path: str | os.PathLike[str]) -> str:
             f"choose a shorter runtime folder: {os.fspath(path)}"
         )
     return os.fspath(path)
+
+
+async def serve_connections(
+    listener: trio.SocketListener,
+    serve: Callable[[trio.SocketStream], Awaitable[object]],
+    connections: trio.Nursery,
+) -> None:
+    """Accept connections until cancelled; each is served by a task of `connections`, and closed when that returns.
+
+    A connection that cannot be accepted (no descriptor is left, or no memory) stays in the kernel's queue, and is tried
+    again every `ACCEPT_RETRY_S`. The log has the first of such failures in a row. The listener is closed on leaving.
+
+    Raises:
+        trio.ClosedResourceError: somebody has closed the listener.
+    """
+    trouble = ""
+    async with listener:
+        while True:
+            try:
+                stream = await listener.accept()
+            except OSError as exc:
+                if str(exc) != trouble:
+                    logger.error("no connection can be accepted, and accepting goes on: %s", exc)
+                trouble = str(exc)
+                await trio.sleep(ACCEPT_RETRY_S)
+            else:
+                trouble = ""
+                connections.start_soon(_serve_and_close, serve, stream)
+
+
+async def _serve_and_close(
+    serve: Callable[[trio.SocketStream], Awaitable[object]], stream: trio.SocketStream
+) -> None:
+    try:
+        await serve(stream)
+    finally:
+        await trio.aclose_forcefully(stream)

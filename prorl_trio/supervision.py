@@ -139,7 +139,7 @@ class _Failures:
             self._delay_s, self._said = FIRST_DELAY_S, ""
         delay_s, self._began_s = self._delay_s, now_s
         self._delay_s = min(2 * delay_s, MAX_DELAY_S)
-        expected = isinstance(error, ProrlError)
+        expected = all(isinstance(leaf, ProrlError | OSError) for leaf in leaves(error))
         level = logging.DEBUG if self._said == repr(error) else logging.WARNING if expected else logging.ERROR
         self._said = repr(error)
         trace = None if expected else error

@@ -95,7 +95,7 @@ class SandboxConfig(Table, frozen=True):
     @property
     def run_path(self) -> Path | None:
         """The `runtime_dir`, None where it is empty."""
-        return Path(self.runtime_dir) if self.runtime_dir else None
+        return Path(self.runtime_dir).absolute() if self.runtime_dir else None
 
 
 class ScoringConfig(Table, frozen=True):

@@ -225,7 +225,7 @@ class Node:
         if refusal := self._outbox.refusal:
             return refusal
         if reason := self._sandboxes.paused:
-            return f"no sandbox can be started: {reason}"
+            return f"sandbox starts are paused: {reason}"
         return "" if self.backends.accepting else "no backend takes tasks; add one"
 
     @property

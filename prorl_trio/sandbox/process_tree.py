@@ -196,7 +196,10 @@ class ProcessTree:
     async def _become_ready(self, stdin_line: bytes, start_timeout_s: float) -> None:
         if (first := identify(self.pid)) is not None:
             self._members.add(first)
-        await run_blocking(write_record, self._folder, self._members)
+        try:
+            await run_blocking(write_record, self._folder, self._members)
+        except OSError as exc:
+            raise SandboxUnavailable.refused(f"a sandbox cannot be recorded in {self._folder}", exc) from exc
         answer = b""
         with trio.move_on_after(start_timeout_s) as patience, contextlib.suppress(trio.BrokenResourceError):
             await self._stdin.send_all(stdin_line)

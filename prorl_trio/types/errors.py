@@ -316,7 +316,8 @@ class SandboxUnavailable(RolloutError):
     @classmethod
     def refused(cls, what: str, error: OSError) -> SandboxUnavailable:
         """Return the failure of a start that the system has refused something: it passes, or not, as that does."""
-        return cls(f"{what}: {error.strerror or error}", retryable=error.errno in _BUSY, of_machine=True)
+        where = f" ({error.filename})" if error.filename is not None else ""
+        return cls(f"{what}: {error.strerror or error}{where}", retryable=error.errno in _BUSY, of_machine=True)
 
     @classmethod
     def of(cls, what: str, error: Exception) -> SandboxUnavailable:
