@@ -326,9 +326,7 @@ async def serve_connections(
                 connections.start_soon(_serve_and_close, serve, stream)
 
 
-async def _serve_and_close(
-    serve: Callable[[trio.SocketStream], Awaitable[object]], stream: trio.SocketStream
-) -> None:
+async def _serve_and_close(serve: Callable[[trio.SocketStream], Awaitable[object]], stream: trio.SocketStream) -> None:
     try:
         await serve(stream)
     finally:

@@ -216,7 +216,8 @@ class Node:
     def unreadiness(self) -> str:
         """Return why a job submitted now would not be worked on; empty if it would.
 
-        Looks at service tasks, the drain, the ledger, sandbox starts and the backends: neither a full queue nor a pause counts.
+        Looks at service tasks, the drain, the ledger, sandbox starts and the backends: neither a full queue nor a pause
+        counts.
         """
         if task := vanished_task():
             return f"the node is ending: its service task {task!r} is gone"

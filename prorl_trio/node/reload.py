@@ -12,6 +12,7 @@ import trio
 from prorl_trio.config import NodeConfig
 from prorl_trio.config.live import is_live
 from prorl_trio.node.descriptors import check_descriptors
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ async def serve_reloads(
         task_status.started()
         async for _ in signals:
             try:
-                plan = plan_reload(current(), await trio.to_thread.run_sync(load))
+                plan = plan_reload(current(), await run_sync(load))
             except ConfigError as exc:
                 logger.error("reload: the configuration stays as it is: %s", exc)
                 continue

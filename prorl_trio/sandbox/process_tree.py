@@ -26,6 +26,7 @@ from prorl_trio.sandbox.reaper import (
     write_record,
 )
 from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class ProcessTree:
             pidfd = os.pidfd_open(self.pid)
         except OSError:  # Linux before 5.3
             options = os.WEXITED | os.WNOWAIT
-            await trio.to_thread.run_sync(os.waitid, os.P_PID, self.pid, options, abandon_on_cancel=True)
+            await run_sync(os.waitid, os.P_PID, self.pid, options, abandon_on_cancel=True)
             return
         try:
             await trio.lowlevel.wait_readable(pidfd)

@@ -1,4 +1,4 @@
-"""What a start of a sandbox raises, whatever it is, fails that start; and while the machine can start none, jobs wait."""
+"""Whatever a start of a sandbox raises fails that start; and while the machine can start none, jobs wait."""
 
 from __future__ import annotations
 
