@@ -42,6 +42,8 @@ RECEIVE_CHUNK_BYTES = 64 * 1024
 CLOSE_TIMEOUT_S = 1.0
 FULL_BACKLOG_RETRY_S = 0.01
 ACCEPT_RETRY_S = 0.2
+UNWATCHED_POLL_S = 0.05
+"""Time between two looks at a socket for which epoll has no room (`fs.epoll.max_user_watches`, memory)."""
 
 
 class Channel:
@@ -174,7 +176,7 @@ class Channel:
         while True:
             if self._socket.fileno() < 0:
                 raise trio.ClosedResourceError("its stream was closed elsewhere")
-            await trio.lowlevel.wait_readable(self._socket)  # trio's own stream first tries in vain, then waits
+            await _wait_or_sleep(trio.lowlevel.wait_readable, self._socket)  # trio's own stream first tries in vain
             try:
                 return os.read(self._socket.fileno(), RECEIVE_CHUNK_BYTES)
             except BlockingIOError:
@@ -186,16 +188,30 @@ class Channel:
         try:
             while self._unsent:
                 batch = bytes(self._unsent)  # a copy: `send_nowait` may append while this waits
-                await self._stream.send_all(batch)
+                await self._send_all(batch)
                 del self._unsent[: len(batch)]
             whole = True
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
+        except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as exc:
             reason = f"a send failed: {exc.__cause__ or exc}"
             raise ChannelBroken(self._broken or reason) from exc
         finally:
             if not whole:
                 with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
                     await self._break(reason)
+
+    async def _send_all(self, data: bytes) -> None:
+        if self._socket is None:
+            await self._stream.send_all(data)
+            return
+        await trio.lowlevel.checkpoint()
+        left = memoryview(data)
+        while left:
+            if self._socket.fileno() < 0:
+                raise trio.ClosedResourceError("its stream was closed elsewhere")
+            try:
+                left = left[os.write(self._socket.fileno(), left) :]
+            except BlockingIOError:
+                await _wait_or_sleep(trio.lowlevel.wait_writable, self._socket)
 
     def _write_nowait(self, frame: bytes) -> int:
         if self._socket is None:
@@ -208,6 +224,16 @@ class Channel:
     async def _break(self, reason: str) -> None:
         self.poison(reason)
         await trio.aclose_forcefully(self._stream)
+
+
+async def _wait_or_sleep(
+    wait: Callable[[trio.socket.SocketType], Awaitable[None]], socket: trio.socket.SocketType
+) -> None:
+    """Wait for the socket; where the kernel watches no more sockets for this user, for a moment only."""
+    try:
+        await wait(socket)
+    except OSError:
+        await trio.sleep(UNWATCHED_POLL_S)
 
 
 async def connect_unix(path: str | os.PathLike[str], *, connect_timeout_s: float) -> trio.SocketStream:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
+from ipc.channel import UNWATCHED_POLL_S
 from ipc.nursery import single_exception
 from prorl_trio.sandbox.reaper import (
     ProcessId,
@@ -177,19 +178,25 @@ class ProcessTree:
         """Return when the first process has ended. It is not reaped."""
         if self._leader.returncode is not None:
             return
-        try:
+        with contextlib.suppress(OSError):  # Linux before 5.3, or nothing is left to watch it with
             pidfd = os.pidfd_open(self.pid)
-        except OSError:  # Linux before 5.3
-            options = os.WEXITED | os.WNOWAIT
-            await run_sync(os.waitid, os.P_PID, self.pid, options, abandon_on_cancel=True)
-            return
-        try:
-            await trio.lowlevel.wait_readable(pidfd)
-        finally:
-            os.close(pidfd)
+            try:
+                await trio.lowlevel.wait_readable(pidfd)
+                return
+            finally:
+                os.close(pidfd)
+        options = os.WEXITED | os.WNOWAIT
+        await run_sync(os.waitid, os.P_PID, self.pid, options, abandon_on_cancel=True)
 
     async def _drain_stderr(self) -> None:
-        while chunk := await self._stderr.receive_some(READ_BYTES):
+        while True:
+            try:
+                chunk = await self._stderr.receive_some(READ_BYTES)
+            except OSError:  # epoll has no room for it
+                await trio.sleep(UNWATCHED_POLL_S)
+                continue
+            if not chunk:
+                break
             self._stderr_tail += chunk
             del self._stderr_tail[:-STDERR_TAIL_BYTES]
         self._stderr_ended.set()

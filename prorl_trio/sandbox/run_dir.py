@@ -78,29 +78,53 @@ class RunDir:
     """A locked folder of this process. Made by `open_run_dir`."""
 
     def __init__(self, base: Path) -> None:
-        # Until it is locked only its name can say whose it is: a pid, and what makes that pid one process for ever.
-        prefix = f"{_UNBORN_PREFIX}{_pid_namespace()}-{_start_time()}-"
-        unborn = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
-        self.path = base / (_PREFIX + os.path.basename(unborn).removeprefix(prefix))
-        with contextlib.ExitStack() as unless_made:
-            unless_made.callback(shutil.rmtree, unborn, ignore_errors=True)
-            self._lock = os.open(unborn, os.O_RDONLY | os.O_DIRECTORY)
-            unless_made.callback(os.close, self._lock)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            Path(unborn, MARKER_NAME).touch()
-            # Only now does it get the name under which others look for folders without an owner.
-            os.rename(unborn, self.path)
-            unless_made.pop_all()
-        _locks.add(self._lock)
+        self._base = base
         self._reaper: trio.Process | None = None
-        self.root = self.path / "root"
-        """The empty root of the `host` image."""
-        self.lib = self.root / LIB_DIR.lstrip("/")
-        """The daemon's code."""
+        self._reaper_turn = trio.Lock()
         self.pid_limiter = PidLimiter()
         self.remains: set[Path] = set()
         """Folders of sandboxes of which something outlived their end."""
         self._remains_came = trio.Event()
+        self.is_lost = False
+        """The folder was not there when it was needed: somebody has removed it."""
+        self._claim()
+
+    def _claim(self) -> None:
+        """Make the folder, locked. Blocks."""
+        base = self._base
+        base.mkdir(parents=True, exist_ok=True)
+        # Until it is locked only its name can say whose it is: a pid, and what makes that pid one process for ever.
+        prefix = f"{_UNBORN_PREFIX}{_pid_namespace()}-{_start_time()}-"
+        unborn = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
+        path = base / (_PREFIX + os.path.basename(unborn).removeprefix(prefix))
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(shutil.rmtree, unborn, ignore_errors=True)
+            lock = os.open(unborn, os.O_RDONLY | os.O_DIRECTORY)
+            unless_made.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            Path(unborn, MARKER_NAME).touch()
+            # Only now does it get the name under which others look for folders without an owner.
+            os.rename(unborn, path)
+            unless_made.pop_all()
+        _locks.add(lock)
+        self.path, self._lock = path, lock
+        self.root = self.path / "root"
+        """The empty root of the `host` image."""
+        self.lib = self.root / LIB_DIR.lstrip("/")
+        """The daemon's code."""
+
+    async def renew(self) -> None:
+        """Make another folder, after somebody has removed this one. Sandboxes that live go on; errors as of a start."""
+        logger.error("somebody has removed %s; another folder takes its place", self.path)
+        path, lock = self.path, self._lock
+        await run_blocking(self._claim)
+        _locks.discard(lock)
+        os.close(lock)  # the reaper of the old folder ends now, as nothing is there
+        await run_blocking(shutil.rmtree, path, True)  # it is there where this failed halfway before
+        if self._reaper is not None:
+            await self._reaper.wait()
+        await self._start()
+        self.is_lost = False
 
     async def _start(self) -> None:
         await self._start_reaper()
@@ -116,8 +140,7 @@ class RunDir:
             SandboxUnavailable: it has ended.
             OSError: it cannot be started.
         """
-        if self._reaper is None or self._reaper.poll() is not None:
-            await self._start_reaper()
+        await self._start_reaper()
         assert self._reaper is not None, "it was started"
         code = await self._reaper.wait()
         raise SandboxUnavailable(f"the reaper of {self.path} ended (exit status {code})")
@@ -141,16 +164,20 @@ class RunDir:
                 delay_s = min(2 * delay_s, MAX_REMAINS_DELAY_S)
 
     async def _start_reaper(self) -> None:
-        command = [own_python(), "-I", "-S", reaper.__file__, str(self.path)]
-        self._reaper = await trio.lowlevel.open_process(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd="/",
-            env={},
-        )
+        """Start a reaper unless one runs."""
+        async with self._reaper_turn:
+            if self._reaper is not None and self._reaper.poll() is None:
+                return
+            command = [own_python(), "-I", "-S", reaper.__file__, str(self.path)]
+            self._reaper = await trio.lowlevel.open_process(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+                env={},
+            )
 
     async def _aclose(self) -> None:
         await run_blocking(self.pid_limiter.close)
@@ -180,7 +207,8 @@ class RunDir:
             try:
                 await run_blocking(_make_sandbox_dir, folder)
             except OSError as exc:
-                raise SandboxUnavailable.refused(f"cannot make the sandbox's folder {folder.path}", exc) from exc
+                self.is_lost = isinstance(exc, FileNotFoundError) and not self.path.exists()
+                raise SandboxUnavailable.refused(f"cannot make the folder of sandbox {folder.sandbox_id}", exc) from exc
             yield folder
         finally:
             gone, why = False, ""
@@ -278,6 +306,11 @@ async def open_run_dir(base: Path | None) -> AsyncIterator[RunDir]:
         async with shared.lock:
             if shared.run_dir is None:
                 shared.run_dir = await _make(base)
+            elif shared.run_dir.is_lost:
+                try:
+                    await shared.run_dir.renew()
+                except OSError as exc:
+                    raise SandboxUnavailable.refused(f"another run folder cannot be made in {base}", exc) from exc
         yield shared.run_dir
     finally:
         shared.users -= 1
@@ -322,7 +355,6 @@ async def _make(base: Path) -> RunDir:
 
 def _prepare(base: Path) -> RunDir:
     check_base(base, Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape"))
-    base.mkdir(parents=True, exist_ok=True)
     sweep(base)
     return RunDir(base)
 
