@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -30,6 +30,7 @@ __all__ = [
     "listen_unix",
     "open_unix_channel",
     "serve_connections",
+    "wait_or_sleep",
 ]
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class Channel:
         while True:
             if self._socket.fileno() < 0:
                 raise trio.ClosedResourceError("its stream was closed elsewhere")
-            await _wait_or_sleep(trio.lowlevel.wait_readable, self._socket)  # trio's own stream first tries in vain
+            await wait_or_sleep(trio.lowlevel.wait_readable, self._socket)  # trio's own stream first tries in vain
             try:
                 return os.read(self._socket.fileno(), RECEIVE_CHUNK_BYTES)
             except BlockingIOError:
@@ -203,7 +204,6 @@ class Channel:
         if self._socket is None:
             await self._stream.send_all(data)
             return
-        await trio.lowlevel.checkpoint()
         left = memoryview(data)
         while left:
             if self._socket.fileno() < 0:
@@ -211,7 +211,8 @@ class Channel:
             try:
                 left = left[os.write(self._socket.fileno(), left) :]
             except BlockingIOError:
-                await _wait_or_sleep(trio.lowlevel.wait_writable, self._socket)
+                await wait_or_sleep(trio.lowlevel.wait_writable, self._socket)
+        await trio.lowlevel.cancel_shielded_checkpoint()  # all of it is sent: a cancel comes too late
 
     def _write_nowait(self, frame: bytes) -> int:
         if self._socket is None:
@@ -226,12 +227,12 @@ class Channel:
         await trio.aclose_forcefully(self._stream)
 
 
-async def _wait_or_sleep(
-    wait: Callable[[trio.socket.SocketType], Awaitable[None]], socket: trio.socket.SocketType
+async def wait_or_sleep(
+    wait: Callable[[Any], Awaitable[None]], endpoint: trio.socket.SocketType | socket.socket
 ) -> None:
     """Wait for the socket; where the kernel watches no more sockets for this user, for a moment only."""
     try:
-        await wait(socket)
+        await wait(endpoint)
     except OSError:
         await trio.sleep(UNWATCHED_POLL_S)
 

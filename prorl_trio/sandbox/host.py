@@ -195,7 +195,7 @@ class SandboxHost:
         else:
             await self._puller.wait_image(image)
 
-    async def open(self, spec: SandboxSpec, in_line: InLine = nullcontext) -> HostedSandbox:
+    async def open(self, spec: SandboxSpec, in_line: InLine = lambda _what: nullcontext()) -> HostedSandbox:
         """Return a sandbox that nobody has used: a warm one that answers, or a new one.
 
         It lives until `aclose`, or the host's end. A new one waits for the start gates first, and is tried again, a few
