@@ -19,7 +19,7 @@ OWN: Final = 64
 PER_ROLLOUT: Final = 6
 """Three pipes and the channel of a sandbox, the lock on its image, and a connection to an engine."""
 PER_START: Final = 8
-"""What a start holds beside that for a moment: the child's ends, its socket, namespaces."""
+"""Further descriptors of a sandbox while it starts: the child's ends of its pipes, its listener, namespaces."""
 PER_SCORER: Final = 4
 
 

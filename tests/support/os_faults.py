@@ -20,6 +20,7 @@ from trio._core._thread_cache import ThreadCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import FrameType
 
 __all__ = ["DESCRIPTORS", "MEMORY", "PROCESSES", "SPACE", "OsFaults", "os_faults"]
 
@@ -28,7 +29,7 @@ SPACE: Final = errno.ENOSPC
 PROCESSES: Final = errno.EAGAIN
 MEMORY: Final = errno.ENOMEM
 
-_OPENS: Final = {
+_OPENS: Final[dict[str, tuple[Any, str]]] = {
     "io.open": (io, "open"),
     "os.open": (os, "open"),
     "os.pipe": (os, "pipe"),
@@ -39,10 +40,17 @@ _OPENS: Final = {
     "socket": (socket.socket, "__init__"),
     "accept": (socket.socket, "accept"),
 }
-_WRITES: Final = {"os.mkdir": (os, "mkdir"), "os.rename": (os, "rename"), "os.replace": (os, "replace")}
-_STARTS: Final = {"process": (subprocess.Popen, "__init__"), "thread": (ThreadCache, "start_thread_soon")}
-_WAITS: Final = {"epoll": (EpollIOManager, "_epoll_wait")}
-_CALLS: Final = {
+_WRITES: Final[dict[str, tuple[Any, str]]] = {
+    "os.mkdir": (os, "mkdir"),
+    "os.rename": (os, "rename"),
+    "os.replace": (os, "replace"),
+}
+_STARTS: Final[dict[str, tuple[Any, str]]] = {
+    "process": (subprocess.Popen, "__init__"),
+    "thread": (ThreadCache, "start_thread_soon"),
+}
+_WAITS: Final[dict[str, tuple[Any, str]]] = {"epoll": (EpollIOManager, "_epoll_wait")}
+_CALLS: Final[dict[int, dict[str, tuple[Any, str]]]] = {
     DESCRIPTORS: {**_OPENS, "process": _STARTS["process"]},
     SPACE: {**_WRITES, "io.open": _OPENS["io.open"], **_WAITS},
     PROCESSES: _STARTS,
@@ -89,14 +97,15 @@ class OsFaults:
 
 
 def _is_of_node() -> bool:
-    frame, own = sys._getframe(2), False
+    frame: FrameType | None = sys._getframe(2)
+    own = False
     while frame is not None:
         file = frame.f_code.co_filename
         if file != __file__:
             if any(part in file for part in _OTHERS):
                 return False
             own = own or "/prorl_trio/" in file or "/ipc/" in file
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return own
 
 
