@@ -21,7 +21,7 @@ import trio
 
 from ipc.arena_memory import ArenaMemory, TokenArrays, map_memory
 from ipc.arena_wire import ARENA_PROTOCOL_VERSION, ArenaFrame, ArenaHello, ArenaOffer, ArenaRefused
-from ipc.channel import Channel, connect_unix, listen_unix
+from ipc.channel import Channel, connect_unix, listen_unix, serve_connections
 from ipc.errors import ChannelBroken, HandshakeRefused, IpcError, ProtocolViolation
 from ipc.framing import FrameDecoder, encode_frame
 from ipc.handshake import HANDSHAKE_TIMEOUT_S
@@ -38,6 +38,8 @@ __all__ = ["MAX_ARENA_READERS", "MappedArena", "open_mapped_arena", "serve_arena
 logger = logging.getLogger(__name__)
 
 MAX_ARENA_READERS: Final = 64
+MAX_HANDSHAKES: Final = 64
+"""Connections beside the readers: those in their handshake. Further ones are closed at once."""
 MAX_FRAME_BYTES: Final = 4096
 CONNECT_TIMEOUT_S: Final = 5.0
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -66,17 +68,21 @@ async def serve_arena(
     """
     listener = listen_unix(path)
     try:
-        async with listener, open_single_nursery() as nursery:
-            serve = partial(_serve_reader, arena, token, max_readers)
-            await nursery.start(trio.serve_listeners, serve, [listener])
+        async with listener, open_single_nursery() as readers:
             task_status.started()
+            await serve_connections(listener, partial(_serve_reader, arena, token, max_readers, readers), readers)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(path)
 
 
-async def _serve_reader(arena: Arena, token: str, max_readers: int, stream: trio.SocketStream) -> None:
+async def _serve_reader(
+    arena: Arena, token: str, max_readers: int, readers: trio.Nursery, stream: trio.SocketStream
+) -> None:
     """Serve a connection, from the handshake to its end. Failures end the connection, and are logged."""
+    if len(readers.child_tasks) > max_readers + MAX_HANDSHAKES:
+        await trio.lowlevel.checkpoint()
+        return
     channel = Channel(stream, max_frame_bytes=MAX_FRAME_BYTES)
     reader_id = ""
     try:
@@ -94,7 +100,7 @@ async def _serve_reader(arena: Arena, token: str, max_readers: int, stream: trio
         logger.warning("reader %s of the arena spoke out of turn", reader_id)
     except ChannelBroken:
         pass
-    except (IpcError, OSError, trio.BrokenResourceError, trio.TooSlowError) as exc:
+    except Exception as exc:
         logger.warning("a reader of the arena was dropped: %r", exc)
     finally:
         arena.remove_reader(reader_id)

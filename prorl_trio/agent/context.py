@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -14,6 +15,7 @@ from prorl_trio.agent.bounded_text import BoundedText
 from prorl_trio.agent.dialogues import MAX_DIALOGUES, Dialogues
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.token_memory import RolloutTokens, TokenMemory
+from prorl_trio.sandbox.host import MAX_PAUSE_S
 from prorl_trio.sandbox.images.store import is_reference
 from prorl_trio.types.errors import BudgetExceeded, SandboxUnavailable, TooManyDialogues
 from prorl_trio.types.models import Trajectory
@@ -134,9 +136,14 @@ class RolloutContext:
         if is_reference(spec.image):
             at_most_s = self.resources.config.sandbox.images.timeout_s
             with self.standing_in_line(f"image {spec.image}", "sandbox", at_most_s=at_most_s):
-                await self.sandboxes.wait_image(spec.image)
+                try:
+                    await self.sandboxes.wait_image(spec.image)
+                except SandboxUnavailable as exc:
+                    if not exc.of_machine:  # else `open` asks again, when the machine can start something
+                        raise
+        in_line = partial(self.standing_in_line, charge="sandbox", at_most_s=MAX_PAUSE_S)
         with self.waiting(f"sandbox start (image {spec.image})", "sandbox"):
-            sandbox = await self.sandboxes.open(spec)
+            sandbox = await self.sandboxes.open(spec, in_line)
         self.activity.progress()
         return sandbox
 

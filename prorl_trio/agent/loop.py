@@ -20,6 +20,7 @@ from prorl_trio.agent.style import PLAIN
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.threads import run_sync
 from prorl_trio.tools.base import Observation
 from prorl_trio.tools.fitting import fit_texts
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded, StaleTrajectory
@@ -119,7 +120,7 @@ async def run_agent(
     """
     resources = context.resources
     context.tools = tools.schemas()
-    conversation = await trio.to_thread.run_sync(Conversation, resources.chat_format, messages, context.tools)
+    conversation = await run_sync(Conversation, resources.chat_format, messages, context.tools)
     async with AsyncExitStack() as stack:
         lease = await lease_backend(context, stack)
         if (bound := resources.config.agent.staleness_bound(context.spec)) is not None:
@@ -161,7 +162,7 @@ async def run_sub_agent(
     if asker is None or asker.context is not context:
         raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
     chat_format = context.resources.chat_format
-    conversation = await trio.to_thread.run_sync(Conversation, chat_format, messages, tools.schemas())
+    conversation = await run_sync(Conversation, chat_format, messages, tools.schemas())
     agent = _Agent(context, asker.lease, asker.budget, conversation, tools, style, before_turn, None, said=messages)
     agent.begin(asker.dialogue)
     try:
@@ -360,7 +361,7 @@ class _Agent:
         characters = sum(len(observation.text) for observation in observations)
         if characters < LONG_REPLY_CHARS and len(self.conversation) < LONG_DIALOGUE_TOKENS:
             return self._reply_now(calls, observations)
-        return await trio.to_thread.run_sync(self._reply_now, calls, observations)
+        return await run_sync(self._reply_now, calls, observations)
 
     def _reply_now(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
         """Say to the policy what came of its turn: results, or a reminder.
@@ -416,7 +417,7 @@ class _Agent:
         if len(completion.token_ids) < LONG_TURN_TOKENS:
             return add()
         with trio.move_on_after(KEEP_S, shield=True):
-            return await trio.to_thread.run_sync(add)
+            return await run_sync(add)
         return add()  # no thread became free
 
     def _record(

@@ -7,6 +7,7 @@ limits of its own (`config.ScoringConfig`), because it reads the policy's text.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import struct
@@ -21,17 +22,22 @@ import trio
 from ipc.envelope import UNDECODABLE
 from ipc.portable_text import portable
 from prorl_trio.config import ScoringConfig
-from prorl_trio.types.errors import EvaluationError, HostileAnswer
+from prorl_trio.types.errors import EvaluationError, HostileAnswer, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
 __all__ = ["NotScored", "ScoreCall", "ScoreReply", "ScorerPool", "open_scorer_pool"]
 
+logger = logging.getLogger(__name__)
+
 MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
 START_TIMEOUT_S: Final = 60.0
 MAX_STARTS: Final = 5
 """Starts of a process for one call, where those before it were killed meanwhile."""
+REFUSED_DELAY_S: Final = 0.5
+"""Wait after the machine has refused a process; doubled each time, up to `MAX_REFUSED_DELAY_S`."""
+MAX_REFUSED_DELAY_S: Final = 16.0
 KILL_TIMEOUT_S: Final = 5.0
 HEADER: Final = struct.Struct("<I")
 
@@ -195,6 +201,7 @@ class ScorerPool:
         Raises:
             HostileAnswer: there is no score of `payload`, but one of `harmless`: what the policy answered is at fault.
             EvaluationError: the scorer raised, timed out, died, or cannot be loaded. The message tells which.
+            SandboxUnavailable: the machine refuses a process for the scorer.
         """
         try:
             return await self._score(function, payload, timeout_s)
@@ -259,18 +266,26 @@ class ScorerPool:
 
         Raises:
             _NotStarted: it cannot be loaded, took too long, or was killed each time.
+            SandboxUnavailable: the machine refuses a process for some 30 s.
         """
         while sum(map(len, self._idle.values())) + self._limiter.borrowed_tokens > self._limiter.total_tokens:
             idle = next(filter(None, self._idle.values()), None)
             if idle is None:
                 break
             await idle.pop().kill()
-        failure = ""
-        for _ in range(MAX_STARTS):
+        failure, kills, delay_s = "", 0, REFUSED_DELAY_S
+        while kills < MAX_STARTS:
             try:
                 return await _Worker.start(module, self._limits)
             except _WorkerKilled as exc:
+                kills += 1
                 failure = f"scorer {module} cannot be started: {exc}"
+            except OSError as exc:
+                if delay_s > MAX_REFUSED_DELAY_S:
+                    raise SandboxUnavailable.refused(f"scorer {module} cannot be started", exc) from exc
+                logger.warning("scorer %s cannot be started, again in %g s: %s", module, delay_s, exc)
+                await trio.sleep(delay_s)
+                delay_s *= 2
         raise _NotStarted(failure)
 
     async def aclose(self) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from prorl_trio.config.quantities import Amount, Count, Seconds, SecondsOrZero
+from prorl_trio.config.quantities import Amount, Connections, Count, Seconds, SecondsOrZero, Tokens, Weight
 from prorl_trio.config.table import Table
 
 __all__ = ["BackendConfig", "HealthConfig", "LoadConfig", "Strategy"]
@@ -32,8 +32,8 @@ class HealthConfig(Table, frozen=True):
     """
 
     interval_s: SecondsOrZero = 15.0
-    open_after_failures: int = 3
-    close_after_successes: int = 2
+    open_after_failures: Count = 3
+    close_after_successes: Count = 2
 
     def __post_init__(self) -> None:
         for name in ("open_after_failures", "close_after_successes"):
@@ -65,9 +65,9 @@ class LoadConfig(Table, frozen=True):
     skew_margin_s: SecondsOrZero = 2.0
     skew_ratio: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 1.5
     max_kv_usage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
-    decrease_factor: float = 0.8
-    increase_tasks: int = 1
-    min_tasks: int = 4
+    decrease_factor: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.8
+    increase_tasks: Count = 1
+    min_tasks: Count = 4
 
     def __post_init__(self) -> None:
         for name in ("interval_s", "skew_margin_s", "max_kv_usage"):
@@ -113,15 +113,15 @@ class BackendConfig(Table, frozen=True):
     """
 
     urls: list[str] = msgspec.field(default_factory=list)
-    weights: dict[str, float] = msgspec.field(default_factory=dict)
+    weights: dict[str, Weight] = msgspec.field(default_factory=dict)
     engine: str = "auto"
-    max_model_len: Amount = 0
+    max_model_len: Tokens = 0
     stream: bool = False
-    slice_tokens: Amount = 256
+    slice_tokens: Tokens = 256
     required: bool = False
     probe_timeout_s: Seconds = 60.0
     request_timeout_s: Seconds = 600.0
-    max_connections_per_backend: Count = 512
+    max_connections_per_backend: Connections = 512
     max_tasks_per_backend: Amount = 0
     lease_timeout_s: SecondsOrZero = 900.0
     strategy: Strategy = "least_in_flight"

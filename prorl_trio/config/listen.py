@@ -7,7 +7,15 @@ from typing import Literal
 
 import msgspec
 
-from prorl_trio.config.quantities import Amount, Count, Port, Seconds, SecondsOrZero
+from prorl_trio.config.quantities import (
+    Connections,
+    Count,
+    MessageBytes,
+    Port,
+    ProcessesOrZero,
+    Seconds,
+    SecondsOrZero,
+)
 from prorl_trio.config.table import Table
 
 __all__ = ["ListenConfig", "RestConfig"]
@@ -41,8 +49,8 @@ class ListenConfig(Table, frozen=True):
     unix_socket: str = "auto"
     tls_cert: str = ""
     tls_key: str = ""
-    max_message_bytes: Count = 64 * 1024 * 1024
-    max_sessions: Count = 64
+    max_message_bytes: MessageBytes = 64 * 1024 * 1024
+    max_sessions: Connections = 64
     heartbeat_interval_s: Seconds = 10.0
     heartbeat_timeout_s: Seconds = 30.0
 
@@ -91,8 +99,8 @@ class RestConfig(Table, frozen=True):
     host: str = "127.0.0.1"
     port: Port = 8701
     tls: bool = True
-    max_connections: Count = 256
-    max_body_bytes: Count = 64 * 1024 * 1024
+    max_connections: Connections = 256
+    max_body_bytes: MessageBytes = 64 * 1024 * 1024
     idle_timeout_s: Seconds = 15.0
     body_timeout_s: Seconds = 60.0
     send_timeout_s: Seconds = 60.0
@@ -100,8 +108,8 @@ class RestConfig(Table, frozen=True):
     results_retention_s: Seconds = 86_400.0
     max_jobs_per_request: Count = 10_000
     max_results_per_reply: Count = 256
-    max_reply_bytes: Count = 256 * 1024 * 1024
-    max_event_streams: Amount = 16
+    max_reply_bytes: MessageBytes = 256 * 1024 * 1024
+    max_event_streams: ProcessesOrZero = 16
     event_buffer_events: Count = 4096
     event_heartbeat_interval_s: Seconds = 15.0
     prorl_compat: bool = False

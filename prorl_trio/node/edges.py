@@ -66,7 +66,7 @@ async def open_edges(
         if local is not None and arena is not None:
             await _open_arena_socket(config, arena, local.arena, accept)
         serve = partial(serve_websocket, node, listen, sessions=sessions, local=local, listener=bound)
-        address = await accept.start(service_task(serve, "WebSocket"))
+        address = await accept.start(service_task(serve, "WebSocket", restarts=False))
         endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
         if local is not None:
             endpoints["unix_url"] = f"unix://{local.node}"
@@ -113,7 +113,7 @@ async def _open_rest(
         listener=listener,
         more=configured_endpoints(rest, sandbox_network=node.config.sandbox.network),
     )
-    address: tuple[str, int] = await accept.start(service_task(serve, "REST"))
+    address: tuple[str, int] = await accept.start(service_task(serve, "REST", restarts=False))
     return address
 
 
@@ -130,6 +130,6 @@ async def _open_arena_socket(config: NodeConfig, arena: Arena, path: Path, accep
     token = await trio.to_thread.run_sync(load_token, config.listen)
     try:
         serve = partial(serve_arena, arena, path, token=token.decode(), max_readers=config.arena.max_readers)
-        await accept.start(service_task(serve, "arena"))
+        await accept.start(service_task(serve, "arena", restarts=False))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"listen.unix_socket: {exc}") from exc

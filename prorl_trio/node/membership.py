@@ -22,6 +22,7 @@ from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.service.auth import load_token
 from prorl_trio.service.endpoints import endpoint_url, rest_url
 from prorl_trio.supervision import service_task
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class _Disk:
         self._turn = trio.CapacityLimiter(1)
 
     async def run(self, fn: Callable[[], _T]) -> _T:
-        return await trio.to_thread.run_sync(fn, limiter=self._turn, abandon_on_cancel=True)
+        return await run_sync(fn, limiter=self._turn, abandon_on_cancel=True)
 
 
 def advertised_host(advertise: str, listening: str) -> str:

@@ -79,7 +79,7 @@ class Node:
             "pipeline": pipeline.statistics,
             "jobs": self.live_jobs,
             "backends": backends.statistics,
-            "sandboxes": lambda: {"provider": provider.name, **sandboxes.statistics()},
+            "sandboxes": lambda: {"provider": provider.name, "paused": sandboxes.paused, **sandboxes.statistics()},
             "scorers": resources.scorers.statistics,
             "arena": resources.tokens.statistics,
         }
@@ -216,7 +216,8 @@ class Node:
     def unreadiness(self) -> str:
         """Return why a job submitted now would not be worked on; empty if it would.
 
-        Looks at service tasks, the drain, the ledger and the backends: neither a full queue nor a pause counts.
+        Looks at service tasks, the drain, the ledger, sandbox starts and the backends: neither a full queue nor a pause
+        counts.
         """
         if task := vanished_task():
             return f"the node is ending: its service task {task!r} is gone"
@@ -224,6 +225,8 @@ class Node:
             return "the node is draining"
         if refusal := self._outbox.refusal:
             return refusal
+        if reason := self._sandboxes.paused:
+            return f"sandbox starts are paused: {reason}"
         return "" if self.backends.accepting else "no backend takes tasks; add one"
 
     @property

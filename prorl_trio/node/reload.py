@@ -11,6 +11,8 @@ import trio
 
 from prorl_trio.config import NodeConfig
 from prorl_trio.config.live import is_live
+from prorl_trio.node.descriptors import check_descriptors
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,13 +60,14 @@ def plan_reload(old: NodeConfig, new: NodeConfig) -> ReloadPlan:
     """
     changes = list(_changes(old, new))
     live = [change for change in changes if is_live(change.path)]
-    for change in live:
-        minimum = 1 if change.path.startswith("stages.") else 0
-        if isinstance(change.new, int | float) and change.new < minimum:
-            raise ConfigError(f"{change.path} must be at least {minimum}, got {change.new}")
     config = old
     for change in live:
         config = _replaced(config, change.path.split("."), change.new)
+    try:
+        msgspec.convert(msgspec.to_builtins(config), NodeConfig)  # also where no file was read
+    except msgspec.ValidationError as exc:
+        raise ConfigError(str(exc)) from exc
+    check_descriptors(config)
     return ReloadPlan(config=config, live=live, fixed=[change for change in changes if change not in live])
 
 
@@ -84,7 +87,7 @@ async def serve_reloads(
         task_status.started()
         async for _ in signals:
             try:
-                plan = plan_reload(current(), await trio.to_thread.run_sync(load))
+                plan = plan_reload(current(), await run_sync(load))
             except ConfigError as exc:
                 logger.error("reload: the configuration stays as it is: %s", exc)
                 continue

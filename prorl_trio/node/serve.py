@@ -21,6 +21,7 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.node.core import open_node
+from prorl_trio.node.descriptors import check_descriptors, raise_descriptor_limit
 from prorl_trio.node.drain import drain, open_end_signals, until_started
 from prorl_trio.node.edges import open_edges
 from prorl_trio.node.monitoring import open_monitoring
@@ -76,6 +77,8 @@ async def serve_node(
         BackendError: backends are `required`, and one did not pass its probe.
     """
     clean = True
+    raise_descriptor_limit()
+    check_descriptors(config)
     with open_end_signals(config.on_hangup, reloads=load is not None) as signals:
         async with until_started(signals) as starting:
             async with (

@@ -19,9 +19,11 @@ from prorl_trio.types.errors import (
     HandlerError,
     InternalError,
     JobCancelled,
+    NodeExhausted,
     RolloutError,
     SandboxCallFailed,
     SandboxLost,
+    is_exhaustion,
 )
 from prorl_trio.types.models import AttemptRecord, Outcome
 
@@ -191,7 +193,9 @@ def _classify(job: Job, stage: Stage, failure: BaseException) -> RolloutError:
         failure = next((cause for cause in causes if not isinstance(cause, AgentFault)), causes[0])
     if not isinstance(failure, RolloutError):
         logger.error("job %s, stage %s", job.spec.job_id, stage, exc_info=failure)
-        kind = EvaluationError if stage == "eval" else HandlerError
+        kind: type[RolloutError] = EvaluationError if stage == "eval" else HandlerError
+        if any(is_exhaustion(leaf) and not isinstance(leaf.__cause__, CallFailed) for leaf in leaves(failure)):
+            kind = NodeExhausted
         failure = kind(f"{type(failure).__name__} in stage {stage}: {failure}")
     try:
         return job.handler.on_error(job.context, stage, failure)

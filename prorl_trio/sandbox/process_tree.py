@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
+from ipc.channel import UNWATCHED_POLL_S
 from ipc.nursery import single_exception
 from ipc.sandbox_calls import OWN_ERROR_EXIT
 from prorl_trio.sandbox.reaper import (
@@ -27,6 +28,7 @@ from prorl_trio.sandbox.reaper import (
     write_record,
 )
 from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -122,8 +124,7 @@ class ProcessTree:
         self._stderr_ended = trio.Event()
         self._ready = False
         self._is_ending = False
-        first = identify(self.pid)
-        self._members: set[ProcessId] = set() if first is None else {first}
+        self._members: set[ProcessId] = set()
 
     def __repr__(self) -> str:
         return f"<ProcessTree {self.pid}: {self.describe_exit()}>"
@@ -181,25 +182,36 @@ class ProcessTree:
         """Return when the first process has ended. It is not reaped."""
         if self._leader.returncode is not None:
             return
-        try:
+        with contextlib.suppress(OSError):  # Linux before 5.3, or nothing is left to watch it with
             pidfd = os.pidfd_open(self.pid)
-        except OSError:  # Linux before 5.3
-            options = os.WEXITED | os.WNOWAIT
-            await trio.to_thread.run_sync(os.waitid, os.P_PID, self.pid, options, abandon_on_cancel=True)
-            return
-        try:
-            await trio.lowlevel.wait_readable(pidfd)
-        finally:
-            os.close(pidfd)
+            try:
+                await trio.lowlevel.wait_readable(pidfd)
+                return
+            finally:
+                os.close(pidfd)
+        options = os.WEXITED | os.WNOWAIT
+        await run_sync(os.waitid, os.P_PID, self.pid, options, abandon_on_cancel=True)
 
     async def _drain_stderr(self) -> None:
-        while chunk := await self._stderr.receive_some(READ_BYTES):
+        while True:
+            try:
+                chunk = await self._stderr.receive_some(READ_BYTES)
+            except OSError:  # epoll has no room for it
+                await trio.sleep(UNWATCHED_POLL_S)
+                continue
+            if not chunk:
+                break
             self._stderr_tail += chunk
             del self._stderr_tail[:-STDERR_TAIL_BYTES]
         self._stderr_ended.set()
 
     async def _become_ready(self, stdin_line: bytes, start_timeout_s: float) -> None:
-        await run_blocking(write_record, self._folder, self._members)
+        if (first := identify(self.pid)) is not None:
+            self._members.add(first)
+        try:
+            await run_blocking(write_record, self._folder, self._members)
+        except OSError as exc:
+            raise SandboxUnavailable.refused(f"a sandbox cannot be recorded in {self._folder}", exc) from exc
         answer = b""
         with trio.move_on_after(start_timeout_s) as patience, contextlib.suppress(trio.BrokenResourceError):
             await self._stdin.send_all(stdin_line)
@@ -234,11 +246,18 @@ class ProcessTree:
 
     async def _end(self) -> None:
         self._is_ending = True
-        if self.is_init:
-            if self._leader.returncode is None:
+        try:
+            if not self.is_init:
+                await self._end_family()
+            elif self._leader.returncode is None:
                 os.kill(self.pid, signal.SIGKILL)
                 await self._exits_within(KILL_TIMEOUT_S)
-            return
+        except Exception as exc:  # no descriptor, or no thread, to look at its processes: what is certain is ended
+            logger.error("the processes of a sandbox cannot be looked at: %r", exc)
+            if self._leader.poll() is None:
+                self._signal_group(signal.SIGKILL)
+
+    async def _end_family(self) -> None:
         self._note_family()
         # A leader that died by itself, or was killed, may have left children that nobody has noted.
         left_orphans = self.describe_exit() != "running"
@@ -264,7 +283,7 @@ class ProcessTree:
         self._leader.poll()
         for stream in (self._stdin, self._stdout, self._stderr):
             stream.close()
-        survivors = sorted(process for process in self._members if is_alive(process))
+        survivors = sorted(filter(_may_live, self._members))
         if survivors:
             logger.error("processes of a closed sandbox are still alive (pid, start time): %s", survivors)
             with contextlib.suppress(OSError):
@@ -297,6 +316,14 @@ class ProcessTree:
             self._members |= session_members(self.pid)
             kill(self._members)
             wait_gone(self._members, KILL_TIMEOUT_S)
+
+
+def _may_live(process: ProcessId) -> bool:
+    """Return whether it is alive, or the machine does not say."""
+    try:
+        return is_alive(process)
+    except OSError:
+        return True
 
 
 def _is_stopped_first(pid: int) -> bool:

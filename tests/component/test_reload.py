@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 
@@ -9,6 +10,8 @@ import pytest
 import trio
 
 from prorl_trio.config import (
+    AdmissionConfig,
+    AgentConfig,
     BackendConfig,
     BudgetConfig,
     HealthConfig,
@@ -22,6 +25,7 @@ from prorl_trio.config import (
     load_config,
 )
 from prorl_trio.config.live import LIVE
+from prorl_trio.node import descriptors
 from prorl_trio.node import reload as reload_module
 from prorl_trio.node.core import open_node
 from prorl_trio.node.reload import plan_reload, serve_reloads
@@ -74,11 +78,26 @@ async def test_the_same_file_changes_nothing():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"stages": StagesConfig(run_workers=0)}, {"stages": StagesConfig(ready_queue=0)}, {"stuck_after_s": -1.0}],
+    [
+        {"stages": StagesConfig(run_workers=0)},
+        {"stages": StagesConfig(ready_queue=0)},
+        {"stages": StagesConfig(run_workers=3_000_000)},
+        {"stages": StagesConfig(init_queue=10**20)},
+        {"admission": AdmissionConfig(max_live=10**20)},
+        {"agent": AgentConfig(tool_timeout_s=math.inf)},
+        {"stuck_after_s": -1.0},
+        {"stuck_after_s": math.nan},
+    ],
 )
 async def test_what_cannot_be_used_is_refused_as_a_whole(fields):
-    with pytest.raises(ConfigError, match="must be at least"):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))}"):
         plan_reload(OLD, new(drain_timeout_s=1.0, **fields))
+
+
+async def test_more_workers_than_there_are_descriptors_for_are_refused(monkeypatch):
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _which: (1024, 1024))
+    with pytest.raises(ConfigError, match=r"^stages.run_workers: .* the limit is 1024"):
+        plan_reload(OLD, new(stages=StagesConfig(run_workers=1_000)))
 
 
 async def test_every_live_field_exists():

@@ -13,7 +13,6 @@ import trio
 from ipc.limits import SandboxLimits
 from prorl_trio.sandbox import fork_server, process_tree
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.providers import bubblewrap
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.reaper import descendants, is_alive
 from support.forking import open_forking
@@ -143,8 +142,7 @@ async def test_an_ipython_that_was_killed_before_its_first_cell_is_replaced(prov
             assert (await sandbox.ipython("6 * 7", timeout_s=ACTION_TIMEOUT_S)).result == "42"
 
 
-async def test_sandboxes_live_on_without_their_server_and_it_is_replaced(provider, monkeypatch):
-    monkeypatch.setattr(bubblewrap, "FORK_SERVER_DELAY_S", 0.05)
+async def test_sandboxes_live_on_without_their_server_and_it_is_replaced(provider):
     with trio.fail_after(TEST_TIMEOUT_S):
         async with open_forked(provider, SandboxSpec()) as sandbox:
             server = provider.fork_server

@@ -29,6 +29,7 @@ from prorl_trio.service.rest.rollouts import cancel_jobs
 from prorl_trio.service.rest.schema import ErrorBody, NoQuery
 from prorl_trio.service.sessions.submission import submit_one
 from prorl_trio.service.tcp import is_loopback
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, ServiceError
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class _Server:
         outcome = await self._outcome(session, spec.job_id, api)
         instance = msgspec.convert(request.instance, Instance)
         asked = Asked(question_of(request.instance), instance.trajectory_id, wants_tokens(request))
-        result = await trio.to_thread.run_sync(_encode, outcome, asked, api.node)
+        result = await run_sync(_encode, outcome, asked, api.node)
         return Response(result, media_type="application/json")
 
     async def cancel(self, call: Call) -> Response:

@@ -12,6 +12,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import wrap_app
 
+from ipc.channel import serve_connections
 from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
 from ipc.tls import open_tls
@@ -64,7 +65,7 @@ async def serve_http(
         async with trio.open_nursery() as connections:
             try:
                 task_status.started((host, port))
-                await trio.serve_listeners(server.serve_stream, [listener], handler_nursery=connections)
+                await serve_connections(listener, server.serve_stream, connections)
             finally:
                 server.go_away()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
 
-from ipc.channel import listen_unix
+from ipc.channel import listen_unix, serve_connections
 from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
 from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, ClientMessage, SessionHello, SessionWelcome
@@ -95,13 +94,11 @@ async def serve_websocket(
         async with trio.open_nursery() as connections:
             try:
                 async with trio.open_nursery() as listening:
-                    serve = partial(trio.serve_listeners, handler_nursery=connections)
-                    listening.start_soon(
-                        service_task(serve, f"listener {host}:{port}"), server.serve_stream, [listener]
-                    )
+                    serve = service_task(serve_connections, f"listener {host}:{port}", restarts=False)
+                    listening.start_soon(serve, listener, server.serve_stream, connections)
                     for unix_listener in unix_listeners:
-                        local_serve = service_task(serve, "listener on the Unix socket")
-                        listening.start_soon(local_serve, server.serve_local, [unix_listener])
+                        serve = service_task(serve_connections, "listener on the Unix socket", restarts=False)
+                        listening.start_soon(serve, unix_listener, server.serve_local, connections)
                     task_status.started((host, port))
             finally:
                 server.go_away()
