@@ -25,6 +25,7 @@ from prorl_trio.ledger import MemoryLedger
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import claim_folder, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
+from prorl_trio.service.auth import Door
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.node_api import Room
 from prorl_trio.service.sessions.journal import Journal
@@ -139,7 +140,7 @@ async def _serve(
     """Serve a node, and keep its entry fresh."""
     node = _Node(f"node-{number:02d}")
     sessions = SessionTable(Journal(MemoryLedger(), nursery, sys.maxsize), SessionLimits())
-    serve = partial(serve_websocket, node, ListenConfig(port=0, token=TOKEN), sessions=sessions)
+    serve = partial(serve_websocket, node, ListenConfig(port=0), Door(TOKEN.encode()), sessions=sessions)
     host, port = await nursery.start(serve)
     entry = NodeEntry(
         node_id=node.node_id,

@@ -22,7 +22,7 @@ from ipc.nursery import open_single_nursery
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.node.core import open_node
 from prorl_trio.node.drain import drain, open_end_signals, until_started
-from prorl_trio.node.edges import open_edges
+from prorl_trio.node.edges import open_edges, prepare_edges
 from prorl_trio.node.monitoring import open_monitoring
 from prorl_trio.node.parts import open_node_arena
 from prorl_trio.node.reload import serve_reloads
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from prorl_trio.config import NodeConfig
     from prorl_trio.handlers.registry import HandlerRegistry
     from prorl_trio.node.drain import EndSignals
+    from prorl_trio.node.edges import Edges
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.node.node import Node
     from prorl_trio.sandbox.provider import SandboxProvider
@@ -76,15 +77,17 @@ async def serve_node(
         BackendError: backends are `required`, and one did not pass its probe.
     """
     clean = True
+    edges = await trio.to_thread.run_sync(prepare_edges, config)
     with open_end_signals(config.on_hangup, reloads=load is not None) as signals:
         async with until_started(signals) as starting:
             async with (
-                _open_whole(config, handlers, provider, starting) as (node, sessions, monitoring, address),
+                _open_whole(config, edges, handlers, provider, starting) as (node, sessions, monitoring, address),
                 open_single_nursery() as reloads,
             ):
                 if load is not None and not signals.hangup:
                     apply = partial(_apply, node, monitoring)
-                    await reloads.start(service_task(serve_reloads, "reload"), load, lambda: node.config, apply)
+                    serve = service_task(serve_reloads, "reload")
+                    await reloads.start(serve, load, lambda: node.config, apply, edges.door)
                 task_status.started(address)
                 began = await _wait_end(signals, node)
                 if not config.fleet.leaves_jobs:
@@ -99,7 +102,11 @@ async def serve_node(
 
 @asynccontextmanager
 async def _open_whole(
-    config: NodeConfig, handlers: HandlerRegistry | None, provider: SandboxProvider | None, starting: trio.CancelScope
+    config: NodeConfig,
+    edges: Edges,
+    handlers: HandlerRegistry | None,
+    provider: SandboxProvider | None,
+    starting: trio.CancelScope,
 ) -> AsyncIterator[tuple[Node, SessionTable, Monitoring, tuple[str, int]]]:
     """Open all parts of a node, each after those it needs.
 
@@ -126,7 +133,7 @@ async def _open_whole(
                     monitoring.watch(node, sessions)
                     if shared is not None:
                         node.describe("arena", lambda: {**tokens.statistics(), "shared": shared.statistics()})
-                    async with open_edges(node, sessions, arena, feed, monitoring) as address:
+                    async with open_edges(node, edges, sessions, arena, feed, monitoring) as address:
                         yield node, sessions, monitoring, address
 
 

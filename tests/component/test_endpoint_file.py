@@ -14,6 +14,7 @@ from prorl_trio.client import address as address_module
 from prorl_trio.client import connect
 from prorl_trio.client.address import EndpointFile
 from prorl_trio.config import ListenConfig
+from prorl_trio.service.auth import Door
 from prorl_trio.service.endpoints import announce, endpoint_url
 from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.service.websocket.server import serve_websocket
@@ -41,7 +42,9 @@ async def test_the_unix_socket_comes_first_and_its_folder_goes_with_the_node(lis
     local = claim_local_sockets(listen)
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:
-            serve = partial(serve_websocket, FakeNode(), listen, local=local, sessions=sessions_in(nursery))
+            serve = partial(
+                serve_websocket, FakeNode(), listen, Door(TOKEN.encode()), local=local, sessions=sessions_in(nursery)
+            )
             host_port = await nursery.start(serve)
             announce(endpoint, {"url": NOWHERE, "unix_url": f"unix://{local.node}"})
             async with connect(token=TOKEN, endpoint_file=endpoint) as client:

@@ -16,6 +16,8 @@ from ipc.websocket import LinkClosed
 from prorl_trio.client import connect
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.config import ListenConfig
+from prorl_trio.service.auth import Door
+from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket import server as server_module
 from prorl_trio.service.websocket.server import serve_websocket
 from prorl_trio.types.errors import ConfigError, ProtocolError, Unauthorized
@@ -129,7 +131,7 @@ async def test_what_cannot_be_used_is_said_at_the_start(certificates, tmp_path, 
         listen[missing] = ""
     config = ListenConfig(port=0, token=TOKEN, **listen)
     with pytest.raises(ConfigError, match="tls_cert"):
-        await serve_websocket(FakeNode(), config, sessions=sessions_in(nursery))
+        await serve_websocket(FakeNode(), config, Door(b"a"), tls=load_tls(config), sessions=sessions_in(nursery))
     with pytest.raises(ConfigError, match="tls_ca"):
         async with connect("wss://127.0.0.1:1", TOKEN, tls_ca=tmp_path / "none.pem"):
             pass

@@ -10,7 +10,9 @@ import trio
 
 from ipc.nursery import single_exception
 from prorl_trio.config import ListenConfig
+from prorl_trio.service.auth import Door
 from prorl_trio.service.limits import SessionLimits
+from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket.server import serve_websocket
 from support.sessions import sessions_in
 
@@ -45,13 +47,14 @@ async def open_service(
     node: NodeApi, *, sessions: SessionTable | None = None, port: int = 0, **listen: Any
 ) -> AsyncIterator[Service]:
     """Serve `node`; `listen` are fields of `ListenConfig`. Leaving cancels the server."""
-    config = ListenConfig(port=port, token=TOKEN, **listen)
+    config = ListenConfig(port=port, **listen)
     with single_exception():
         async with trio.open_nursery() as nursery:
             if sessions is None:
                 limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
                 sessions = sessions_in(nursery, limits)
-            serve = partial(serve_websocket, node, config, sessions=sessions)
+            door = Door(TOKEN.encode(), config.hosts)
+            serve = partial(serve_websocket, node, config, door, sessions=sessions, tls=load_tls(config))
             service = await nursery.start(_serve, serve, bool(config.tls_cert))
             try:
                 yield service
