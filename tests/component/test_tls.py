@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import ssl
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -39,6 +40,7 @@ class Certificates:
         authority.cert_pem.write_to_path(self.ca)
         cert.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
         leaf.private_key_pem.write_to_path(str(key))
+        key.chmod(0o600)
         self.listen = {"tls_cert": str(cert), "tls_key": str(key)}
 
     def rest(self):
@@ -127,6 +129,7 @@ async def test_what_cannot_be_used_is_said_at_the_start(certificates, tmp_path, 
         listen["tls_cert"] = str(tmp_path / "none.pem")
     elif missing == "pair":
         listen["tls_key"] = listen["tls_cert"]
+        Path(listen["tls_cert"]).chmod(0o600)
     else:
         listen[missing] = ""
     config = ListenConfig(port=0, token=TOKEN, **listen)
