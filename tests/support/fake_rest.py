@@ -57,7 +57,9 @@ class RestService:
         sessions: SessionTable | None,
         scope: trio.CancelScope,
         trust: ssl.SSLContext | None = None,
+        door: Door | None = None,
     ) -> None:
+        self.door = door
         self.host, self.port = address
         self.url = f"{'http' if trust is None else 'https'}://{self.host}:{self.port}"
         self.sessions = sessions
@@ -174,18 +176,19 @@ async def open_rest(
     try:
         async with open_single_nursery() as nursery:
             table = sessions_in(nursery) if sessions is None else sessions
+            door = Door(TOKEN.encode(), hosts)
             serve = partial(
                 serve_rest,
                 node,
                 config,
-                Door(TOKEN.encode(), hosts),
+                door,
                 sessions=table,
                 feed=feed,
                 tls=certificate,
                 more=configured_endpoints(node_config),
             )
             address = await nursery.start(serve)
-            yield RestService(address, table, nursery.cancel_scope, trust)
+            yield RestService(address, table, nursery.cancel_scope, trust, door)
             nursery.cancel_scope.cancel("the test is over")
     finally:
         node.observers.remove(feed)

@@ -28,9 +28,10 @@ TOKEN = "a token"
 
 
 class Service:
-    """Where it listens: `connect(service.url, TOKEN)`. `stopped` is set when it does no more."""
+    """Where it listens: `connect(service.url, TOKEN)`. `stopped` is set when it does no more. `door` has its token."""
 
-    def __init__(self, host: str, port: int, scope: trio.CancelScope, *, secure: bool = False) -> None:
+    def __init__(self, host: str, port: int, scope: trio.CancelScope, door: Door, *, secure: bool = False) -> None:
+        self.door = door
         self.host = host
         self.port = port
         self.url = f"{'wss' if secure else 'ws'}://{host}:{port}"
@@ -55,7 +56,7 @@ async def open_service(
                 sessions = sessions_in(nursery, limits)
             door = Door(TOKEN.encode(), config.hosts)
             serve = partial(serve_websocket, node, config, door, sessions=sessions, tls=load_tls(config))
-            service = await nursery.start(_serve, serve, bool(config.tls_cert))
+            service = await nursery.start(_serve, serve, door, bool(config.tls_cert))
             try:
                 yield service
             finally:
@@ -63,11 +64,11 @@ async def open_service(
 
 
 async def _serve(
-    server: Callable[..., Awaitable[None]], secure: bool, *, task_status: trio.TaskStatus[Service]
+    server: Callable[..., Awaitable[None]], door: Door, secure: bool, *, task_status: trio.TaskStatus[Service]
 ) -> None:
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
             host, port = await nursery.start(server)
-            service = Service(host, port, scope, secure=secure)
+            service = Service(host, port, scope, door, secure=secure)
             task_status.started(service)
     service.stopped.set()
