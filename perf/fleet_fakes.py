@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.inference.engines.protocol import EngineClient
+    from prorl_trio.pipeline.observer import JobView
     from prorl_trio.pipeline.pipeline import JobSink
     from prorl_trio.types.models import JobSpec, ToolCall
 
@@ -99,9 +100,15 @@ class _Node:
         """See `NodeApi`."""
         return {"node_id": self.node_id}
 
-    def live_jobs(self) -> list[dict[str, object]]:
+    def find_jobs(self, matches: object, limit: int) -> tuple[int, list[JobView]]:
         """See `NodeApi`."""
-        return []
+        del matches, limit
+        return 0, []
+
+    def find_job(self, job_id: str) -> JobView | None:
+        """See `NodeApi`."""
+        del job_id
+        return None
 
     def unreadiness(self) -> str:
         """See `NodeApi`."""

@@ -43,8 +43,8 @@ def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values:
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
 @click.option(
     "--token",
-    help="The trainers' password, instead of the file's. Better set PRORL_TOKEN: others can see command lines. A token in "
-    "the file that differs from PRORL_TOKEN is an error.",
+    help="The trainers' password, instead of the file's. Better set PRORL_TOKEN: others can see command lines. A token "
+    "in the file that differs from PRORL_TOKEN is an error.",
 )
 @click.option("--rest-port", type=click.IntRange(0, 65_535), help="Serve REST, too, at this port (0: any free one).")
 @click.option(

@@ -57,10 +57,10 @@ class Edges(NamedTuple):
     more: Sequence[Endpoint]
 
 
-def prepare_edges(config: NodeConfig) -> Edges:
+def prepare_edges(config: NodeConfig, handlers: Sequence[str]) -> Edges:
     """Read all secrets, and check the configuration of the edges as far as that is possible before they are opened.
 
-    Called before anything of the node starts. Blocks on the disk.
+    Called before anything of the node starts. `handlers` are the names of those that the node has. Blocks on the disk.
 
     Raises:
         ConfigError: a token, a certificate or a key cannot be used or is open to others, or fields contradict each
@@ -70,6 +70,10 @@ def prepare_edges(config: NodeConfig) -> Edges:
     token, tls = load_token(listen), load_tls(listen)
     if rest.prorl_compat and not rest.enabled:
         raise ConfigError("rest.prorl_compat needs REST, which is off; set rest.enabled to true")
+    unknown = {source: name for source, name in rest.data_sources.items() if name not in handlers}
+    if rest.prorl_compat and unknown:
+        wrong = ", ".join(f"{source} = {name!r}" for source, name in unknown.items())
+        raise ConfigError(f"rest.data_sources: no such handler: {wrong}; this node has: {', '.join(handlers)}")
     named = [host for host in (listen.host, rest.host, config.fleet.advertise) if host]
     return Edges(Door(token, listen.hosts, named), tls, configured_endpoints(config))
 

@@ -148,8 +148,14 @@ def open_node_arena(config: ArenaConfig) -> Iterator[Arena | None]:
 
 
 def warn_of_image(config: SandboxConfig) -> None:
-    """Log a warning if the configured image is not on this machine: it may be pulled later. Blocks on the disk."""
-    if config.image == "host" or config.provider == "process":
+    """Log a warning if the configured image has no effect, or is not on this machine: it may be pulled later.
+
+    Blocks on the disk.
+    """
+    if config.image == "host":
+        return
+    if config.provider == "process":
+        logger.warning("sandbox.image has no effect: the provider `process` uses this machine, not %r", config.image)
         return
     try:
         locate_root(config.image)

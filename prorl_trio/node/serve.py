@@ -20,6 +20,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.chat.token_memory import TokenMemory
+from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.core import open_node
 from prorl_trio.node.drain import drain, open_end_signals, until_started
 from prorl_trio.node.edges import open_edges, prepare_edges
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from prorl_trio.config import NodeConfig
-    from prorl_trio.handlers.registry import HandlerRegistry
     from prorl_trio.node.drain import EndSignals
     from prorl_trio.node.edges import Edges
     from prorl_trio.node.monitoring import Monitoring
@@ -77,7 +77,8 @@ async def serve_node(
         BackendError: backends are `required`, and one did not pass its probe.
     """
     clean = True
-    edges = await trio.to_thread.run_sync(prepare_edges, config)
+    handlers = handlers or HandlerRegistry.from_entry_points()
+    edges = await trio.to_thread.run_sync(prepare_edges, config, handlers.names)
     with open_end_signals(config.on_hangup, reloads=load is not None) as signals:
         async with until_started(signals) as starting:
             async with (
