@@ -17,7 +17,7 @@ from prorl_trio.service.tls import load_tls
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LOCAL", "NodeFolder", "node_tables", "write_plan"]
+__all__ = ["LOCAL", "NodeFolder", "check_config", "node_tables", "write_plan"]
 
 LOCAL: Final = "local"
 """The folder of ours in that of the fleet, beside the entries of the nodes."""
@@ -63,6 +63,18 @@ def node_tables(common: Mapping[str, Any], node: NodeFolder, fleet: Path) -> dic
     }
 
 
+def check_config(config_file: Path) -> None:
+    """Check the node.toml of all nodes, and the secrets that it names. Blocks on the disk.
+
+    Raises:
+        ConfigError: the file is not a valid node.toml, its token or certificate cannot be used, or `PRORL_TOKEN` is
+            another token.
+    """
+    listen = load_config(config_file).listen
+    agreed_token(listen, os.environ.get(TOKEN_VARIABLE, ""))
+    load_tls(listen)
+
+
 def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
     """Write the node.toml of each of `count` nodes, in a folder of its own below that of the fleet. Blocks.
 
@@ -70,12 +82,9 @@ def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
     the `node_id` of `config_file`, if it has one, in place of `local`.
 
     Raises:
-        ConfigError: the file is not a valid node.toml, its token or certificate cannot be used, or `PRORL_TOKEN` is
-            another token; or the fleet's folder cannot be used.
+        ConfigError: the file is not a valid node.toml, or the fleet's folder cannot be used.
     """
     listen = load_config(config_file).listen
-    agreed_token(listen, os.environ.get(TOKEN_VARIABLE, ""))
-    load_tls(listen)
     has_token = bool(listen.token or listen.token_file)
     common = tomllib.loads(config_file.read_text(encoding="utf-8"))
     claim_folder(fleet)
