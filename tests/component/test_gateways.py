@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import time
 from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,10 +18,12 @@ from prorl_trio.rendezvous.folder import write_entry
 from prorl_trio.types.errors import ProtocolError
 from support.fake_fleet import finish_all, open_fake_fleet, take, until, watch_quickly
 from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_rest import open_rest
 from support.fake_service import TOKEN, open_service
 
 pytestmark = pytest.mark.timeout(60)
 
+ROOT = Path(__file__).parents[2]
 HTML = "<html><body><h1>502 Bad Gateway</h1></body></html>"
 STATUSES = [200, 301, 400, 401, 403, 404, 407, 408, 410, 421, 429, 500, 501, 502, 503, 504, 520, 599]
 ANSWERS = {
@@ -159,3 +165,29 @@ async def test_a_node_of_a_fleet_is_not_left_out_for_what_a_gateway_says(tmp_pat
             outcomes = await take(client)
             assert len(outcomes) == 12
             assert {outcome.attempt for outcome in outcomes} == {1}, "none was moved"
+
+
+@pytest.mark.parametrize("name", ["404", "503", "a page", "half an answer", "nothing", "noise"])
+async def test_the_example_for_rest_outlives_a_gateways_answers(node, nursery, monkeypatch, name):
+    monkeypatch.setenv("PRORL_TOKEN", TOKEN)
+    async with open_rest(node) as rest, gateway_to(rest, nursery) as gateway:
+        monkeypatch.setenv("PRORL_REST", gateway.url.replace("ws:", "http:"))
+        example = runpy.run_path(str(ROOT / "examples" / "rest.py"), run_name="example")
+        values = example["call"].__globals__
+        values["time"] = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))
+        values["PATIENCE_S"] = 20.0
+        answers = []
+
+        async def ask():
+            answers.append(await trio.to_thread.run_sync(values["call"], "GET", "/v1/rollouts"))
+
+        gateway.answer = ANSWERS[name]
+        async with trio.open_nursery() as asking:
+            asking.start_soon(ask)
+            await gateway.wait_answered(3)
+            gateway.answer = None
+        assert answers == [{"total": 0, "jobs": []}]
+        values["PATIENCE_S"] = 0.0
+        gateway.answer = ANSWERS[name]
+        with pytest.raises(SystemExit, match=r"no answer of a node for 0 s; the last attempt: .+"):
+            await ask()
