@@ -48,7 +48,7 @@ OPENAI_PATH: Final = "/v1"
 SESSION: Final = "prorl"
 """The session that owns all jobs of these endpoints."""
 LOOPBACK: Final = ("127.0.0.0/8", "::1", "localhost")
-"""Where engines may be added if `backends.allowed` is empty."""
+"""Addresses at which engines may be added if `backends.allowed` is empty."""
 
 
 class CompatError(msgspec.Struct, frozen=True):
