@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from prorl_trio.config import NodeConfig
 
 __all__ = ["serve"]
+
+logger = logging.getLogger(__name__)
 
 
 def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values: Sequence[str]) -> dict[str, float]:
@@ -96,6 +99,10 @@ def serve(
 
     def load() -> NodeConfig:
         config = load_config(config_path)
+        if config.listen.token and config_path.stat().st_mode & 0o077:
+            logger.warning(
+                "%s has the token, and others can read it; chmod 600 it, or use listen.token_file", config_path
+            )
         if backends:
             chosen = msgspec.structs.replace(config.backends, urls=list(backends), weights=backends)
             config = msgspec.structs.replace(config, backends=chosen)

@@ -97,6 +97,14 @@ def test_edges_of_a_node(files, why):
     assert why in refusal("serve", "--config", "node.toml")
 
 
+def test_a_configuration_that_others_can_read_and_that_has_the_token_is_told(files):
+    for mode, told in ((0o644, True), (0o600, False)):
+        (files / "node.toml").write_bytes(config_with())
+        (files / "node.toml").chmod(mode)
+        result = CliRunner().invoke(main, ["serve", "--config", "node.toml"], env={"PRORL_TOKEN": ""})
+        assert ("node.toml has the token, and others can read it" in result.output) is told
+
+
 @pytest.mark.parametrize(
     "command",
     [["serve"], ["local", "up", "--fleet", "fleet"], ["slurm", "up", "--fleet", "fleet", "--nodes", "1", "--print"]],

@@ -75,7 +75,7 @@ class Guard:
         if not self._is_free(scope["path"]):
             return _unauthorized
         kinds = [value.partition(b";")[0].strip().lower() for name, value in headers if name == b"content-type"]
-        if any(kind != b"application/json" for kind in kinds):
+        if scope["method"] not in ("GET", "HEAD") and any(kind != b"application/json" for kind in kinds):
             message = "without the token, the Content-Type of a request is application/json or left out"
             return partial(_refuse, 415, ErrorDetail(code="malformed", message=message))
         return self._app
