@@ -90,7 +90,7 @@ class Gateway:
 async def gateway_to(service, nursery):
     gateway = Gateway(service)
 
-    async def serve(*, task_status):
+    async def serve(*, task_status):  # noqa: ASYNC128 - serve_tcp calls it
         await trio.serve_tcp(gateway.serve, 0, host="127.0.0.1", task_status=task_status)
 
     (listener,) = await nursery.start(serve)
