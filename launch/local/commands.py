@@ -14,7 +14,7 @@ import trio
 
 from launch.local.claim import claimed, find_claim
 from launch.local.fleet import run_nodes
-from launch.local.plan import LOCAL, write_plan
+from launch.local.plan import LOCAL, check_config, write_plan
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client.terminal import say, say_json
 from prorl_trio.rendezvous.report import look_at_nodes
@@ -77,6 +77,7 @@ def up(fleet_dir: Path, config_file: Path, nodes: int) -> None:
     Exit code: 0 every job had its own outcome, or the fleet was up already; 3 jobs were cut short; 1 a node did not
     start, or ended by itself.
     """
+    check_config(config_file)
     fleet = Path(os.path.abspath(fleet_dir))
     with claimed(fleet, nodes) as other:
         if other is not None:

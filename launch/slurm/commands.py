@@ -23,11 +23,12 @@ from launch.slurm.engine_share import engines_of_node
 from launch.slurm.fleet_folder import open_fleet_folder, read_job, remove_ended, sole_up, write_job
 from launch.slurm.leash import run_leashed
 from launch.slurm.local_folder import find_local_folder
-from launch.slurm.node_file import MachineFacts, address_of_machine, node_config, read_config
+from launch.slurm.node_file import MachineFacts, address_of_machine, check_secrets, node_config, read_config
 from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_times
 from launch.slurm.sbatch_options import check_options
 from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_groups
 from prorl_trio.client.terminal import say, say_json
+from prorl_trio.config.secrets import TOKEN_VARIABLE
 from prorl_trio.rendezvous.report import look_at_nodes
 from prorl_trio.types.errors import ConfigError
 
@@ -119,7 +120,7 @@ def up(
         raise ConfigError(
             "--engine-nodes and --engine-sbatch are of engines on machines of their own: give --engine, too"
         )
-    read_config(config_file)
+    check_secrets(read_config(config_file), os.environ)
     port = engine_port or (0 if PORT_VARIABLE in engine_command else DEFAULT_PORT)
     engine = EnginePlan(command=engine_command, port=port, machines=engine_nodes, sbatch=engine_sbatch)
     folder = Path(os.path.abspath(fleet_dir))
@@ -280,10 +281,12 @@ def node(
         engines=_urls(engine_ports, shared) if engine_ports else [],
         drain_s=drain_s,
     )
-    config = node_config(read_config(config_file), facts, os.environ)
+    common = read_config(config_file)
+    config = node_config(common, facts, os.environ)
     path = Path(facts.folder) / "node.toml"
     path.write_bytes(msgspec.toml.encode(config))
-    os.environ.setdefault("PRORL_TOKEN", secrets.token_urlsafe(32))
+    if not check_secrets(common, os.environ):
+        os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
     os.execv(sys.executable, [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(path)])
 
 
