@@ -7,6 +7,8 @@ import resource
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from sandbox_daemon.seccomp import prlimit
+
 if TYPE_CHECKING:
     from ipc.limits import SandboxLimits
 
@@ -41,15 +43,14 @@ def limit_self(limits: SandboxLimits, *, pid: int = 0) -> None:
         (RLIMIT_MSGQUEUE, MAX_QUEUE_BYTES),
     ):
         hard = resource.prlimit(pid, what)[1]
-        resource.prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
+        prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
 
 
 def hide_self() -> None:
     """Keep this process's memory, descriptors and environment from the tools, which run as the same user.
 
-    They can neither trace it nor open anything of it in /proc. Nor can they signal it, if it
-    is the first process of its PID namespace; they can lower its limits. What it starts is not
-    hidden: a program that is executed begins anew.
+    They can neither trace it nor open anything of it in /proc. What it starts is not hidden: a program that is executed
+    begins anew.
     """
     import ctypes
 
@@ -70,7 +71,7 @@ def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
     for what, limit in _kept(limits, isolated=isolated):
         with suppress(ProcessLookupError, PermissionError):  # it may have ended, or run a setuid program
             hard = resource.prlimit(pid, what)[1]
-            resource.prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
+            prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
     with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:
         file.write(str(OOM_SCORE_ADJUSTMENT))
 

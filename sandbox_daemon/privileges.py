@@ -1,4 +1,4 @@
-"""The powers of a sandbox's first process: none, or those to install packages where it is root (`fakeroot`).
+"""The powers of a sandbox's first process: one that guards it, and those to install packages where it is root (`fakeroot`).
 
 Its launcher leaves all of a user namespace's capabilities to what it starts, with which one can mount: a disk without a
 size, or the kernel's settings for writing, which user 0 of the machine may then change if that is who the node runs as.
@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["KEPT", "drop_privileges"]
+__all__ = ["GUARD", "KEPT", "drop_privileges"]
 
 KEPT = (0, 1, 3, 4, 5, 6, 7)
 """CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID: what a sandbox's root may do. It owns every file and
 process in there, and may become, and give to, any user."""
+
+GUARD = 8
+"""SETPCAP: a capability that the daemon keeps, unused, and nothing that it starts has. The kernel lets no process change
+the priority, the scheduling or the processors of one with a capability that it lacks, whichever way that is named: by
+the process id, the id of any of its threads, its group or its user (`cap_safe_nice` of the kernel)."""
 
 PR_CAPBSET_READ = 23
 PR_CAPBSET_DROP = 24
@@ -27,13 +32,16 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 CAPABILITY_VERSION_3 = 0x20080522
 
 
-def drop_privileges(*, kept: Collection[int]) -> None:
+def drop_privileges(*, kept: Collection[int], guarded: bool = True) -> bool:
     """Give up all capabilities but those `kept`, in this process and for ever in all that it starts.
+
+    `guarded`: keep `GUARD` in this process, if it has it; return whether it has. A copy of this process has it as well,
+    until it executes a program or calls this with False.
 
     Raises:
         OSError: it did not work; nothing may be started then.
     """
-    import ctypes  # here, because few daemons need it
+    import ctypes  # here, because the daemons of tests do without
 
     libc = ctypes.CDLL(None, use_errno=True)
 
@@ -42,14 +50,19 @@ def drop_privileges(*, kept: Collection[int]) -> None:
             number = ctypes.get_errno()
             raise OSError(number, f"{what}: {os.strerror(number)}")
 
+    header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
+    found = ctypes.create_string_buffer(24)
+    call(libc.capget(header, found), "capget")
+    permitted = struct.unpack("=6I", found.raw)[1]
     capability = 0
-    while libc.prctl(PR_CAPBSET_READ, capability, 0, 0, 0) >= 0:
-        if capability not in kept:
+    while (is_bounding := libc.prctl(PR_CAPBSET_READ, capability, 0, 0, 0)) >= 0:
+        if is_bounding and capability not in kept and permitted >> GUARD & 1:
             call(libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")
         capability += 1
     call(libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "prctl(PR_CAP_AMBIENT)")
     call(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
-    bits = sum(1 << number for number in kept)
-    header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
+    bits = sum(1 << number for number in kept) & permitted
+    guard = permitted & 1 << GUARD if guarded else 0
     # Effective, permitted, inheritable; first the lower 32 of each.
-    call(libc.capset(header, struct.pack("=6I", bits, bits, 0, 0, 0, 0)), "capset")
+    call(libc.capset(header, struct.pack("=6I", bits, bits | guard, bits, 0, 0, 0)), "capset")
+    return guard != 0

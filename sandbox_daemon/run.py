@@ -51,11 +51,10 @@ def run_daemon(
             raise ValueError("neither --socket nor the start line's listen_fd says where to listen")
         if start.cwd and not os.path.isdir(start.cwd):
             raise ValueError(f"cwd {start.cwd!r} is not a directory")
-        if start.fakeroot:
-            drop_privileges(kept=KEPT)
         if start.isolated:
+            guarded = drop_privileges(kept=KEPT if start.fakeroot else ())
             start_maker()
-            confine(daemon_pid=os.getpid())
+            confine(daemon_pid=os.getpid(), guarded=guarded)
         limit_self(start.limits)
         if kernel is not None:
             limit_self(start.limits, pid=kernel.pid)
