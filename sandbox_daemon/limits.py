@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 from contextlib import suppress
@@ -12,7 +13,7 @@ from sandbox_daemon.seccomp import prlimit
 if TYPE_CHECKING:
     from ipc.limits import SandboxLimits
 
-__all__ = ["hide_self", "limit_process", "limit_self", "limit_this"]
+__all__ = ["hide_self", "hold_proc", "limit_process", "limit_self", "limit_this"]
 
 PR_SET_DUMPABLE = 4
 RLIMIT_SIGPENDING = 11
@@ -72,8 +73,22 @@ def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
         with suppress(ProcessLookupError, PermissionError):  # it may have ended, or run a setuid program
             hard = resource.prlimit(pid, what)[1]
             prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
-    with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:
-        file.write(str(OOM_SCORE_ADJUSTMENT))
+    with suppress(OSError):
+        fd = os.open(f"{pid}/oom_score_adj", os.O_WRONLY, dir_fd=hold_proc())
+        try:
+            os.write(fd, b"%d" % OOM_SCORE_ADJUSTMENT)
+        finally:
+            os.close(fd)
+
+
+@functools.cache
+def hold_proc() -> int:
+    """Return a descriptor of /proc as it is now: where the tools are given a read-only one, this one can be written.
+
+    For they own the daemon's files there if their user is root, and could have the kernel choose the daemon when memory
+    is short. They cannot reach this descriptor: see `hide_self`.
+    """
+    return os.open("/proc", os.O_PATH | os.O_DIRECTORY)
 
 
 def limit_this(limits: SandboxLimits, *, isolated: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from sandbox_daemon.daemon import serve_daemon
-from sandbox_daemon.limits import hide_self, limit_self
+from sandbox_daemon.limits import hide_self, hold_proc, limit_self
 from sandbox_daemon.memory_files import start_maker
 from sandbox_daemon.privileges import KEPT, drop_privileges
 from sandbox_daemon.seccomp import confine
@@ -51,6 +51,7 @@ def run_daemon(
             raise ValueError("neither --socket nor the start line's listen_fd says where to listen")
         if start.cwd and not os.path.isdir(start.cwd):
             raise ValueError(f"cwd {start.cwd!r} is not a directory")
+        hold_proc()
         if start.isolated:
             guarded = drop_privileges(kept=KEPT if start.fakeroot else ())
             start_maker()
