@@ -77,13 +77,12 @@ assert subprocess.run(["sh", "-c", "exit 3"]).returncode == 3
 assert socket.if_nameindex()
 a, b = socket.socketpair(); socket.send_fds(a, [b"x"], [0]); a.close(); b.close()
 server = socket.create_server(("127.0.0.1", 0)) if False else socket.socket(socket.AF_UNIX)
-os.setpriority(os.PRIO_PGRP, 0, 1)
 child = os.posix_spawn("/bin/sleep", ["sleep", "100"], {})
-os.sched_setaffinity(child, os.sched_getaffinity(0)); os.setpriority(os.PRIO_PROCESS, child, 5); os.nice(1)
+os.sched_setaffinity(child, os.sched_getaffinity(0)); os.setpriority(os.PRIO_PROCESS, child, 19); os.nice(1)
 resource.prlimit(child, resource.RLIMIT_NOFILE); resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 resource.prlimit(0, resource.RLIMIT_CPU, (60, 70))
 sleeper = threading.Thread(target=signal.sigtimedwait, args=([signal.SIGUSR1], 0.2)); sleeper.start()
-os.sched_setaffinity(sleeper.native_id, {0}); os.setpriority(os.PRIO_PROCESS, sleeper.native_id, 12); sleeper.join()
+os.sched_setaffinity(sleeper.native_id, {0}); os.setpriority(os.PRIO_PROCESS, sleeper.native_id, 19); sleeper.join()
 os.kill(os.pidfd_open(child) and child, signal.SIGTERM); assert os.waitpid(child, 0)[1] == signal.SIGTERM
 mmap.mmap(-1, 1 << 20)
 ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)()
@@ -94,7 +93,7 @@ IN_A_SHELL = """
 set -e
 (ulimit -S -n 64; ulimit -c 0; ulimit -t 60; ulimit -a > /dev/null)
 nice -n 3 true; taskset 1 true; timeout 5 true; prlimit --nofile=64:64 true; prlimit --pid $$ > /dev/null
-sleep 60 & renice -n 4 -p $! > /dev/null; taskset -p 1 $! > /dev/null; chrt -b -p 0 $!; ionice -c 2 -n 7 -p $!; kill %1
+sleep 60 & renice -n 19 -p $! > /dev/null; taskset -p 1 $! > /dev/null; chrt -b -p 0 $!; ionice -c 2 -n 7 -p $!; kill %1
 sleep 61 & kill -9 $!; wait $! || test $? = 137
 sleep 62 & pkill -f 'sleep 62'; wait $! || test $? = 143
 OMP_PROC_BIND=true OMP_NUM_THREADS=2 python3 -c 'import numpy; numpy.ones((200, 200)) @ numpy.ones((200, 200))'
