@@ -121,6 +121,7 @@ class ProcessTree:
         self._stderr_ended = trio.Event()
         self._ready = False
         self._is_ending = False
+        self._bounds_at_start: list[str] | None = None
         first = identify(self.pid)
         self._members: set[ProcessId] = set() if first is None else {first}
 
@@ -146,8 +147,10 @@ class ProcessTree:
 
         In a PID namespace (`isolated`) the daemon is the first process: what runs beside it cannot kill or stop it,
         only make it end by itself, or starve it. So a daemon that was killed (SIGKILL), or is stopped, points outside,
-        to the kernel perhaps, when the machine is out of memory; all other ends are from inside. Without a namespace, a
-        daemon that still runs counts as False, and one that has ended is judged by its exit code alone.
+        to the kernel perhaps, when the machine is out of memory; all other ends are from inside. A killed daemon whose
+        limits or OOM adjustment are not those of its start was killed by what changed them, which is inside; only the
+        first process of a tree (`is_init`) can still be asked. Without a namespace, a daemon that still runs counts as
+        False, and one that has ended is judged by its exit code alone.
         """
         await self._exits_within(EVIDENCE_TIMEOUT_S)
         code = self._exit_code()
@@ -157,7 +160,10 @@ class ProcessTree:
             return isolated and not any(map(_is_stopped_first, [process.pid for process in self._members]))
         if code < 0 and self.is_init:
             code = SIGNALLED - code  # as a launcher tells it of its daemon
-        return 0 <= code != SIGNALLED + signal.SIGKILL
+        if code == SIGNALLED + signal.SIGKILL:
+            bounds = _bounds_of(self.pid) if isolated and self.is_init else None
+            return bounds is not None and bounds != self._bounds_at_start
+        return code >= 0
 
     def _exit_code(self) -> int | None:
         """Return the exit code of its first process: -n after signal n, None while it runs."""
@@ -216,7 +222,9 @@ class ProcessTree:
             ended = self._exit_code() is not None
             raise SandboxUnavailable(self.explain(f"it did not start: {self.describe_exit()}"), retryable=ended)
         self._ready = True
-        if not self.is_init:
+        if self.is_init:
+            self._bounds_at_start = _bounds_of(self.pid)
+        else:
             await run_blocking(self._record_family)
 
     def _record_family(self) -> None:
@@ -293,6 +301,18 @@ class ProcessTree:
             self._members |= session_members(self.pid)
             kill(self._members)
             wait_gone(self._members, KILL_TIMEOUT_S)
+
+
+def _bounds_of(pid: int) -> list[str] | None:
+    """Return the limits and the OOM adjustment of a process that was not reaped; None if they cannot be read.
+
+    Without `RLIMIT_LOCKS`, which the daemon itself changes.
+    """
+    try:
+        with open(f"/proc/{pid}/limits", encoding="ascii") as limits, open(f"/proc/{pid}/oom_score_adj") as adjustment:
+            return [*(line for line in limits if not line.startswith("Max file locks")), adjustment.read()]
+    except OSError:
+        return None
 
 
 def _is_stopped_first(pid: int) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers import apptainer, bubblewrap
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.types.errors import SandboxLost
+from support.forking import ForkingProvider
 
 TEST_TIMEOUT_S = 120
 ACTION_TIMEOUT_S = 60
@@ -188,3 +192,74 @@ async def test_nor_where_the_launcher_gives_no_capability(name, tmp_path, monkey
     if not report.usable:
         pytest.skip(f"{name} cannot run here: {report.problem}. What to do: {report.remedy}")
     await attack(provider, "bash")
+
+
+TAKES_ITS_MARK_OFF = """
+import ctypes, os, resource, struct, sys, time
+libc = ctypes.CDLL(None)
+for limits in ((7, 7), (0, 0), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)):
+    words = struct.pack("=2Q", *(limit & 2**64 - 1 for limit in limits))
+    for number, *arguments in ((160, 10, words), (302, 0, 10, words, None), (302, os.getpid(), 10, words, None),
+                               (160, 10 | 1 << 32, words), (302, 1 << 32, 10, words, None, 1, 2)):
+        assert libc.syscall(number, *(a if isinstance(a, bytes) or a is None else ctypes.c_long(a) for a in arguments))
+os.system("ulimit -x 5; ulimit -Hx 5; prlimit --locks=5:5 true")
+for _ in range(3):
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+os.closerange(0, 3)
+open("/tmp/lives", "w").close()
+time.sleep(100)
+"""
+
+
+async def test_a_program_cannot_outlive_its_exec(provider):
+    with trio.fail_after(TEST_TIMEOUT_S):
+        async with provider.open_sandbox(SandboxSpec()) as sandbox:
+            program = f"import os, time\nif not os.fork(): exec({TAKES_ITS_MARK_OFF!r})\n"
+            program += "while not os.path.exists('/tmp/lives'): time.sleep(0.01)"
+            done = await sandbox.exec(["python3", "-c", program], timeout_s=ACTION_TIMEOUT_S)
+            assert done.exit_code == 0, done
+            shown = await sandbox.bash("ps -eo pid,args", timeout_s=ACTION_TIMEOUT_S)
+    assert "sleep(100)" not in shown.output, shown
+
+
+SECRETS = """
+cmdline config.gz iomem ioports kallsyms kcore key-users keys kmsg kpageflags sched_debug slabinfo timer_list vmallocinfo
+"""
+NEEDED = "cgroups cpuinfo filesystems loadavg meminfo mounts net stat sys uptime version vmstat"
+
+
+async def test_of_the_machine_is_seen_what_programs_look_for(provider):
+    look = f"cd /proc; cat {SECRETS.strip()} 2>/dev/null | wc -c; find acpi asound bus driver irq scsi -mindepth 1 2>/dev/null"
+    look += (
+        f"; for f in {NEEDED}; do test -d $f || grep -q . $f || echo no $f; done; free > /dev/null && ps > /dev/null"
+    )
+    with trio.fail_after(TEST_TIMEOUT_S):
+        async with provider.open_sandbox(SandboxSpec()) as sandbox:
+            done = await sandbox.bash(look, timeout_s=ACTION_TIMEOUT_S)
+    assert (done.output, done.exit_code) == ("0\n", 0)
+
+
+@pytest.mark.parametrize("changed", ["limits", "adjustment", "nothing"])
+async def test_a_killed_daemon_whose_bounds_were_changed_was_killed_from_inside(tmp_path, changed):
+    provider = ForkingProvider(tmp_path)
+    report = await provider.probe()
+    if not report.usable:
+        pytest.skip(f"bubblewrap cannot run here: {report.problem}. What to do: {report.remedy}")
+    before = descendants(os.getpid())
+    with trio.fail_after(TEST_TIMEOUT_S):
+        async with provider.open_sandbox(SandboxSpec()) as sandbox:
+            await sandbox.exec(["true"], timeout_s=ACTION_TIMEOUT_S)
+            daemon = daemon_in(before)
+            if changed == "limits":  # as a tool once could, by the id of a thread
+                resource.prlimit(daemon, resource.RLIMIT_CPU, (1000, 1000))
+            if changed == "adjustment":
+                try:
+                    Path(f"/proc/{daemon}/oom_score_adj").write_text("900")
+                except PermissionError:
+                    pytest.skip("only root can change the adjustment of a daemon")
+            os.kill(daemon, signal.SIGKILL)
+            with pytest.raises(SandboxLost) as lost:
+                await sandbox.exec(["true"], timeout_s=ACTION_TIMEOUT_S)
+    assert lost.value.from_inside == (changed != "nothing")

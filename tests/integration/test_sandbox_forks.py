@@ -106,7 +106,9 @@ async def test_it_is_the_same_sandbox(provider, prestart):
     assert found == expected
     assert len(found) > 200
     # A launcher makes these read-only by themselves, before all of /proc is made so.
-    expected_mounts = {path: options for path, options in expected_mounts.items() if path not in ("/proc/fs", "/proc/sys")}
+    expected_mounts = {
+        path: options for path, options in expected_mounts.items() if path not in ("/proc/fs", "/proc/sys")
+    }
     assert mounts.keys() == expected_mounts.keys()
     wider = {path: options for path, options in mounts.items() if not options >= expected_mounts[path]}
     assert wider == {}, "a mount with fewer restrictions than bubblewrap's"
