@@ -13,9 +13,12 @@ READ_ONLY_PROC = ("sys", "fs")
 For launchers. The rest of /proc is read-only as well where that can be made so; see `namespaces` and `pid_setter`.
 """
 SEEN = frozenset(
-    "cgroups cpuinfo crypto devices diskstats filesystems fs interrupts loadavg locks meminfo misc modules mounts net "
-    "partitions pressure schedstat self softirqs stat swaps sys sysvipc thread-self tty uptime version vmstat "
-    "zoneinfo".split()
+    (
+        *("cgroups", "cpuinfo", "crypto", "devices", "diskstats", "filesystems", "fs", "interrupts", "loadavg"),
+        *("locks", "meminfo", "misc", "modules", "mounts", "net", "partitions", "pressure", "schedstat", "self"),
+        *("softirqs", "stat", "swaps", "sys", "sysvipc", "thread-self", "tty", "uptime", "version", "vmstat"),
+        "zoneinfo",
+    )
 )
 """What programs look for: processors, memory, load, devices by name, and what is of a namespace."""
 

@@ -1,4 +1,4 @@
-"""The powers of a sandbox's first process: one that guards it, and those to install packages where it is root (`fakeroot`).
+"""The powers of a sandbox's first process: one that guards it, and those to install packages as root (`fakeroot`).
 
 Its launcher leaves all of a user namespace's capabilities to what it starts, with which one can mount: a disk without a
 size, or the kernel's settings for writing, which user 0 of the machine may then change if that is who the node runs as.
@@ -20,9 +20,11 @@ KEPT = (0, 1, 3, 4, 5, 6, 7)
 process in there, and may become, and give to, any user."""
 
 GUARD = 8
-"""SETPCAP: a capability that the daemon keeps, unused, and nothing that it starts has. The kernel lets no process change
-the priority, the scheduling or the processors of one with a capability that it lacks, whichever way that is named: by
-the process id, the id of any of its threads, its group or its user (`cap_safe_nice` of the kernel)."""
+"""SETPCAP: a capability that the daemon keeps, unused, and nothing that it starts has.
+
+The kernel lets no process change the priority, the scheduling or the processors of another that has a capability which
+it lacks, however the other is named: by its process id, a thread's id, its group or its user (`cap_safe_nice` in the
+kernel's security/commoncap.c)."""
 
 PR_CAPBSET_READ = 23
 PR_CAPBSET_DROP = 24

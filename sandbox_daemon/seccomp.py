@@ -37,7 +37,7 @@ KEYCTL_JOIN_SESSION_KEYRING = 1
 ENOSYS = 38
 EINVAL = 22
 KEY_BYTES = 16
-"""Of the daemon's key to `prlimit64`, in the two registers of a call's arguments that the kernel itself does not read."""
+"""Of the daemon's key to `prlimit64`, in the two arguments of a call that the kernel itself does not read."""
 
 
 class Instruction(NamedTuple):
