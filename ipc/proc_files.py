@@ -7,17 +7,17 @@ import os
 
 __all__ = ["READ_ONLY_PROC", "hidden_proc"]
 
-READ_ONLY_PROC = ("sys", "fs")
+READ_ONLY_PROC = ("sys", "fs", "bus", "irq")
 """Of what is seen, the files that the kernel lets user 0 of the machine write, whatever its namespace or capabilities.
 
 For launchers. The rest of /proc is read-only as well where that can be made so; see `namespaces` and `pid_setter`.
 """
 SEEN = frozenset(
     (
-        *("cgroups", "cpuinfo", "crypto", "devices", "diskstats", "filesystems", "fs", "interrupts", "loadavg"),
-        *("locks", "meminfo", "misc", "modules", "mounts", "net", "partitions", "pressure", "schedstat", "self"),
-        *("softirqs", "stat", "swaps", "sys", "sysvipc", "thread-self", "tty", "uptime", "version", "vmstat"),
-        "zoneinfo",
+        *("buddyinfo", "bus", "cgroups", "consoles", "cpuinfo", "crypto", "devices", "diskstats", "dma", "driver"),
+        *("execdomains", "filesystems", "fs", "interrupts", "irq", "loadavg", "locks", "meminfo", "misc", "modules"),
+        *("mounts", "net", "partitions", "pressure", "schedstat", "self", "softirqs", "stat", "swaps", "sys"),
+        *("sysvipc", "thread-self", "tty", "uptime", "version", "vmstat", "zoneinfo"),
     )
 )
 """What programs look for: processors, memory, load, devices by name, and what is of a namespace."""
@@ -28,7 +28,7 @@ def hidden_proc() -> tuple[tuple[str, bool], ...]:
     """Return the paths below /proc that are to be seen empty, and whether each is a folder.
 
     All that is neither a process nor named above, whatever a kernel has: keyrings, addresses of memory and of symbols,
-    timers, the kernel's command line, messages and configuration, buses. Container runtimes hide a few of these.
+    timers, the kernel's command line, messages and configuration. Container runtimes hide a few of these.
     """
     names = sorted(name for name in os.listdir("/proc") if not name.isdigit() and name not in SEEN)
     return tuple((path, os.path.isdir(path)) for path in (f"/proc/{name}" for name in names))

@@ -1,7 +1,7 @@
 """Marks by which all that a program starts can be told to be its own, wherever it detaches itself to.
 
 A process loses its parent and its session when it becomes a daemon, but not its resource limits: they are inherited.
-The mark is one that Linux keeps and has no use for, `RLIMIT_LOCKS`. The daemon's filter of system calls keeps its bearer
+The mark is one that Linux keeps and has no use for, `RLIMIT_LOCKS`. The filter of system calls keeps its bearer
 from changing it. Without a filter (the provider `process`) a program that changes it ends with its sandbox.
 """
 

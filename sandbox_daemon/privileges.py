@@ -31,6 +31,7 @@ PR_CAPBSET_DROP = 24
 PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
+LAST_CAPABILITY = 63
 CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -55,8 +56,8 @@ def drop_privileges(*, kept: Collection[int], guarded: bool = True) -> bool:
     header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
     found = ctypes.create_string_buffer(24)
     call(libc.capget(header, found), "capget")
-    permitted = struct.unpack("=6I", found.raw)[1]
-    capability = 0
+    effective, permitted = struct.unpack("=6I", found.raw)[:2]
+    capability = 0 if effective else LAST_CAPABILITY + 1  # the rest was given up before, where there is nothing to use
     while (is_bounding := libc.prctl(PR_CAPBSET_READ, capability, 0, 0, 0)) >= 0:
         if is_bounding and capability not in kept and permitted >> GUARD & 1:
             call(libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")

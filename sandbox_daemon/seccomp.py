@@ -10,7 +10,6 @@ import errno
 import functools
 import os
 import resource
-import secrets
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +18,7 @@ from sandbox_daemon.syscall_rules import ARCHITECTURES, PRLIMIT64, RLIMIT_LOCKS,
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Instruction", "assemble", "confine", "filter_code", "filter_end", "filter_program", "prlimit"]
+__all__ = ["Instruction", "assemble", "confine", "filter_code", "filter_end", "filter_program", "prlimit", "with_key"]
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 """BPF_LD|W|ABS, BPF_JMP|JEQ|K, JGE, JSET, BPF_RET|K."""
@@ -33,6 +32,8 @@ PR_SET_NO_NEW_PRIVS = 38
 SET_MODE_FILTER = 1
 FLAG_SPEC_ALLOW = 1 << 2
 """Older kernels would otherwise slow down every process under a filter, against attacks that a filter does not stop."""
+NO_KEY = b"\xa1key\xa2key\xa3key\xa4key"
+"""Stands for a key in a filter that waits for it: four words that a filter has nowhere else."""
 KEYCTL_JOIN_SESSION_KEYRING = 1
 ENOSYS = 38
 EINVAL = 22
@@ -142,13 +143,21 @@ def assemble(program: list[Instruction]) -> bytes:
 
 @functools.cache
 def filter_code(daemon_pid: int, *, guarded: bool) -> bytes:
-    """Return the filter of this machine without its end, encoded; see `confine`.
+    """Return the filter of this machine, encoded, with `NO_KEY` for the daemon's key; see `confine`.
 
     Raises:
         OSError: there is none for its architecture.
     """
     architecture = _architecture()
-    return assemble(filter_program(architecture, rules(architecture, daemon_pid, guarded=guarded)))
+    begun = filter_program(architecture, rules(architecture, daemon_pid, guarded=guarded))
+    return assemble([*begun, *filter_end(architecture, NO_KEY)])
+
+
+def with_key(code: bytes, key: bytes) -> bytes:
+    """Return the filter `code` with `key` instead of `NO_KEY`."""
+    for at in range(0, KEY_BYTES, 4):
+        code = code.replace(NO_KEY[at : at + 4], key[at : at + 4])
+    return code
 
 
 def _architecture() -> Architecture:
@@ -189,8 +198,8 @@ def confine(*, daemon_pid: int, guarded: bool) -> None:
     global _prlimit
     import ctypes  # here, because the daemons of tests do without
 
-    architecture, key = _architecture(), secrets.token_bytes(KEY_BYTES)
-    code = filter_code(daemon_pid, guarded=guarded) + assemble(filter_end(architecture, key))
+    architecture, key = _architecture(), os.urandom(KEY_BYTES)
+    code = with_key(filter_code(daemon_pid, guarded=guarded), key)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(architecture.keyctl, KEYCTL_JOIN_SESSION_KEYRING, None) < 0 and ctypes.get_errno() != ENOSYS:
         raise OSError(ctypes.get_errno(), "keyctl(KEYCTL_JOIN_SESSION_KEYRING)")

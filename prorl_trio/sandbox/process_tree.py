@@ -121,7 +121,7 @@ class ProcessTree:
         self._stderr_ended = trio.Event()
         self._ready = False
         self._is_ending = False
-        self._bounds_at_start: list[str] | None = None
+        self._bounds_at_start: list[bytes] | None = None
         first = identify(self.pid)
         self._members: set[ProcessId] = set() if first is None else {first}
 
@@ -303,14 +303,15 @@ class ProcessTree:
             wait_gone(self._members, KILL_TIMEOUT_S)
 
 
-def _bounds_of(pid: int) -> list[str] | None:
+def _bounds_of(pid: int) -> list[bytes] | None:
     """Return the limits and the OOM adjustment of a process that was not reaped; None if they cannot be read.
 
     Without `RLIMIT_LOCKS`, which the daemon itself changes.
     """
     try:
-        with open(f"/proc/{pid}/limits", encoding="ascii") as limits, open(f"/proc/{pid}/oom_score_adj") as adjustment:
-            return [*(line for line in limits if not line.startswith("Max file locks")), adjustment.read()]
+        with open(f"/proc/{pid}/limits", "rb", 0) as limits, open(f"/proc/{pid}/oom_score_adj", "rb", 0) as adjustment:
+            lines = limits.read().split(b"\n")
+            return [*(line for line in lines if not line.startswith(b"Max file locks")), adjustment.read()]
     except OSError:
         return None
 

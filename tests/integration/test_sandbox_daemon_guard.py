@@ -228,7 +228,7 @@ SECRETS = (
     "cmdline config.gz iomem ioports kallsyms kcore key-users keys kmsg kpageflags "
     "sched_debug slabinfo timer_list vmallocinfo"
 )
-FOLDERS = "acpi asound bus driver irq scsi"
+FOLDERS = "acpi asound scsi"
 NEEDED = "cgroups cpuinfo filesystems loadavg meminfo mounts net stat sys uptime version vmstat"
 
 

@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from ipc.limits import SandboxLimits
+from ipc.proc_files import READ_ONLY_PROC
 from prorl_trio.sandbox import fork_server, process_tree
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers import bubblewrap
@@ -106,9 +107,8 @@ async def test_it_is_the_same_sandbox(provider, prestart):
     assert found == expected
     assert len(found) > 200
     # A launcher makes these read-only by themselves, before all of /proc is made so.
-    expected_mounts = {
-        path: options for path, options in expected_mounts.items() if path not in ("/proc/fs", "/proc/sys")
-    }
+    for name in READ_ONLY_PROC:
+        expected_mounts.pop(f"/proc/{name}", None)
     assert mounts.keys() == expected_mounts.keys()
     wider = {path: options for path, options in mounts.items() if not options >= expected_mounts[path]}
     assert wider == {}, "a mount with fewer restrictions than bubblewrap's"

@@ -49,7 +49,10 @@ def interpret(code, audit, number, *arguments):
 
 def program_of(architecture, *, guarded):
     end = filter_end(architecture, struct.pack("=2Q", *KEY))
-    return filter_program(architecture, rules(architecture, DAEMON, guarded=guarded)) + end
+    begun = filter_program(architecture, rules(architecture, DAEMON, guarded=guarded))
+    waiting = assemble([*begun, *filter_end(architecture, seccomp.NO_KEY)])
+    assert seccomp.with_key(waiting, struct.pack("=2Q", *KEY)) == assemble([*begun, *end])
+    return [*begun, *end]
 
 
 def asking(name, *, guarded=True):
