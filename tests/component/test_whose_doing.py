@@ -88,10 +88,9 @@ IN_BASH = {
     ),
     "a daemon of the lowest priority, by its threads": (
         turns(
-            bash(
-                f"{EACH_THREAD} renice 19 $t; renice 19 -g $t; chrt -i -p 0 $t; ionice -c 3 -p $t; done;"
-                f" {EACH_THREAD} taskset -p 1 $t; done; renice 19 -u $(id -u); ionice -c 3 -u $(id -u); while :; do :; done & while :; do :; done & true"
-            ),
+            bash(f"{EACH_THREAD} renice 19 $t; renice 19 -g $t; chrt -i -p 0 $t; ionice -c 3 -p $t; done"),
+            bash(f"{EACH_THREAD} taskset -p 1 $t; done; renice 19 -u $(id -u); ionice -c 3 -u $(id -u)"),
+            bash("while :; do :; done & while :; do :; done & true"),
             ALIVE,
         ),
         SURVIVED,
