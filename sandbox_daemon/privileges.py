@@ -67,5 +67,5 @@ def drop_privileges(*, kept: Collection[int], guarded: bool = True) -> bool:
     bits = sum(1 << number for number in kept) & permitted
     guard = permitted & 1 << GUARD if guarded else 0
     # Effective, permitted, inheritable; first the lower 32 of each.
-    call(libc.capset(header, struct.pack("=6I", bits, bits | guard, bits, 0, 0, 0)), "capset")
+    call(libc.capset(header, struct.pack("=6I", bits, bits | guard, 0, 0, 0, 0)), "capset")
     return guard != 0
