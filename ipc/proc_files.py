@@ -1,4 +1,4 @@
-"""What a sandbox sees of the machine below /proc, whoever starts it: a launcher or the fork server."""
+"""The files of the machine below /proc that a sandbox sees, whether a launcher or the fork server starts it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 __all__ = ["READ_ONLY_PROC", "hidden_proc"]
 
 READ_ONLY_PROC = ("sys", "fs", "bus", "irq")
-"""Of what is seen, the files that the kernel lets user 0 of the machine write, whatever its namespace or capabilities.
+"""Files below /proc that the kernel lets user 0 of the machine write, whatever its namespace or capabilities.
 
 For launchers. The rest of /proc is read-only as well where that can be made so; see `namespaces` and `pid_setter`.
 """
@@ -20,7 +20,7 @@ SEEN = frozenset(
         *("sysvipc", "thread-self", "tty", "uptime", "version", "vmstat", "zoneinfo"),
     )
 )
-"""What programs look for: processors, memory, load, devices by name, and what is of a namespace."""
+"""Names below /proc that programs look for: processors, memory, load, devices, and the files of a namespace."""
 
 
 @functools.cache

@@ -33,12 +33,12 @@ SET_MODE_FILTER = 1
 FLAG_SPEC_ALLOW = 1 << 2
 """Older kernels would otherwise slow down every process under a filter, against attacks that a filter does not stop."""
 NO_KEY = b"\xa1key\xa2key\xa3key\xa4key"
-"""Stands for a key in a filter that waits for it: four words that a filter has nowhere else."""
+"""A placeholder of a key, in a filter without one: four words that a filter has nowhere else."""
 KEYCTL_JOIN_SESSION_KEYRING = 1
 ENOSYS = 38
 EINVAL = 22
 KEY_BYTES = 16
-"""Of the daemon's key to `prlimit64`, in the two arguments of a call that the kernel itself does not read."""
+"""The size of the daemon's key to `prlimit64`, in the two arguments of a call that the kernel does not read."""
 
 
 class Instruction(NamedTuple):

@@ -134,18 +134,19 @@ SIGNALS = {
     "tgkill": (234, 131),
     "tkill": (200, 130),
 }
-"""Refused where their first argument is the daemon's id, so that who tries is told. What else may name it, as the id of
-one of its threads or a descriptor of its folder in /proc, no filter can tell; there the kernel keeps signals from the
-first process of a PID namespace, which handles SIGCHLD only."""
+"""Calls that are refused where their first argument is the daemon's id, with an error that the caller sees.
+
+No filter can tell what else may name it, as a thread's id or a descriptor of its folder in /proc. There the kernel
+keeps signals from the first process of a PID namespace, which handles SIGCHLD only."""
 SCHEDULING = {
     "sched_setaffinity": (203, 122),
     "sched_setattr": (314, 274),
     "sched_setparam": (142, 118),
     "sched_setscheduler": (144, 119),
 }
-"""Where no capability guards the daemon, each is for the caller only: the first argument is 0."""
+"""Calls that are for the caller only where no capability guards the daemon: their first argument is 0."""
 PRIORITIES = {"setpriority": ((141, 140), 0), "ioprio_set": ((251, 30), 1)}
-"""As `SCHEDULING`: the call, and the value of its first argument that makes of the second a process."""
+"""Calls like those of `SCHEDULING`, each with the first argument that makes the second one a process."""
 PRLIMIT64 = (302, 261)
 SETRLIMIT = (160, 164)
 RLIMIT_LOCKS = 10
