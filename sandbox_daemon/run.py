@@ -13,7 +13,7 @@ import trio
 
 from ipc.sandbox_calls import OWN_ERROR_EXIT
 from sandbox_daemon.daemon import serve_daemon
-from sandbox_daemon.limits import hide_self, limit_self
+from sandbox_daemon.limits import hide_self, hold_proc, limit_self
 from sandbox_daemon.memory_files import start_maker
 from sandbox_daemon.privileges import KEPT, drop_privileges
 from sandbox_daemon.seccomp import confine
@@ -55,11 +55,11 @@ def run_daemon(
             raise ValueError("neither --socket nor the start line's listen_fd says where to listen")
         if start.cwd and not os.path.isdir(start.cwd):
             raise ValueError(f"cwd {start.cwd!r} is not a directory")
-        if start.fakeroot:
-            drop_privileges(kept=KEPT)
+        hold_proc()
         if start.isolated:
+            guarded = drop_privileges(kept=KEPT if start.fakeroot else ())
             start_maker()
-            confine(daemon_pid=os.getpid())
+            confine(daemon_pid=os.getpid(), guarded=guarded)
         limit_self(start.limits)
         if kernel is not None:
             limit_self(start.limits, pid=kernel.pid)

@@ -124,6 +124,7 @@ class ProcessTree:
         self._stderr_ended = trio.Event()
         self._ready = False
         self._is_ending = False
+        self._bounds_at_start: list[bytes] | None = None
         self._members: set[ProcessId] = set()
 
     def __repr__(self) -> str:
@@ -149,8 +150,10 @@ class ProcessTree:
         In a PID namespace (`isolated`) the daemon is the first process: what runs beside it cannot kill or stop it,
         only make it end by itself, or starve it. So a daemon that was killed (SIGKILL), or is stopped, points outside,
         to the kernel perhaps, when the machine is out of memory. So does one that ended by an error of its own, which
-        it says by `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. Without
-        a namespace, a daemon that still runs counts as False, and one that has ended is judged by its exit code alone.
+        it says by `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. A
+        killed daemon whose limits or OOM adjustment are not those of its start was killed by what changed them, which
+        is inside; only the first process of a tree (`is_init`) can still be asked. Without a namespace, a daemon that
+        still runs counts as False, and one that has ended is judged by its exit code alone.
         """
         await self._exits_within(EVIDENCE_TIMEOUT_S)
         code = self._exit_code()
@@ -160,9 +163,10 @@ class ProcessTree:
             return isolated and not any(map(_is_stopped_first, [process.pid for process in self._members]))
         if code < 0 and self.is_init:
             code = SIGNALLED - code  # as a launcher tells it of its daemon
-        if code == OWN_ERROR_EXIT:
-            return False
-        return 0 <= code != SIGNALLED + signal.SIGKILL
+        if code == SIGNALLED + signal.SIGKILL:
+            bounds = _bounds_of(self.pid) if isolated and self.is_init else None
+            return bounds is not None and bounds != self._bounds_at_start
+        return code >= 0 and code != OWN_ERROR_EXIT
 
     def _exit_code(self) -> int | None:
         """Return the exit code of its first process: -n after signal n, None while it runs."""
@@ -232,7 +236,9 @@ class ProcessTree:
             ended = self._exit_code() is not None
             raise SandboxUnavailable(self.explain(f"it did not start: {self.describe_exit()}"), retryable=ended)
         self._ready = True
-        if not self.is_init:
+        if self.is_init:
+            self._bounds_at_start = _bounds_of(self.pid)
+        else:
             await run_blocking(self._record_family)
 
     def _record_family(self) -> None:
@@ -324,6 +330,19 @@ def _may_live(process: ProcessId) -> bool:
         return is_alive(process)
     except OSError:
         return True
+
+
+def _bounds_of(pid: int) -> list[bytes] | None:
+    """Return the limits and the OOM adjustment of a process that was not reaped; None if they cannot be read.
+
+    Without `RLIMIT_LOCKS`, which the daemon itself changes.
+    """
+    try:
+        with open(f"/proc/{pid}/limits", "rb", 0) as limits, open(f"/proc/{pid}/oom_score_adj", "rb", 0) as adjustment:
+            lines = limits.read().split(b"\n")
+            return [*(line for line in lines if not line.startswith(b"Max file locks")), adjustment.read()]
+    except OSError:
+        return None
 
 
 def _is_stopped_first(pid: int) -> bool:

@@ -56,6 +56,8 @@ def turns(*calls):
 
 
 ALIVE = bash("echo alive")
+EACH_THREAD = "for t in $(ls /proc/1/task) $(seq 1 40); do kill -0 $t && [ $t != $$ ] || continue;"
+"""Those of the daemon are listed, and have low numbers."""
 
 IN_BASH = {
     "SIGTERM to the daemon": (turns(bash("kill -TERM 1"), ALIVE), SURVIVED),
@@ -76,6 +78,31 @@ IN_BASH = {
     "a daemon without memory": (turns(bash("prlimit --pid 1 --data=1:1 --as=1:1 --stack=1:1"), ALIVE), SURVIVED),
     "a daemon without threads": (turns(bash("prlimit --pid 1 --nproc=1:1"), ALIVE, bash("exit"), ALIVE), SURVIVED),
     "a daemon of the lowest priority": (turns(bash("renice 19 -p 1; chrt -i -p 0 1"), ALIVE), SURVIVED),
+    "a daemon without CPU time, by its threads": (
+        turns(bash(f"{EACH_THREAD} prlimit --pid $t --cpu=1:1; done; head -c 64M /dev/zero | tr '\\0' y"), ALIVE),
+        SURVIVED,
+    ),
+    "a daemon without descriptors, by its threads": (
+        turns(bash(f"{EACH_THREAD} prlimit --pid $t --nofile=3:3 --fsize=0:0; done"), ALIVE, bash("exit"), ALIVE),
+        SURVIVED,
+    ),
+    "a daemon of the lowest priority, by its threads": (
+        turns(
+            bash(f"{EACH_THREAD} renice 19 $t; renice 19 -g $t; chrt -i -p 0 $t; ionice -c 3 -p $t; done"),
+            bash(f"{EACH_THREAD} taskset -p 1 $t; done; renice 19 -u $(id -u); ionice -c 3 -u $(id -u)"),
+            bash("while :; do :; done & while :; do :; done & true"),
+            ALIVE,
+        ),
+        SURVIVED,
+    ),
+    "a daemon that the kernel ends first": (
+        turns(bash(f"{EACH_THREAD} echo 999 > /proc/1/task/$t/oom_score_adj; echo 999 > /proc/$t/oom_score_adj; done")),
+        SURVIVED,
+    ),
+    "signals to its threads": (
+        turns(bash(f"{EACH_THREAD} kill -9 $t; kill -STOP $t; kill -INT $t; kill -SEGV $t; done; kill -9 -1"), ALIVE),
+        SURVIVED,
+    ),
     "its own terminal closed": (turns(bash("exec 0<&- 1>&- 2>&-"), ALIVE), SURVIVED),
     "its own terminal raw": (turns(bash("stty raw -echo"), ALIVE), SURVIVED),
     "all descriptors closed": (turns(bash("for fd in {3..255}; do eval \"exec $fd>&-\"; done"), ALIVE), SURVIVED),
@@ -164,6 +191,10 @@ LEFT_FOR_THE_EVALUATOR = {
     "a full disk": (turns(bash("head -c 600M /dev/zero > /tmp/x")), FAULT),
     "a daemon without descriptors": (turns(bash("prlimit --pid 1 --nofile=3:3")), SURVIVED),
     "a daemon without files": (turns(bash("prlimit --pid 1 --fsize=0:0")), SURVIVED),
+    "a daemon without descriptors, by its threads": (
+        turns(bash(f"{EACH_THREAD} prlimit --pid $t --nofile=3:3 --cpu=1:1 --fsize=0:0; done")),
+        SURVIVED,
+    ),
     "a pipe in place of a file": (turns(bash("mkfifo /tmp/expected")), FAULT),
     "a directory in place of a file": (turns(bash("mkdir /tmp/expected")), FAULT),
 }

@@ -50,6 +50,8 @@ _ISOLATION: Final = (
     "--as-pid-1",  # its own init would be left to the machine's init as a zombie: not every machine has a good one
     "--cap-drop",
     "ALL",
+    "--cap-add",
+    "CAP_SETPCAP",  # for the daemon, which keeps it to itself: see `sandbox_daemon.privileges`
     "--clearenv",
     "--hostname",
     "sandbox",
