@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from ipc.clock import RunningClock
 from sandbox_daemon.daemon import serve_daemon
 from sandbox_daemon.limits import hide_self, limit_self
 from sandbox_daemon.memory_files import start_maker
@@ -24,6 +25,8 @@ __all__ = ["ACCEPT_TIMEOUT_S", "USAGE_ERROR", "run_daemon", "say_ready"]
 
 ACCEPT_TIMEOUT_S = 30.0
 USAGE_ERROR = 2
+TICK_S = 2.0
+"""Longest sleep of the loop, which is that of an idle watchdog. While an action runs, a watchdog wakes more often."""
 
 
 def run_daemon(
@@ -71,7 +74,8 @@ def run_daemon(
                 prestart_ipython=prestart_ipython or start.prestart_ipython,
                 on_ready=say_ready,
                 kernel=kernel,
-            )
+            ),
+            clock=RunningClock(tick_s=TICK_S),
         )
     except (OSError, ValueError) as exc:
         sys.stderr.write(f"sandbox_daemon: {exc}\n")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from prorl_trio.agent.activity import Charge
+    from prorl_trio.agent.budget import AgentBudget
     from prorl_trio.agent.scoring import ScorerPool
     from prorl_trio.chat.format import ChatFormat
     from prorl_trio.config import NodeConfig
@@ -80,7 +81,7 @@ class RolloutContext:
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `sandboxes`, `stage_scope` and
     `uncharged_s` are the pipeline's: where sandboxes come from, the scope of the stage the job is in, and the seconds
-    of it that no budget is charged for.
+    of it that no budget is charged for. `budgets_at_work` are those of agents whose tools work just now.
     """
 
     spec: JobSpec
@@ -100,6 +101,7 @@ class RolloutContext:
     sandboxes: SandboxHost | None = None
     stage_scope: trio.CancelScope | None = None
     uncharged_s: float = 0.0
+    budgets_at_work: list[AgentBudget] = field(default_factory=list)
     _lines: int = 0
     _line_since_s: float = 0.0
     _line_deadline_s: float = math.inf
@@ -137,6 +139,7 @@ class RolloutContext:
                 await self.sandboxes.wait_image(spec.image)
         with self.waiting(f"sandbox start (image {spec.image})", "sandbox"):
             sandbox = await self.sandboxes.open(spec)
+        sandbox.on_standstill(self._stood_still)
         self.activity.progress()
         return sandbox
 
@@ -172,6 +175,16 @@ class RolloutContext:
             self.uncharged_s += seconds
             if self.stage_scope is not None:
                 self.stage_scope.deadline += seconds
+
+    def _stood_still(self, seconds: float) -> None:
+        """Move all budgets by seconds in which a sandbox of the job stood still: they are nobody's."""
+        if self._lines:
+            if self.stage_scope is not None:
+                self.stage_scope.deadline += seconds
+        else:
+            self.leave_uncharged(seconds)
+        for budget in set(self.budgets_at_work):
+            budget.leave_out(seconds)
 
     @contextmanager
     def evaluating(self, what: str) -> Iterator[None]:

@@ -111,6 +111,12 @@ class Sandbox(abc.ABC):
     async def wait_lost(self) -> None:
         """Return when the sandbox is known to be lost, or is closed, whether or not anybody acts on it."""
 
+    def on_standstill(self, uncount: Callable[[float], None]) -> None:
+        """Have `uncount` called with each number of seconds in which the sandbox stood still while a call waited for it.
+
+        Its machine or container was stopped then, or frozen: nothing inside ran. By default nobody can see that.
+        """
+
     async def bash(
         self,
         command: str,
