@@ -435,7 +435,10 @@ class _Loop:
             raise ConnectionLost("the client is closed") from None
 
     def _run(self) -> None:
-        ended = capture(trio.run, self._main, clock=RunningClock())
+        def run() -> None:
+            trio.run(self._main, clock=RunningClock())
+
+        ended = capture(run)
         if isinstance(ended, Error) and not self._client.done():
             self._client.set_exception(ended.error)  # `start` raises it.
         else:

@@ -111,10 +111,10 @@ class Sandbox(abc.ABC):
     async def wait_lost(self) -> None:
         """Return when the sandbox is known to be lost, or is closed, whether or not anybody acts on it."""
 
-    def on_standstill(self, uncount: Callable[[float], None]) -> None:
-        """Have `uncount` called with each number of seconds in which the sandbox stood still while a call waited for it.
+    def on_standstill(self, uncount: Callable[[float], None]) -> None:  # noqa: B027 - a kind without it is whole
+        """Call `uncount` with the seconds of each standstill of the sandbox that a waiting call has found.
 
-        Its machine or container was stopped then, or frozen: nothing inside ran. By default nobody can see that.
+        Its machine or container was stopped or frozen then: nothing inside ran. By default, none is found.
         """
 
     async def bash(
