@@ -170,7 +170,7 @@ class RpcClient:
             timeout_s: the action's budget, from now. It travels with the call; the peer cancels the action then.
             on_chunk: called in this task, in order, with the stream's name and each piece of streamed output.
             on_silence: called after each `SILENCE_S` without an answer. It returns the seconds that do not count,
-                because the peer did not run: the budget is longer by as many, or at its end, if they are negative.
+                because the peer did not run: the budget is longer by as many. -inf gives the peer up, at once.
 
         Raises:
             CallFailed: the handler raised. `code` and `message` are its own.
@@ -192,7 +192,8 @@ class RpcClient:
                     await _wait_patiently(call, budget, on_chunk, on_silence)
             finally:
                 if call.answer is None:
-                    with trio.move_on_after(CANCEL_GRACE_S, shield=True):
+                    grace_s = 0.0 if budget.deadline == -math.inf else CANCEL_GRACE_S
+                    with trio.move_on_after(grace_s, shield=True):
                         await self._stop(call_id, call)
                     self._settle(call_id, call)
         what = type(body).__name__

@@ -13,6 +13,7 @@ import trio
 from ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError
 from ipc.sandbox_calls import BashResult, CellResult, ExecResult
 from prorl_trio.sandbox.sandbox import Sandbox, ShellBusy, ShellIdle
+from prorl_trio.sandbox.silence import MAX_STANDSTILL_S
 from prorl_trio.types.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -88,12 +89,18 @@ class DaemonSandbox(Sandbox):
         else:
             return self._with_breach(reply)
         what = "did not keep to its deadline" if isinstance(failure, CallTimedOut) else "is gone"
+        if self._silence is not None and self._silence.is_too_long:
+            what = f"stood still for {MAX_STANDSTILL_S:g} s"
         breach, breach_text = self._next_breach()
         self._lost = self._explain(f"sandbox {self.sandbox_id} {what}: {failure}{breach_text and f'; {breach_text}'}")
-        self._lost_from_inside = breach == "memory" or (
-            await self._ended_from_inside() and not (self._silence is not None and await self._silence.stands_still())
-        )
+        self._lost_from_inside = breach == "memory" or await self._was_lost_from_inside()
         raise SandboxLost(self._lost, from_inside=self._lost_from_inside) from failure
+
+    async def _was_lost_from_inside(self) -> bool:
+        silence = self._silence
+        if silence is not None and silence.is_too_long:  # at once: no budget is to run out in the meantime
+            return False
+        return await self._ended_from_inside() and not (silence is not None and await silence.stands_still())
 
     def on_standstill(self, uncount: Callable[[float], None]) -> None:
         if self._silence is not None:

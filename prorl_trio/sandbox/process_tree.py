@@ -164,7 +164,8 @@ class ProcessTree:
     def find_daemon(self) -> int | None:
         """Return the process id of the first process of its PID namespace; None if it has ended, or there is none."""
         if self._daemon is None or not is_alive(self._daemon):
-            self._daemon = next((process for process in self._members if _is_first(process.pid)), None)
+            alive = filter(is_alive, self._members)
+            self._daemon = next((process for process in alive if _is_first(process.pid)), None)
         return None if self._daemon is None else self._daemon.pid
 
     def _exit_code(self) -> int | None:

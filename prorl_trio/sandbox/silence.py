@@ -109,8 +109,6 @@ class Silence:
 
         For one that is lost by its silence. Takes three times `SILENCE_S`.
         """
-        if self.is_too_long:
-            return True
         pid, self._last, found_s = self._find_daemon(), None, self.total_s
         if pid is None:
             return False

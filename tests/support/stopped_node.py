@@ -1,0 +1,70 @@
+"""A node that tests stop and continue, in a process of its own: `python -m support.stopped_node PROVIDER`.
+
+The payload of its handler `steps` says what a rollout does: `bash`, the agent's commands one after the other, `eval`, a
+command of the evaluation, and `tool_s`, the time-out of each. Whoever reaches the end has the reward 1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import trio
+
+from prorl_trio.agent.loop import run_agent
+from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.sandbox import sandbox
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tools import BashTool, FinishTool, IpythonTool, ToolSet
+from prorl_trio.types.models import ChatMessage
+from support.quick_node import load_example
+
+MARGIN_S = 1.0
+
+
+class Steps(AgentHandler):
+    """See the module."""
+
+    name = "steps"
+
+    def validate(self, payload):
+        pass
+
+    def sandbox_spec(self, context):
+        return SandboxSpec()
+
+    async def init(self, context):
+        await context.sandbox.exec(["sh", "-c", context.spec.instance.payload.get("init", "true")], timeout_s=2)
+
+    async def run(self, context):
+        kit = ToolSet([BashTool(quiet_timeout_s=None), IpythonTool(), FinishTool()], max_observation_chars=300)
+        steps = json.dumps(context.spec.instance.payload.get("bash", []))
+        await run_agent(context, [ChatMessage(role="user", content=f"STEPS {steps} !")], kit)
+
+    async def eval(self, context):
+        command = context.spec.instance.payload.get("eval", "true")
+        async with context.open_sandbox(SandboxSpec()) as box:
+            result = await box.exec(["sh", "-c", command], timeout_s=2, own_limit_s=2)
+        right = context.answer == "done" and result.exit_code == 0
+        return Evaluation(reward=float(right), details={"result": repr(result)})
+
+
+def policy(prompt):
+    """Do the next step."""
+    steps = json.loads(re.search("STEPS (.*?) !", prompt)[1])
+    done = prompt.count("<|im_start|>assistant") - 1
+    name, arguments = ("bash", steps[done]) if done < len(steps) else ("finish", {"answer": "done"})
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+async def main(provider):
+    sandbox.ACTION_MARGIN_S = MARGIN_S
+    async with load_example().open_local_node(policy, [Steps()], provider=provider) as node:
+        sys.stdout.write(json.dumps([node.url, node.token]) + "\n")
+        sys.stdout.flush()
+        await trio.sleep_forever()
+
+
+if __name__ == "__main__":
+    trio.run(main, sys.argv[1])
