@@ -1,7 +1,8 @@
-"""A node that tests stop and continue, in a process of its own: `python -m support.stopped_node PROVIDER`.
+"""A node that tests stop and continue, in a process of its own: `python -m support.stopped_node PROVIDER N`.
 
-The payload of its handler `steps` says what a rollout does: `bash`, the agent's commands one after the other, `eval`, a
-command of the evaluation, and `tool_s`, the time-out of each. Whoever reaches the end has the reward 1.
+The payload of its handler `steps` says what a rollout does: `init`, a command before the agent's, `bash`, the arguments
+of the agent's calls, and `eval`, a command of the evaluation. Whoever reaches the end has the reward 1. The rollouts meet
+before each goes on to its command: as many as the program's second argument says.
 """
 
 from __future__ import annotations
@@ -28,6 +29,19 @@ class Steps(AgentHandler):
 
     name = "steps"
 
+    def __init__(self, together):
+        self._missing, self._met = together, trio.Event()
+
+    async def _meet(self, context, stage):
+        payload = context.spec.instance.payload
+        if stage in payload:
+            self._missing -= 1
+            if not self._missing:
+                self._met.set()
+            with context.standing_in_line("the others", "handler", at_most_s=60.0):
+                await self._met.wait()
+        return payload.get(stage)
+
     def validate(self, payload):
         pass
 
@@ -35,16 +49,18 @@ class Steps(AgentHandler):
         return SandboxSpec()
 
     async def init(self, context):
-        await context.sandbox.exec(["sh", "-c", context.spec.instance.payload.get("init", "true")], timeout_s=2)
+        command = await self._meet(context, "init")
+        if command:
+            await context.sandbox.exec(["sh", "-c", command], timeout_s=2)
 
     async def run(self, context):
         kit = ToolSet([BashTool(quiet_timeout_s=None), IpythonTool(), FinishTool()], max_observation_chars=300)
-        steps = json.dumps(context.spec.instance.payload.get("bash", []))
+        steps = json.dumps(await self._meet(context, "bash") or [])
         await run_agent(context, [ChatMessage(role="user", content=f"STEPS {steps} !")], kit)
 
     async def eval(self, context):
-        command = context.spec.instance.payload.get("eval", "true")
         async with context.open_sandbox(SandboxSpec()) as box:
+            command = await self._meet(context, "eval") or "true"
             result = await box.exec(["sh", "-c", command], timeout_s=2, own_limit_s=2)
         right = context.answer == "done" and result.exit_code == 0
         return Evaluation(reward=float(right), details={"result": repr(result)})
@@ -58,13 +74,13 @@ def policy(prompt):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-async def main(provider):
+async def main(provider, together):
     sandbox.ACTION_MARGIN_S = MARGIN_S
-    async with load_example().open_local_node(policy, [Steps()], provider=provider) as node:
+    async with load_example().open_local_node(policy, [Steps(int(together))], provider=provider) as node:
         sys.stdout.write(json.dumps([node.url, node.token]) + "\n")
         sys.stdout.flush()
         await trio.sleep_forever()
 
 
 if __name__ == "__main__":
-    trio.run(main, sys.argv[1])
+    trio.run(main, *sys.argv[1:])
