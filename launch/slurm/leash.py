@@ -41,7 +41,7 @@ async def run_leashed(
     SIGTERM and SIGINT are passed on to it. It is ended (SIGTERM, `grace_s` seconds, SIGKILL to all its descendants)
     when this process is killed, when our parent, slurmstepd, has ended, or when no pulse came for `pulse_timeout_s`
     seconds; None: none is expected. After that, as at every end, no process, temporary folder or shared memory of it is
-    left. For the main thread only. Give the loop a `RunningClock`, so that time in which Slurm has suspended the job does
+    left. For the main thread only. Give the loop a `RunningClock`: then time in which Slurm has suspended the job does
     not count.
 
     Args:

@@ -24,7 +24,7 @@ from prorl_trio.sandbox.threads import run_blocking
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_STANDSTILL_S", "Silence"]
+__all__ = ["MAX_STANDSTILL_S", "Silence", "is_held"]
 
 MAX_STANDSTILL_S: Final = 120.0
 """Longest standstill, in seconds, that a call waits for. After that, the sandbox is lost."""
@@ -32,9 +32,14 @@ RUNNING_SHARE: Final = 0.1
 """A sandbox ran if its processes, without the daemon, used more than this share of a CPU."""
 
 _STOPPED: Final = ("T", "t")
-_KEPT: Final = (*_STOPPED, "D", "R", "F")
+_KEPT: Final = frozenset({*_STOPPED, "D", "R", "F"})
 _MOUNTS: Final = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+
+
+def is_held(pid: int) -> bool:
+    """Return whether a process cannot run now: it is stopped or frozen, or waits for a disk."""
+    return _look(pid, 0.0).state in _KEPT.difference("R")
 
 
 class _Look(NamedTuple):

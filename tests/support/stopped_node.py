@@ -1,8 +1,8 @@
 """A node that tests stop and continue, in a process of its own: `python -m support.stopped_node PROVIDER N`.
 
 The payload of its handler `steps` says what a rollout does: `init`, a command before the agent's, `bash`, the arguments
-of the agent's calls, and `eval`, a command of the evaluation. Whoever reaches the end has the reward 1. The rollouts meet
-before each goes on to its command: as many as the program's second argument says.
+of the agent's calls, and `eval`, a command of the evaluation. Whoever reaches the end has the reward 1. The
+rollouts meet before each goes on to its command: as many as the program's second argument says.
 """
 
 from __future__ import annotations
