@@ -57,12 +57,12 @@ class AgentBudget:
         self._clock.begin(now_s)
         self.scope.deadline = self._clock.ends_s(now_s)
         at_most_s = self._clock.left_s(now_s)
-        self._context.budgets_at_work.append(self)
+        self._context.on_standstill.append(self.leave_out)
         try:
             with self._context.standing_in_line(f"tool {name}", "agent_budget", at_most_s=at_most_s):
                 yield
         finally:
-            self._context.budgets_at_work.remove(self)
+            self._context.on_standstill.remove(self.leave_out)
             now_s = trio.current_time()
             self._clock.end(now_s)
             self.scope.deadline = self._clock.ends_s(now_s)

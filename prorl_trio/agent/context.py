@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from prorl_trio.agent.activity import Charge
-    from prorl_trio.agent.budget import AgentBudget
     from prorl_trio.agent.scoring import ScorerPool
     from prorl_trio.chat.format import ChatFormat
     from prorl_trio.config import NodeConfig
@@ -81,7 +80,8 @@ class RolloutContext:
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `sandboxes`, `stage_scope` and
     `uncharged_s` are the pipeline's: where sandboxes come from, the scope of the stage the job is in, and the seconds
-    of it that no budget is charged for. `budgets_at_work` are those of agents whose tools work just now.
+    of it that no budget is charged for. `on_standstill` are called with seconds in which a sandbox of the job stood
+    still: each agent whose tools work leaves them out of its own budget.
     """
 
     spec: JobSpec
@@ -101,7 +101,7 @@ class RolloutContext:
     sandboxes: SandboxHost | None = None
     stage_scope: trio.CancelScope | None = None
     uncharged_s: float = 0.0
-    budgets_at_work: list[AgentBudget] = field(default_factory=list)
+    on_standstill: list[Callable[[float], None]] = field(default_factory=list)
     _lines: int = 0
     _line_since_s: float = 0.0
     _line_deadline_s: float = math.inf
@@ -183,8 +183,8 @@ class RolloutContext:
                 self.stage_scope.deadline += seconds
         else:
             self.leave_uncharged(seconds)
-        for budget in set(self.budgets_at_work):
-            budget.leave_out(seconds)
+        for leave_out in set(self.on_standstill):
+            leave_out(seconds)
 
     @contextmanager
     def evaluating(self, what: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Whether a sandbox could run while its daemon was silent. Silence is evidence only of a sandbox that ran.
+"""The silence of sandboxes: it is evidence only if the sandbox could run.
 
 The loop of a daemon with a call in flight wakes several times a second (its watchdog). So if its main thread has used
 no CPU time between two looks, it did not get to run. What kept it is told by its state:
@@ -69,9 +69,9 @@ class Silence:
         self.on_standstill: Callable[[float], None] | None = None
         self.total_s = 0.0
         self._lasts_s = 0.0
-        """Of the present one, 0 while there is none."""
+        """Seconds of the present standstill, 0 while there is none."""
         self._unsure_s = 0.0
-        """In which the daemon did not run, and nothing is known of the others yet."""
+        """Seconds in which the daemon did not run, and nothing is known of the others yet."""
         self._last: _Look | None = None
         self._others_s: float | None = None
 
