@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -21,6 +22,9 @@ from prorl_trio.tools import BashTool, FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.models import ChatMessage
 from support.quick_node import load_example
 
+if TYPE_CHECKING:
+    from prorl_trio.agent.context import RolloutContext
+
 MARGIN_S = 1.0
 
 
@@ -29,10 +33,10 @@ class Steps(AgentHandler):
 
     name = "steps"
 
-    def __init__(self, together):
+    def __init__(self, together: int) -> None:
         self._missing, self._met = together, trio.Event()
 
-    async def _meet(self, context, stage):
+    async def _meet(self, context: RolloutContext, stage: str) -> Any:
         payload = context.spec.instance.payload
         if stage in payload:
             self._missing -= 1
@@ -42,23 +46,28 @@ class Steps(AgentHandler):
                 await self._met.wait()
         return payload.get(stage)
 
-    def validate(self, payload):
-        pass
+    def validate(self, payload: Any) -> None:
+        """Take all."""
 
-    def sandbox_spec(self, context):
+    def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
+        """Return the default."""
         return SandboxSpec()
 
-    async def init(self, context):
+    async def init(self, context: RolloutContext) -> None:
+        """Run the command of INIT."""
+        assert context.sandbox is not None
         command = await self._meet(context, "init")
         if command:
             await context.sandbox.exec(["sh", "-c", command], timeout_s=2)
 
-    async def run(self, context):
+    async def run(self, context: RolloutContext) -> None:
+        """Have the agent make its calls."""
         kit = ToolSet([BashTool(quiet_timeout_s=None), IpythonTool(), FinishTool()], max_observation_chars=300)
         steps = json.dumps(await self._meet(context, "bash") or [])
         await run_agent(context, [ChatMessage(role="user", content=f"STEPS {steps} !")], kit)
 
-    async def eval(self, context):
+    async def eval(self, context: RolloutContext) -> Evaluation:
+        """Run the command of EVAL in a fresh sandbox."""
         async with context.open_sandbox(SandboxSpec()) as box:
             command = await self._meet(context, "eval") or "true"
             result = await box.exec(["sh", "-c", command], timeout_s=2, own_limit_s=2)
@@ -66,16 +75,19 @@ class Steps(AgentHandler):
         return Evaluation(reward=float(right), details={"result": repr(result)})
 
 
-def policy(prompt):
-    """Do the next step."""
-    steps = json.loads(re.search("STEPS (.*?) !", prompt)[1])
+def policy(prompt: str) -> str:
+    """Make the next call."""
+    found = re.search("STEPS (.*?) !", prompt)
+    assert found is not None
+    steps = json.loads(found[1])
     done = prompt.count("<|im_start|>assistant") - 1
     name, arguments = ("bash", steps[done]) if done < len(steps) else ("finish", {"answer": "done"})
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-async def main(provider, together):
-    sandbox.ACTION_MARGIN_S = MARGIN_S
+async def main(provider: str, together: str) -> None:
+    """Serve until the process is ended."""
+    vars(sandbox)["ACTION_MARGIN_S"] = MARGIN_S
     async with load_example().open_local_node(policy, [Steps(int(together))], provider=provider) as node:
         sys.stdout.write(json.dumps([node.url, node.token]) + "\n")
         sys.stdout.flush()
@@ -83,4 +95,4 @@ async def main(provider, together):
 
 
 if __name__ == "__main__":
-    trio.run(main, *sys.argv[1:])
+    trio.run(main, sys.argv[1], sys.argv[2])
