@@ -62,7 +62,7 @@ class Steps(AgentHandler):
 
     async def run(self, context: RolloutContext) -> None:
         """Have the agent make its calls."""
-        kit = ToolSet([BashTool(quiet_timeout_s=None), IpythonTool(), FinishTool()], max_observation_chars=300)
+        kit = ToolSet([BashTool(quiet_timeout_s=30.0), IpythonTool(), FinishTool()], max_observation_chars=300)
         steps = json.dumps(await self._meet(context, "bash") or [])
         await run_agent(context, [ChatMessage(role="user", content=f"STEPS {steps} !")], kit)
 
