@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -94,7 +93,7 @@ class BashSession:
                 await shell.settle()
             restarted = 0 < self._last_generation < self._keeper.generation
             self._last_generation = self._keeper.generation
-            started_s = time.monotonic()
+            started_s = trio.current_time()
             running = RunningCommand()
             running.take_nowait(earlier_output)
             begin = partial(shell.begin, request.command, running)
@@ -120,7 +119,7 @@ class BashSession:
             if self._left is None:
                 raise CallError("not_running", "no command is running in the shell, so nothing can take the input")
             (shell, running), self._left = self._left, None
-            started_s = time.monotonic()
+            started_s = trio.current_time()
 
             async def type_keys() -> None:
                 with trio.move_on_after(request.quiet_timeout_s or request.timeout_s):
@@ -180,7 +179,7 @@ class BashSession:
     async def _report(
         self, shell: Shell, running: RunningCommand, how: str, started_s: float, restarted: bool
     ) -> BashResult:
-        duration_s = time.monotonic() - started_s
+        duration_s = trio.current_time() - started_s
         exit_code: int | None = None
         if how == "quiet":
             self._left = (shell, running)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -114,12 +113,12 @@ class IpythonSession:
             before, self._last_kernel = self._last_kernel, kernel
             starved = restarted_before and before is not None and before.child.exit_code == NO_MEMORY_EXIT
             cell = _Cell(request)
-            started = time.monotonic()
+            started = trio.current_time()
             if request.stream:
                 await cell.run_streamed(kernel, send_output)
             else:
                 await cell.run(kernel)
-            duration_s = time.monotonic() - started
+            duration_s = trio.current_time() - started
             if cell.done is None:
                 self._last_generation += 1  # this result reports the loss
         stdout, stderr = cell.stdout.buffer.capped(), cell.stderr.buffer.capped()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from ipc.clock import RunningClock
 from ipc.sandbox_calls import OWN_ERROR_EXIT
 from sandbox_daemon.daemon import serve_daemon
 from sandbox_daemon.limits import hide_self, hold_proc, limit_self
@@ -26,6 +27,8 @@ __all__ = ["ACCEPT_TIMEOUT_S", "USAGE_ERROR", "run_daemon", "say_ready"]
 
 ACCEPT_TIMEOUT_S = 30.0
 USAGE_ERROR = 2
+TICK_S = 2.0
+"""Longest sleep of the loop, which is that of an idle watchdog. While an action runs, a watchdog wakes more often."""
 
 
 def run_daemon(
@@ -75,7 +78,8 @@ def run_daemon(
                 prestart_ipython=prestart_ipython or start.prestart_ipython,
                 on_ready=say_ready,
                 kernel=kernel,
-            )
+            ),
+            clock=RunningClock(tick_s=TICK_S),
         )
     except (OSError, ValueError) as exc:
         sys.stderr.write(f"sandbox_daemon: {exc}\n")

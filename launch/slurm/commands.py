@@ -17,6 +17,7 @@ import click
 import msgspec
 import trio
 
+from ipc.clock import RunningClock
 from launch.slurm import queue
 from launch.slurm.engine_port import DEFAULT_PORT, PORT_VARIABLE, EnginePort, find_ports, take_port, tell_port
 from launch.slurm.engine_share import engines_of_node
@@ -205,7 +206,7 @@ def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
     where Slurm kills all processes of the task at once. It finds a folder of --local-dir's by PRORL_LOCAL_DIR.
     """
     folder = find_local_folder(local_dir)
-    sys.exit(trio.run(lambda: run_leashed(command, local_folder=folder, **rules)))
+    sys.exit(trio.run(lambda: run_leashed(command, local_folder=folder, **rules), clock=RunningClock()))
 
 
 @slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -240,7 +241,7 @@ def pulse(
     async def keep() -> int:
         return await beats.keep(command, await with_times(job_run.job_id, os.environ))
 
-    sys.exit(trio.run(keep))
+    sys.exit(trio.run(keep, clock=RunningClock()))
 
 
 @slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

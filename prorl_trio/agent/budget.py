@@ -44,6 +44,12 @@ class AgentBudget:
         self._context.leave_uncharged(self._clock.produced(since_s, now_s))
         self.scope.deadline = self._clock.ends_s(now_s)
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not charge seconds that have just passed, in which the sandbox of a tool stood still."""
+        now_s = trio.current_time()
+        self._clock.leave_out(seconds, now_s)
+        self.scope.deadline = self._clock.ends_s(now_s)
+
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
         """Charge the time of the block. Blocks may overlap."""
@@ -51,10 +57,12 @@ class AgentBudget:
         self._clock.begin(now_s)
         self.scope.deadline = self._clock.ends_s(now_s)
         at_most_s = self._clock.left_s(now_s)
+        self._context.on_standstill.append(self.leave_out)
         try:
             with self._context.standing_in_line(f"tool {name}", "agent_budget", at_most_s=at_most_s):
                 yield
         finally:
+            self._context.on_standstill.remove(self.leave_out)
             now_s = trio.current_time()
             self._clock.end(now_s)
             self.scope.deadline = self._clock.ends_s(now_s)

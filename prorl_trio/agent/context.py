@@ -82,7 +82,8 @@ class RolloutContext:
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `sandboxes`, `stage_scope` and
     `uncharged_s` are the pipeline's: where sandboxes come from, the scope of the stage the job is in, and the seconds
-    of it that no budget is charged for.
+    of it that no budget is charged for. `on_standstill` are called with seconds in which a sandbox of the job stood
+    still: each agent whose tools work leaves them out of its own budget.
     """
 
     spec: JobSpec
@@ -102,6 +103,7 @@ class RolloutContext:
     sandboxes: SandboxHost | None = None
     stage_scope: trio.CancelScope | None = None
     uncharged_s: float = 0.0
+    on_standstill: list[Callable[[float], None]] = field(default_factory=list)
     _lines: int = 0
     _line_since_s: float = 0.0
     _line_deadline_s: float = math.inf
@@ -144,6 +146,7 @@ class RolloutContext:
         in_line = partial(self.standing_in_line, charge="sandbox", at_most_s=MAX_PAUSE_S)
         with self.waiting(f"sandbox start (image {spec.image})", "sandbox"):
             sandbox = await self.sandboxes.open(spec, in_line)
+        sandbox.on_standstill(self._stood_still)
         self.activity.progress()
         return sandbox
 
@@ -179,6 +182,16 @@ class RolloutContext:
             self.uncharged_s += seconds
             if self.stage_scope is not None:
                 self.stage_scope.deadline += seconds
+
+    def _stood_still(self, seconds: float) -> None:
+        """Move all budgets by seconds in which a sandbox of the job stood still: they are nobody's."""
+        if self._lines:
+            if self.stage_scope is not None:
+                self.stage_scope.deadline += seconds
+        else:
+            self.leave_uncharged(seconds)
+        for leave_out in set(self.on_standstill):
+            leave_out(seconds)
 
     @contextmanager
     def evaluating(self, what: str) -> Iterator[None]:

@@ -22,6 +22,7 @@ import trio
 from ipc.envelope import UNDECODABLE
 from ipc.portable_text import portable
 from prorl_trio.config import ScoringConfig
+from prorl_trio.sandbox.silence import is_held
 from prorl_trio.types.errors import EvaluationError, HostileAnswer, SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -68,6 +69,10 @@ class _WorkerKilled(NotScored):
     """The scoring process was killed (SIGKILL): by its machine, or because of what it scored. Nobody can tell."""
 
 
+class _StoodStill(NotScored):
+    """The scoring process did not run: it was stopped or frozen, or waited for a disk. No answer brings that about."""
+
+
 class _NotStarted(NotScored):
     """There is no process for the scorer, so that nothing was scored: no answer is at fault for that."""
 
@@ -112,6 +117,11 @@ class _Worker:
     def is_running(self) -> bool:
         """Return whether its process has not ended yet, as far as is known."""
         return self._process.poll() is None
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether its process cannot run now, see `prorl_trio.sandbox.silence.is_held`."""
+        return is_held(self._process.pid)
 
     async def ask(self, name: str, payload: Mapping[str, Any]) -> ScoreReply:
         try:
@@ -205,7 +215,7 @@ class ScorerPool:
         """
         try:
             return await self._score(function, payload, timeout_s)
-        except _NotStarted:
+        except (_NotStarted, _StoodStill):
             raise
         except EvaluationError as exc:
             if harmless is None:
@@ -220,21 +230,21 @@ class ScorerPool:
     async def _score(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         try:
             return await self._score_once(function, payload, timeout_s)
-        except _WorkerKilled:  # once more: if it is killed again, it may be by what it scores
+        except (_WorkerKilled, _StoodStill):  # once more: if it is killed again, it may be by what it scores
             return await self._score_once(function, payload, timeout_s)
 
     async def _score_once(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         module, _, name = function.partition(":")
         async with self._limiter:
             worker = await self._take_idle(module) or await self._start(module)
-            try:
-                async with worker.killed_on_error():
-                    with trio.fail_after(timeout_s):
-                        reply = await worker.ask(name, payload)
-            except trio.TooSlowError:
-                raise EvaluationError(
-                    f"scorer {function} gave no score within {timeout_s:g} s", error_code="evaluator_timeout"
-                ) from None
+            async with worker.killed_on_error():
+                with trio.move_on_after(timeout_s) as patience:
+                    reply = await worker.ask(name, payload)
+                if patience.cancelled_caught:
+                    late = _StoodStill if worker.is_held else EvaluationError
+                    raise late(
+                        f"scorer {function} gave no score within {timeout_s:g} s", error_code="evaluator_timeout"
+                    )
             self._idle.setdefault(module, []).append(worker)
         if reply.result is None:
             raise EvaluationError(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from ipc.clock import use_running_clock
 from ipc.nursery import open_single_nursery
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.handlers.registry import HandlerRegistry
@@ -69,6 +70,8 @@ async def serve_node(
     end is near, see `drain`. That one, and one that SIGTERM begins, by which Slurm warns, last until the end in place
     of `drain_timeout_s`.
 
+    The loop that runs it gets a clock that stands while this process does not run (`use_running_clock`).
+
     Reports the listener's (host, port) through `task_status`. Returns True if every job ended by itself and no write to
     the ledger failed. After the drain, waits up to `DELIVERY_TIMEOUT_S` for trainers to take their outcomes. `provider`
     replaces the sandbox provider of the configuration.
@@ -78,6 +81,7 @@ async def serve_node(
         BackendError: backends are `required`, and one did not pass its probe.
     """
     clean = True
+    use_running_clock()
     raise_descriptor_limit()
     check_descriptors(config)
     handlers = handlers or HandlerRegistry.from_entry_points()

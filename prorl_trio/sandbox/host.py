@@ -89,6 +89,9 @@ class HostedSandbox(Sandbox):
     async def wait_lost(self) -> None:
         await self._sandbox.wait_lost()
 
+    def on_standstill(self, uncount: Callable[[float], None]) -> None:
+        self._sandbox.on_standstill(uncount)
+
     @property
     def gone(self) -> bool:
         """Return whether nothing of it is left, or nothing that the provider has not taken over."""

@@ -124,6 +124,7 @@ class ProcessTree:
         self._stderr_ended = trio.Event()
         self._ready = False
         self._is_ending = False
+        self._daemon: ProcessId | None = None
         self._bounds_at_start: list[bytes] | None = None
         self._members: set[ProcessId] = set()
 
@@ -148,25 +149,33 @@ class ProcessTree:
         Waits up to `EVIDENCE_TIMEOUT_S` for its end. False as well if the node itself is ending the sandbox.
 
         In a PID namespace (`isolated`) the daemon is the first process: what runs beside it cannot kill or stop it,
-        only make it end by itself, or starve it. So a daemon that was killed (SIGKILL), or is stopped, points outside,
-        to the kernel perhaps, when the machine is out of memory. So does one that ended by an error of its own, which
-        it says by `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. A
-        killed daemon whose limits or OOM adjustment are not those of its start was killed by what changed them, which
-        is inside; only the first process of a tree (`is_init`) can still be asked. Without a namespace, a daemon that
-        still runs counts as False, and one that has ended is judged by its exit code alone.
+        only make it end by itself, or starve it. So a daemon that was killed (SIGKILL) points outside, to the kernel
+        perhaps, when the machine is out of memory. So does one that ended by an error of its own, which it says by
+        `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. A killed daemon
+        whose limits or OOM adjustment are not those of its start was killed by what changed them, which is inside; only
+        the first process of a tree (`is_init`) can still be asked. One that still runs counts as True: whether it could
+        run is for `Silence` to find out. Without a namespace, a daemon that still runs counts as False, and one that
+        has ended is judged by its exit code alone.
         """
         await self._exits_within(EVIDENCE_TIMEOUT_S)
         code = self._exit_code()
         if self._is_ending:
             return False
         if code is None:
-            return isolated and not any(map(_is_stopped_first, [process.pid for process in self._members]))
+            return isolated
         if code < 0 and self.is_init:
             code = SIGNALLED - code  # as a launcher tells it of its daemon
         if code == SIGNALLED + signal.SIGKILL:
             bounds = _bounds_of(self.pid) if isolated and self.is_init else None
             return bounds is not None and bounds != self._bounds_at_start
         return code >= 0 and code != OWN_ERROR_EXIT
+
+    def find_daemon(self) -> int | None:
+        """Return the process id of the first process of its PID namespace; None if it has ended, or there is none."""
+        if self._daemon is None or not is_alive(self._daemon):
+            alive = filter(is_alive, self._members)
+            self._daemon = next((process for process in alive if _is_first(process.pid)), None)
+        return None if self._daemon is None else self._daemon.pid
 
     def _exit_code(self) -> int | None:
         """Return the exit code of its first process: -n after signal n, None while it runs."""
@@ -345,15 +354,14 @@ def _bounds_of(pid: int) -> list[bytes] | None:
         return None
 
 
-def _is_stopped_first(pid: int) -> bool:
-    """Return whether this is the first process of a PID namespace of its own, and stopped."""
+def _is_first(pid: int) -> bool:
+    """Return whether this is the first process of a PID namespace of its own."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            fields = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
+            pids = next((line.split()[1:] for line in file if line.startswith("NSpid:")), [])
     except OSError:
         return False
-    pids = fields.get("NSpid", "").split()
-    return len(pids) > 1 and pids[-1] == "1" and fields.get("State", "")[:1] in ("T", "t")
+    return len(pids) > 1 and pids[-1] == "1"
 
 
 _unreaped: list[Leader] = []

@@ -27,6 +27,7 @@ __all__ = [
     "CGROUP_PREFIX",
     "RECORD_NAME",
     "ProcessId",
+    "children",
     "descendants",
     "has_remains",
     "identify",
@@ -36,6 +37,7 @@ __all__ = [
     "reap_sandbox",
     "remove_cgroup",
     "session_members",
+    "stat_fields",
     "wait_gone",
     "write_cgroup_record",
     "write_record",
@@ -68,8 +70,8 @@ _GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
 """Errors by which /proc says that a process is not there, or not ours. Any other means that it could not be asked."""
 
 
-def _stat_fields(pid: int) -> list[str] | None:
-    """/proc/PID/stat from the state on, or None if there is no such process."""
+def stat_fields(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat from the state on; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()
@@ -84,7 +86,7 @@ def identify(pid: int) -> ProcessId | None:
         OSError: the machine does not say, as it has no descriptor or memory for that. So do all functions that ask
             whether a process is alive: one that cannot be seen must not be taken for dead.
     """
-    fields = _stat_fields(pid)
+    fields = stat_fields(pid)
     return None if fields is None or _has_ended(fields) else ProcessId(pid, int(fields[19]))
 
 
@@ -108,7 +110,7 @@ def descendants(pid: int) -> set[ProcessId]:
     waiting = [pid]
     while waiting:
         parent = waiting.pop()
-        for child in _children(parent):
+        for child in children(parent):
             process = identify(child)
             if process is not None and process not in found:
                 found.add(process)
@@ -116,13 +118,14 @@ def descendants(pid: int) -> set[ProcessId]:
     return found
 
 
-def _children(pid: int) -> list[int]:
-    children: list[int] = []
+def children(pid: int) -> list[int]:
+    """Return the process ids of all children of a process, also of those that have ended and were not reaped."""
+    found: list[int] = []
     with contextlib.suppress(*_GONE):
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(*_GONE), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                children.extend(map(int, file.read().split()))
-    return children
+                found.extend(map(int, file.read().split()))
+    return found
 
 
 def session_members(session: int) -> set[ProcessId]:
@@ -130,7 +133,7 @@ def session_members(session: int) -> set[ProcessId]:
     members: set[ProcessId] = set()
     for name in os.listdir("/proc"):
         if name.isdigit():
-            fields = _stat_fields(int(name))
+            fields = stat_fields(int(name))
             if fields is not None and fields[3] == str(session) and not _has_ended(fields):
                 members.add(ProcessId(int(name), int(fields[19])))
     return members

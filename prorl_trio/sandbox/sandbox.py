@@ -111,6 +111,12 @@ class Sandbox(abc.ABC):
     async def wait_lost(self) -> None:
         """Return when the sandbox is known to be lost, or is closed, whether or not anybody acts on it."""
 
+    def on_standstill(self, uncount: Callable[[float], None]) -> None:  # noqa: B027 - a kind without it is whole
+        """Call `uncount` with the seconds of each standstill of the sandbox that a waiting call has found.
+
+        Its machine or container was stopped or frozen then: nothing inside ran. By default, none is found.
+        """
+
     async def bash(
         self,
         command: str,

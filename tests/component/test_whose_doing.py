@@ -19,6 +19,7 @@ import trio
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.pipeline.pipeline import Job, open_pipeline
+from prorl_trio.sandbox import silence
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import PROVIDERS
@@ -432,10 +433,11 @@ def parent_of(pid):
     [
         ("daemon", signal.SIGKILL),
         ("launcher", signal.SIGKILL),
-        pytest.param("daemon", signal.SIGSTOP, marks=pytest.mark.slow),
+        ("daemon", signal.SIGSTOP),
     ],
 )
-async def test_what_is_killed_or_stopped_from_outside_has_no_reward(rig, provider, victim, number):
+async def test_what_is_killed_or_stopped_from_outside_has_no_reward(rig, provider, victim, number, monkeypatch):
+    monkeypatch.setattr(silence, "MAX_STANDSTILL_S", 2.0)
     before = descendants(os.getpid())
     found = []
 
@@ -456,7 +458,8 @@ async def test_what_is_killed_or_stopped_from_outside_has_no_reward(rig, provide
     with trio.fail_after(60):
         async with open_bench(rig, provider) as play, trio.open_nursery() as nursery:
             nursery.start_soon(kill)
-            found.append(await play("works", [[bash("sleep 60.25", timeout=2)], [RIGHT]], Tools()))
+            budgets = Budgets(agent_s=5.0)  # less than what it takes to find out
+            found.append(await play("works", [[bash("sleep 60.25", timeout=2)], [RIGHT]], Tools(), budgets=budgets))
     (outcome,) = found
     assert (outcome.status, outcome.cause, outcome.error_code) == ("failed", "sandbox", "sandbox_lost")
     assert outcome.reward is None
