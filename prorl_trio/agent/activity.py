@@ -33,6 +33,11 @@ class Activity:
         """Return the name of the wait begun last, of those that are not over; empty if there is none."""
         return next(reversed(self._waits.values()), ("",))[0]
 
+    @property
+    def waiting_charge(self) -> Charge | None:
+        """Return the account of the wait begun last, of those that are not over; None if there is none."""
+        return next(reversed(self._waits.values()), ("", None))[1]
+
     def idle_s(self, now_s: float) -> float:
         """Return the seconds since the last `progress`."""
         return now_s - self._progress_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import trio
 
@@ -15,6 +15,7 @@ from prorl_trio.agent.dialogues import MAX_DIALOGUES, Dialogues
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.token_memory import RolloutTokens, TokenMemory
 from prorl_trio.sandbox.images.store import is_reference
+from prorl_trio.sandbox.use import Use
 from prorl_trio.types.errors import BudgetExceeded, SandboxUnavailable, TooManyDialogues
 from prorl_trio.types.models import Trajectory
 
@@ -100,6 +101,10 @@ class RolloutContext:
     sandboxes: SandboxHost | None = None
     stage_scope: trio.CancelScope | None = None
     uncharged_s: float = 0.0
+    _tools_at_work: int = 0
+    _stage: Literal["run", "eval"] = "run"
+    _agents_s: float = math.inf
+    _agents_used_s: float = 0.0
     _lines: int = 0
     _line_since_s: float = 0.0
     _line_deadline_s: float = math.inf
@@ -137,6 +142,7 @@ class RolloutContext:
                 await self.sandboxes.wait_image(spec.image)
         with self.waiting(f"sandbox start (image {spec.image})", "sandbox"):
             sandbox = await self.sandboxes.open(spec)
+        sandbox.use = Use(self)
         self.activity.progress()
         return sandbox
 
@@ -202,6 +208,47 @@ class RolloutContext:
         if scope.cancelled_caught:
             raise BudgetExceeded("eval", budget_s, took_s - waited_s, "evaluator")
 
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Have a tool of the policy at work during the block: what is sent to sandboxes meanwhile is the policy's."""
+        self._tools_at_work += 1
+        try:
+            yield
+        finally:
+            self._tools_at_work -= 1
+
+    @property
+    def is_acting(self) -> bool:
+        """See `sandbox.use.Account`."""
+        return self._tools_at_work > 0
+
+    @property
+    def may_run_answers(self) -> bool:
+        """See `sandbox.use.Account`."""
+        return bool(self.turns) and self.activity.waiting_charge in (None, "agent_budget")
+
+    @contextmanager
+    def on_agents_time(self, what: str) -> Iterator[None]:
+        """Charge the block to the policy and not to the stage. In a stage, as much as its budget is there for that.
+
+        Nothing is done where the time is accounted for already (`standing_in_line`): by the agent's own budget, say.
+
+        Raises:
+            BudgetExceeded: all of it is used up. The block was cancelled.
+        """
+        if self._lines or self.stage_scope is None:
+            yield
+            return
+        since_s, left_s = trio.current_time(), self._agents_s - self._agents_used_s
+        with self.standing_in_line(what, "agent_budget", at_most_s=left_s):
+            try:
+                with trio.CancelScope(deadline=since_s + left_s) as scope:
+                    yield
+            finally:
+                self._agents_used_s += trio.current_time() - since_s
+        if scope.cancelled_caught:
+            raise BudgetExceeded(self._stage, self._agents_s, self._agents_used_s, "agent_budget")
+
     def stage_left_s(self) -> float:
         """Return the seconds that are left of the stage's budget; infinite outside of a stage."""
         return math.inf if self.stage_scope is None else self.stage_scope.deadline - trio.current_time()
@@ -209,6 +256,8 @@ class RolloutContext:
     def begin_stage(self, scope: trio.CancelScope, own: Charge) -> None:
         """Count the time of a new stage from zero; time in which the job waits for nothing else is charged to `own`."""
         self.stage_scope, self.uncharged_s, self._lines = scope, 0.0, 0
+        self._stage = "eval" if own == "evaluator" else "run"
+        self._agents_s, self._agents_used_s = self.stage_left_s(), 0.0
         self.activity.begin_stage(own)
 
     def log_evaluation(self, text: str) -> None:

@@ -501,7 +501,7 @@ class _Agent:
             if self.answer is not None:
                 observations.append(Observation(text="Not run: the task had ended.", outcome="not_run"))
                 continue
-            with self.budget.tool(call.name) as self.tool_time:
+            with self.budget.tool(call.name) as self.tool_time, context.acting():
                 observation = await self.tools.call(
                     call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s
                 )

@@ -298,15 +298,17 @@ class SandboxLost(RolloutError):
     """A running sandbox died or its control channel broke. The action in flight may or may not have run.
 
     `from_inside`: it was ended by what runs in it, as far as can be told; see `sandbox.process_tree.ProcessTree`. Where
-    the policy has acted by then, that is the policy's doing (`outcomes.blame`).
+    the policy has acted by then, that is the policy's doing (`outcomes.blame`). `before_the_call`: it was gone already
+    when the call was to be sent.
     """
 
     cause = "sandbox"
     error_code = "sandbox_lost"
 
-    def __init__(self, message: str, *, from_inside: bool = False) -> None:
+    def __init__(self, message: str, *, from_inside: bool = False, before_the_call: bool = False) -> None:
         super().__init__(message)
         self.from_inside = from_inside
+        self.before_the_call = before_the_call
 
 
 class SandboxCallFailed(RolloutError):
