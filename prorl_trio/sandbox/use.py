@@ -5,8 +5,8 @@ on, whatever the sandbox cannot do is the policy's doing: a file that is a folde
 that does not start any more. Only arguments that no sandbox takes remain the caller's fault.
 
 An evaluator's sandbox is used from the moment a program was sent to it that the handler does not wait for on another
-account (`RolloutContext.waiting`): it may be the policy's. There, a program that has never run and is not found is the
-image's.
+account (`RolloutContext.waiting`): it may be the policy's. There, a program that has never run and cannot be
+found, or may not be run, is the image's.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class Use:
         cause = error.__cause__
         if not isinstance(cause, CallFailed) or cause.code in _ARGUMENTS:
             return False
-        if was_agents or not isinstance(request, Exec) or not isinstance(error, FileNotFoundError):
+        is_start = isinstance(request, Exec) and isinstance(error, FileNotFoundError | PermissionError)
+        if was_agents or not (is_start and isinstance(request, Exec)):
             return True
         return (request.argv[0], request.cwd) in self._has_run
