@@ -11,12 +11,14 @@ import pytest
 import trio
 
 from component.test_whose_doing import FAULT, SURVIVED, Tools, bash, open_bench, turns
+from prorl_trio.grading.repository_base import RepositoryBase, make_base
 from prorl_trio.handlers.base import Evaluation
+from prorl_trio.handlers.swe import _difference
 from prorl_trio.pipeline.outcomes import blame
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.transfer import TransferOptions
-from prorl_trio.types.errors import AgentFault
-from prorl_trio.types.models import RetryPolicy
+from prorl_trio.types.errors import AgentFault, SandboxCallFailed
+from prorl_trio.types.models import Budgets, RetryPolicy
 
 pytestmark = pytest.mark.timeout(180)
 RETRY = RetryPolicy(max_attempts=3, causes=("sandbox", "inference", "evaluator", "handler", "node"), backoff_s=0.0)
@@ -146,3 +148,87 @@ async def test_what_a_policy_makes_of_a_path_is_its_doing_for_every_verb(rig, pr
     for way, outcome in outcomes.items():
         assert (outcome.status, outcome.cause, outcome.reward) in (FAULT, SURVIVED), (way, outcome.error)
         assert outcome.attempt == 1
+
+
+# ---------------------------------------------------------------- repositories
+
+FILTER = '[filter "x"]\n\tclean = sleep 60\n\tsmudge = sleep 60\n\tprocess = sleep 60\n\trequired = true\n'
+OTHERS = (
+    "[core]\n\tfsmonitor = sleep 60\n\thooksPath = /tmp/hooks\n\tattributesFile = /tmp/attributes\n\tpager = sleep 60\n"
+    '[diff]\n\texternal = sleep 60\n[diff "x"]\n\tcommand = sleep 60\n\ttextconv = sleep 60\n'
+    "[credential]\n\thelper = !sleep 60\n"
+)
+TAKEN, NOT_TAKEN = ("completed", None, 1.0), ("completed", None, 0.0)
+OUT_OF_TIME = ("timed_out", "agent_budget", 0.0)
+GIT_TRICKS = {
+    "none": ("true", TAKEN),
+    "a filter": (f"printf '%s' '{FILTER}' >> .git/config; echo '* filter=x diff=x merge=x' > .gitattributes", TAKEN),
+    "a filter in .git": (f"printf '%s' '{FILTER}' >> .git/config; echo '* filter=x' > .git/info/attributes", TAKEN),
+    "a filter at home": (f"printf '%s' '{FILTER}' > ~/.gitconfig; echo '* filter=x' > .gitattributes", TAKEN),
+    "everything else that is run": (
+        f"printf '%s' '{OTHERS}' >> .git/config; echo '* diff=x' > .gitattributes; mkdir /tmp/hooks; "
+        "for h in post-index-change pre-commit fsmonitor-watchman; do "
+        "printf '#!/bin/sh\\nsleep 60\\n' > /tmp/hooks/$h; cp /tmp/hooks/$h .git/hooks/; done; chmod +x /tmp/hooks/*",
+        TAKEN,
+    ),
+    "another working tree": ("git config core.worktree /usr", TAKEN),
+    "no working tree": ("git config core.bare true", TAKEN),
+    "a format of later versions": ("git config core.repositoryformatversion 99; git config extensions.x 1", TAKEN),
+    "an endless include": ("mkfifo /tmp/fifo; git config include.path /tmp/fifo", TAKEN),
+    "no configuration": ("echo '[[' > .git/config", TAKEN),
+    "a pipe for the configuration": ("rm .git/config; mkfifo .git/config", TAKEN),
+    "a locked index": ("touch .git/index.lock .git/HEAD.lock .git/config.lock", TAKEN),
+    "a pipe for the index": ("rm .git/index; mkfifo .git/index", TAKEN),
+    "packed references": ("git pack-refs --all; git gc -q", TAKEN),
+    "a folder of its own": ("mkdir /tmp/g; mv .git /tmp/g/x; echo 'gitdir: /tmp/g/x' > .git", NOT_TAKEN),
+    "no repository": ("rm -rf .git", NOT_TAKEN),
+    "no tag": ("git tag -d prorl-base", NOT_TAKEN),
+    "a tag that is none": ("rm -r .git/refs/tags; echo x > .git/refs/tags", NOT_TAKEN),
+    "no objects": ("rm -rf .git/objects", NOT_TAKEN),
+    "no folder": ("cd /; rm -rf /tmp/repo", NOT_TAKEN),
+    "a file for the folder": ("cd /; rm -rf /tmp/repo; echo > /tmp/repo", NOT_TAKEN),
+    "a full disk": ("head -c 900M /dev/zero > /tmp/x", NOT_TAKEN),
+    "a pipe for the tag": ("rm -f .git/refs/tags/prorl-base; mkfifo .git/refs/tags/prorl-base", OUT_OF_TIME),
+    "a pipe for the objects": ("mkdir -p .git/objects/info; mkfifo .git/objects/info/alternates", OUT_OF_TIME),
+}
+
+
+class Changes(Tools):
+    """Takes the difference that was made in a repository, as the handler `swe` does."""
+
+    async def init(self, context):
+        script = "mkdir /tmp/repo && cd /tmp/repo && echo theirs > a && git init -q"
+        assert (await context.sandbox.exec(["sh", "-c", script], timeout_s=20)).exit_code == 0
+        await make_base(context.sandbox, REPO)
+
+    async def run(self, context):
+        await super().run(context)
+        context.answer = None
+        try:
+            context.answer = (await _difference(context.sandbox, REPO, last_try=True))[0].decode()
+        except (OSError, ValueError, SandboxCallFailed) as exc:
+            context.log_evaluation(str(exc))
+
+    async def eval(self, context):
+        is_taken = "\n+mine" in (context.answer or "")
+        return Evaluation(reward=float(is_taken), details={"answer": context.answer})
+
+
+REPO = RepositoryBase(repo_dir="/tmp/repo")
+
+
+async def test_what_a_policy_configures_in_its_repository_is_not_run_and_its_time_is_its_own(rig, provider):
+    found = {}
+    with trio.fail_after(150):
+        async with open_bench(rig, provider) as play, trio.open_nursery() as nursery:
+
+            async def one(name):
+                script = f"cd /tmp/repo && echo mine >> a; {GIT_TRICKS[name][0]}"
+                budgets = Budgets(run_s=12.0, agent_s=20.0)
+                outcome = await play(name, turns(bash(script)), Changes(), retry=RETRY, budgets=budgets)
+                ended = (outcome.status, outcome.cause, outcome.reward)
+                found[name] = ended if ended == GIT_TRICKS[name][1] else (*ended, outcome.error, outcome.evaluation_log)
+
+            for name in GIT_TRICKS:
+                nursery.start_soon(one, name)
+    assert found == {name: ended for name, (_, ended) in GIT_TRICKS.items()}
