@@ -162,7 +162,7 @@ class RolloutContext:
         if scope is not None:
             scope.deadline = max(scope.deadline, self._line_deadline_s + (now_s - self._line_since_s) + at_most_s)
         try:
-            with self.waiting(what, charge):
+            with self.activity.waiting(what, charge, is_charged=False):
                 yield
         finally:
             self._lines -= 1
@@ -225,7 +225,8 @@ class RolloutContext:
     @property
     def may_run_answers(self) -> bool:
         """See `sandbox.use.Account`."""
-        return bool(self.turns) and self.activity.waiting_charge in (None, "agent_budget")
+        charge = self.activity.waiting_charge
+        return charge == "agent_budget" or (charge is None and bool(self.turns))
 
     @contextmanager
     def on_agents_time(self, what: str) -> Iterator[None]:

@@ -405,7 +405,7 @@ class Sandbox(abc.ABC):
 
     @property
     def is_used(self) -> bool:
-        """Whether a policy has acted in it, as far as is known. See `prorl_trio.sandbox.use`."""
+        """Return True if a policy has acted in it, as far as is known. See `prorl_trio.sandbox.use`."""
         return False
 
     def _timing(self, *, runs: bool) -> AbstractContextManager[None]:

@@ -1,12 +1,13 @@
-"""Whose doing an error in a sandbox is: the one place of the rule that what a policy has used, the policy has spoilt.
+"""The one place of the rule that what a policy has used, the policy has spoilt.
 
 A sandbox is used from the moment a tool's call of the policy is sent to it, whether or not it is answered. From then
 on, whatever the sandbox cannot do is the policy's doing: a file that is a folder, a missing program, a shell or kernel
 that does not start any more. Only arguments that no sandbox takes remain the caller's fault.
 
-An evaluator's sandbox is used from the moment a program was sent to it that the handler does not wait for on another
-account (`RolloutContext.waiting`): it may be the policy's. There, a program that has never run and cannot be
-found, or may not be run, is the image's.
+An evaluator's sandbox is used from the moment a program is sent to it after the policy's first turn: the program may
+be the policy's. The exception is a program that the handler waits for on another account than the policy's
+(`RolloutContext.waiting`). In such a sandbox, a program that has never run and is missing, or may not be run, remains
+the image's fault.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def is_spoilt(error: BaseException) -> bool:
     """
     at: BaseException | None = error
     while at is not None:
-        if _MARK in vars(at):
+        if _MARK in getattr(at, "__dict__", ()):
             return True
         at = None if isinstance(at, RolloutError) else at.__cause__
     return False
@@ -57,11 +58,11 @@ class Account(Protocol):
 
     @property
     def is_acting(self) -> bool:
-        """Whether a tool of the policy is at work."""
+        """Return True while a tool of the policy is at work."""
 
     @property
     def may_run_answers(self) -> bool:
-        """Whether a program that is run now may be the policy's, which has acted, and nobody says otherwise."""
+        """Return True if a program that is run now may be the policy's, as far as its handler does not deny it."""
 
     def on_agents_time(self, what: str) -> AbstractContextManager[None]:
         """Charge the block to the policy, within a limit.
