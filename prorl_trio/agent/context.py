@@ -121,7 +121,8 @@ class RolloutContext:
         """Open a sandbox beside the agent's, which nobody has used; on leaving the block nothing of it is left.
 
         For evaluators: the agent has left nothing in it. Open it when the agent is done, and has given an answer at
-        all: one that waits while RUN goes on doubles what is live, to save the half second of a start.
+        all: one that waits while RUN goes on doubles what is live, to save the half second of a start. A program that
+        is run there counts as the agent's, with its time and what it leaves, but in a `waiting` for the evaluator.
 
         Raises:
             SandboxUnavailable: it does not start.
