@@ -8,6 +8,9 @@ An evaluator's sandbox is used from the moment a program is sent to it after the
 be the policy's. The exception is a program that the handler waits for on another account than the policy's
 (`RolloutContext.waiting`). In such a sandbox, a program that has never run and is missing, or may not be run, remains
 the image's fault.
+
+Text that no sandbox takes (a NUL, half a surrogate pair, too many bytes) is the policy's wherever a program is, because
+a handler that passes an answer on has not made it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from ipc.errors import CallFailed
+import msgspec
+
+from ipc.errors import CallFailed, IpcError
 from ipc.sandbox_calls import BashInput, BashRun, Exec, IpythonRun
 from prorl_trio.types.errors import HandlerError, RolloutError, SandboxCallFailed, SandboxLost, SandboxUnavailable
 
@@ -100,10 +105,9 @@ class Use:
     def calling(self, request: SandboxCall) -> Iterator[None]:
         """Note the call that is sent in the block, and mark the error that it raises if the policy is to blame."""
         was_used, was_agents = bool(self), self._by_agent
+        may_run_answers = self._account.may_run_answers
         self._by_agent |= self._account.is_acting
-        self._by_program |= isinstance(request, Exec | BashRun | BashInput | IpythonRun) and (
-            self._account.may_run_answers
-        )
+        self._by_program |= may_run_answers and isinstance(request, Exec | BashRun | BashInput | IpythonRun)
         try:
             yield
         except SandboxLost as exc:
@@ -119,7 +123,8 @@ class Use:
                 spoilt(exc)
             raise
         except (OSError, ValueError) as exc:
-            if was_used and self._is_refusal(exc, request, was_agents=was_agents):
+            is_answer = may_run_answers and _is_of_text(exc, request)
+            if is_answer or (was_used and self._is_refusal(exc, request, was_agents=was_agents)):
                 spoilt(exc)
             raise
         if isinstance(request, Exec):
@@ -133,3 +138,24 @@ class Use:
         if was_agents or not (is_start and isinstance(request, Exec)):
             return True
         return (request.argv[0], request.cwd) in self._has_run
+
+
+def _is_of_text(error: Exception, request: SandboxCall) -> bool:
+    """Return whether a call was refused for the text in it, which is not the handler's own."""
+    cause = error.__cause__
+    if isinstance(cause, CallFailed):
+        if cause.code == "too_large":
+            return isinstance(request, Exec)  # its arguments
+        return cause.code == "bad_request" and any("\0" in text for text in _texts(msgspec.structs.astuple(request)))
+    return isinstance(cause, IpcError | UnicodeEncodeError)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every text in a value of lists, tuples and dictionaries."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)

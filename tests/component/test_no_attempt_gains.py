@@ -75,7 +75,7 @@ LIMITS = {
     "no memory for the daemon": [bash("prlimit --pid 1 --as=1:1 --data=1:1")],
     "no processes for the daemon": [bash("prlimit --pid 1 --nproc=1:1")],
     "no CPU for the daemon": [bash("prlimit --pid 1 --cpu=1:1"), *[bash(BURN)] * 3],
-    "no CPU for threads of the daemon": [bash(ALL_TIDS % "prlimit --pid ${t##*/} --cpu=1:1"), *[bash(BURN)] * 3],
+    "no CPU for threads of the daemon": [bash(ALL_TIDS % "prlimit --pid ${t##*/} --cpu=1:1"), *[bash(BURN)] * 4],
     "no descriptors for threads of the daemon": [bash(ALL_TIDS % "prlimit --pid ${t##*/} --nofile=3:3")],
     "no files for threads of the daemon": [bash(ALL_TIDS % "prlimit --pid ${t##*/} --fsize=0:0"), bash("echo x")],
     "a nice daemon": [bash("renice 19 -p 1; chrt -i -p 0 1; ionice -c 3 -p 1; true")],
@@ -407,8 +407,14 @@ async def provider():
     return provider
 
 
+PENDING = {
+    "limits, no CPU for threads of the daemon": "the filter knows the daemon by pid 1 only, not by its threads",
+}
+"""Attempts that still gain, and why."""
+
+
 def test_there_are_many():
-    assert len(ATTEMPTS) >= 150
+    assert len({*ATTEMPTS} - {*PENDING}) >= 150
 
 
 SHARES = 4
@@ -416,6 +422,18 @@ SHARES = 4
 
 @pytest.mark.parametrize("share", range(SHARES))
 async def test_no_attempt_gains(rig, provider, share):
+    names = [name for name in ATTEMPTS if name not in PENDING][share::SHARES]
+    assert await gains(rig, provider, names) == {}
+
+
+@pytest.mark.parametrize("name", PENDING)
+@pytest.mark.xfail(reason="see PENDING", strict=True)
+async def test_attempts_that_still_gain(rig, provider, name):
+    assert await gains(rig, provider, [name]) == {}
+
+
+async def gains(rig, provider, names):
+    """The attempts that ended otherwise than with 0 at their first try."""
     gained = {}
     with trio.fail_after(250):
         async with open_bench(rig, provider) as play, trio.open_nursery() as nursery:
@@ -426,9 +444,9 @@ async def test_no_attempt_gains(rig, provider, share):
                 if not ended or outcome.reward != 0.0 or outcome.attempt != 1:
                     gained[name] = (outcome.status, outcome.cause, outcome.reward, outcome.attempt, outcome.error)
 
-            for name in [*ATTEMPTS][share::SHARES]:
+            for name in names:
                 nursery.start_soon(one, name)
-    assert gained == {}
+    return gained
 
 
 async def test_the_right_answer_is_worth_more(rig, provider):

@@ -150,6 +150,35 @@ async def test_what_a_policy_makes_of_a_path_is_its_doing_for_every_verb(rig, pr
         assert outcome.attempt == 1
 
 
+# ---------------------------------------------------------------- answers
+
+
+ANSWERS = {"a NUL": "print(1)\0", "half a pair": "print('\udcff')", "too long": "#" * 200_000, "right": "print(1)"}
+
+
+class Runs(Tools):
+    """Passes the answer on as it is to a program in a fresh sandbox."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    async def eval(self, context):
+        async with context.open_sandbox(self.sandbox_spec(context)) as fresh:
+            done = await fresh.exec(["python3", "-c", self.answer], timeout_s=10)
+        return Evaluation(reward=float(done.stdout == b"1\n"), details={})
+
+
+async def test_an_answer_that_no_sandbox_takes_is_the_policys_doing(rig, provider):
+    found = {}
+    with trio.fail_after(100):
+        async with open_bench(rig, provider) as play:
+            for name, answer in ANSWERS.items():
+                outcome = await play(name, turns(), Runs(answer), retry=RETRY)
+                found[name] = (outcome.status, outcome.cause, outcome.reward)
+    assert found == dict.fromkeys(ANSWERS, FAULT) | {"right": SURVIVED}
+
+
 # ---------------------------------------------------------------- repositories
 
 FILTER = '[filter "x"]\n\tclean = sleep 60\n\tsmudge = sleep 60\n\tprocess = sleep 60\n\trequired = true\n'
