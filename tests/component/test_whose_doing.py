@@ -361,6 +361,8 @@ class Reads(Tools):
     async def eval(self, context):
         if self.where == "agent's":
             await context.sandbox.read_file("/tmp/result")
+        if self.where == "agent's, a program":
+            await context.sandbox.exec(["ls"], timeout_s=5)
         async with context.open_sandbox(self.sandbox_spec(context)) as fresh:
             if self.where == "fresh, after a program":
                 await fresh.exec(["true"], timeout_s=5)
@@ -381,6 +383,9 @@ class Reads(Tools):
     [
         ("agent's", [[bash("echo 1")], [RIGHT]], FAULT),
         ("agent's", [[RIGHT]], ("failed", "evaluator", None)),
+        ("agent's, a program", [[bash("echo 1")], [RIGHT]], FAULT),
+        ("agent's, a program", [[edit(command="view", path="/tmp")], [RIGHT]], FAULT),
+        ("agent's, a program", [[RIGHT]], ("failed", "evaluator", None)),
         ("fresh", [[bash("echo 1")], [RIGHT]], ("failed", "evaluator", None)),
         ("fresh, after a program", [[bash("echo 1")], [RIGHT]], FAULT),
         ("fresh, after a program of ours", [[bash("echo 1")], [RIGHT]], ("failed", "evaluator", None)),
