@@ -216,7 +216,6 @@ GIT_TRICKS = {
     "no objects": ("rm -rf .git/objects", NOT_TAKEN),
     "no folder": ("cd /; rm -rf /tmp/repo", NOT_TAKEN),
     "a file for the folder": ("cd /; rm -rf /tmp/repo; echo > /tmp/repo", NOT_TAKEN),
-    "a full disk": ("head -c 900M /dev/zero > /tmp/x", NOT_TAKEN),
     "a pipe for the tag": ("rm -f .git/refs/tags/prorl-base; mkfifo .git/refs/tags/prorl-base", OUT_OF_TIME),
     "a pipe for the objects": ("mkdir -p .git/objects/info; mkfifo .git/objects/info/alternates", OUT_OF_TIME),
 }
