@@ -81,7 +81,8 @@ class BashSession:
 
         Raises:
             CallError: `bad_request` (a NUL in the command, a limit out of range), `no_shell` (it cannot be started),
-                `busy` (an earlier command is still running; this one was not begun).
+                `shell_lost` (there was one, and no other can be started), `busy` (an earlier command is still running;
+                this one was not begun).
         """
         if "\0" in request.command:
             raise CallError("bad_request", f"command: has a NUL at character {request.command.index(chr(0))}")
@@ -135,7 +136,7 @@ class BashSession:
             The new shell's pid.
 
         Raises:
-            CallError: `no_shell`.
+            CallError: `no_shell`, `shell_lost`.
         """
         async with self._turn:
             self._left = None
@@ -223,7 +224,7 @@ class BashSession:
         try:
             return await self._keeper.current(after_generation=after_generation)
         except StartFailed as exc:
-            raise CallError("no_shell", str(exc)) from exc
+            raise CallError("shell_lost" if self._keeper.generation else "no_shell", str(exc)) from exc
 
     @asynccontextmanager
     async def _open_shell(self) -> AsyncIterator[Shell]:

@@ -86,7 +86,7 @@ class IpythonSession:
         """Kill the kernel and start a new one, when a running cell has ended. Returns its pid when it is ready.
 
         Raises:
-            CallError: `no_ipython`, it cannot be started.
+            CallError: `no_ipython`, it cannot be started; `ipython_lost`, as in `run`.
         """
         async with self._turn:
             generation = self._keeper.generation
@@ -103,7 +103,8 @@ class IpythonSession:
         its session, and another is started. Shielded, within `STOP_DEADLINE_S`.
 
         Raises:
-            CallError: `bad_request` (a limit out of range), `no_ipython` (it cannot be started).
+            CallError: `bad_request` (a limit out of range), `no_ipython` (it cannot be started), `ipython_lost` (there
+                was one, and no other can be started).
         """
         _check(request)
         async with self._turn:
@@ -151,7 +152,7 @@ class IpythonSession:
         try:
             return await self._keeper.current(after_generation=after_generation)
         except StartFailed as exc:
-            raise CallError("no_ipython", str(exc)) from exc
+            raise CallError("ipython_lost" if self._keeper.generation else "no_ipython", str(exc)) from exc
 
 
 class _Cell:

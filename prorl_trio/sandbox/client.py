@@ -62,8 +62,6 @@ class DaemonSandbox(Sandbox):
         self._silence = silence
         self._lost = ""
         self._lost_from_inside = False
-        self._has_served = False
-        """Something was run in it, so that it is not the image that lacks what does not start."""
 
     def __repr__(self) -> str:
         return f"<DaemonSandbox {self.sandbox_id}: {f'lost: {self._lost}' if self._lost else 'live'}>"
@@ -75,7 +73,8 @@ class DaemonSandbox(Sandbox):
         self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
     ) -> T:
         if self._lost:
-            raise SandboxLost(self._lost, from_inside=self._lost_from_inside)
+            raise SandboxLost(self._lost, from_inside=self._lost_from_inside, before_the_call=True)
+        was_gone = self._rpc.closed
         try:
             reply = await self._rpc.call(
                 request, reply_type, timeout_s=timeout_s, on_chunk=on_output, on_silence=self._excuses()
@@ -94,7 +93,7 @@ class DaemonSandbox(Sandbox):
         breach, breach_text = self._next_breach()
         self._lost = self._explain(f"sandbox {self.sandbox_id} {what}: {failure}{breach_text and f'; {breach_text}'}")
         self._lost_from_inside = breach == "memory" or await self._was_lost_from_inside()
-        raise SandboxLost(self._lost, from_inside=self._lost_from_inside) from failure
+        raise SandboxLost(self._lost, from_inside=self._lost_from_inside, before_the_call=was_gone) from failure
 
     async def _was_lost_from_inside(self) -> bool:
         silence = self._silence
@@ -123,7 +122,6 @@ class DaemonSandbox(Sandbox):
 
     def _with_breach(self, reply: T) -> T:
         if isinstance(reply, BashResult | CellResult | ExecResult):
-            self._has_served = True
             breach, breach_text = self._next_breach()
             if breach and not reply.breach:
                 return msgspec.structs.replace(reply, breach=breach, breach_text=breach_text)
@@ -145,16 +143,16 @@ class DaemonSandbox(Sandbox):
                 return FileExistsError(errno.EEXIST, failure.message)
             case "io":
                 return OSError(errno.EIO, failure.message)
-            case "not_absolute" | "too_large" | "unsafe" | "bad_request":
+            case "not_absolute" | "too_large" | "unsafe" | "bad_request" | "no_user":
                 return ValueError(failure.message)
             case "busy":
                 return ShellBusy(message)
             case "not_running":
                 return ShellIdle(message)
-            case "no_kernel":
+            case "no_kernel" | "no_shell" | "no_ipython":
                 return SandboxUnavailable(message)
-            case "no_shell" | "no_ipython":
-                return SandboxCallFailed(message) if self._has_served else SandboxUnavailable(message)
+            case "shell_lost" | "ipython_lost":
+                return SandboxCallFailed(message)
             case _:
                 logger.error("sandbox %s: its daemon lives, but failed: %s", self.sandbox_id, failure)
                 return SandboxCallFailed(f"sandbox {self.sandbox_id}: its daemon lives, but failed: {failure}")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.images.puller import PullLimits
     from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.sandbox.use import Use
 
 __all__ = ["MAX_PAUSE_S", "HostedSandbox", "InLine", "OnOpen", "SandboxHost", "Start", "open_sandbox_host"]
 
@@ -74,6 +75,8 @@ class HostedSandbox(Sandbox):
         super().__init__(sandbox.sandbox_id)
         self._sandbox = sandbox
         self._on_overdue = on_overdue
+        self.use: Use | None = None
+        """Set where a rollout owns it."""
         self._closing = trio.Event()
         self._gone = trio.Event()
 
@@ -84,7 +87,15 @@ class HostedSandbox(Sandbox):
     async def call(
         self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
     ) -> T:
-        return await self._sandbox.call(request, reply_type, timeout_s, on_output)
+        with self.use.calling(request) if self.use is not None else nullcontext():
+            return await self._sandbox.call(request, reply_type, timeout_s, on_output)
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.use)
+
+    def _timing(self, *, runs: bool) -> AbstractContextManager[None]:
+        return self.use.timing(runs=runs) if self.use is not None else nullcontext()
 
     async def wait_lost(self) -> None:
         await self._sandbox.wait_lost()

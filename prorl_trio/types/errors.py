@@ -238,16 +238,23 @@ class TokenDrift(RolloutError):
 
 
 class StaleTrajectory(RolloutError):
-    """The weights have changed more often since the trajectory's first token than its `max_staleness` allows."""
+    """The weights have changed more often since the trajectory's first token than its `max_staleness` allows.
 
-    cause = "inference"
+    `is_agents`: it would not be so without the updates that came while the policy's tools were at work. Then it is the
+    policy's spending, and not the infrastructure's: else a policy that sleeps would choose to be dropped.
+    """
+
+    cause: FailureCause = "inference"
     error_code = "stale"
 
-    def __init__(self, oldest: str, newest: str, updates: int, max_staleness: int) -> None:
+    def __init__(self, oldest: str, newest: str, updates: int, max_staleness: int, *, is_agents: bool = False) -> None:
+        remedy = "allow more, update less often, or have it run again (retry.max_attempts)"
+        if is_agents:
+            self.cause = "agent_budget"
+            remedy = "its own tools took that time. Leave its tokens out of the loss, and its reward in the group"
         super().__init__(
             f"{updates} policy updates lie between its first tokens (version {oldest}) and the next ones (version "
-            f"{newest}); max_staleness is {max_staleness}: allow more, update less often, or have it run again "
-            "(retry.max_attempts)"
+            f"{newest}); max_staleness is {max_staleness}: {remedy}"
         )
         self.oldest = oldest
         self.newest = newest
@@ -333,15 +340,17 @@ class SandboxLost(RolloutError):
     """A running sandbox died or its control channel broke. The action in flight may or may not have run.
 
     `from_inside`: it was ended by what runs in it, as far as can be told; see `sandbox.process_tree.ProcessTree`. Where
-    the policy has acted by then, that is the policy's doing (`outcomes.blame`).
+    the policy has acted by then, that is the policy's doing (`outcomes.blame`). `before_the_call`: it was gone already
+    when the call was to be sent.
     """
 
     cause = "sandbox"
     error_code = "sandbox_lost"
 
-    def __init__(self, message: str, *, from_inside: bool = False) -> None:
+    def __init__(self, message: str, *, from_inside: bool = False, before_the_call: bool = False) -> None:
         super().__init__(message)
         self.from_inside = from_inside
+        self.before_the_call = before_the_call
 
 
 class SandboxCallFailed(RolloutError):

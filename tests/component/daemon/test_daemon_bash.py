@@ -469,6 +469,20 @@ async def test_an_image_without_bash_says_so(start_daemon, tmp_path):
     assert (await daemon.wait_ended()) == (0, "")
 
 
+async def test_a_shell_that_was_there_and_cannot_come_back_is_told_from_one_that_never_was(start_daemon, tmp_path):
+    (tmp_path / "bash").symlink_to("/bin/bash")
+    daemon = start_daemon(env={"PATH": str(tmp_path)})
+    daemon.wait_ready()
+    async with daemon.connect() as client:
+        for command in (f"/bin/rm {tmp_path}/bash; exit", "true"):
+            with pytest.raises(CallFailed) as failed:
+                await bash(client, command)
+            assert failed.value.code == "shell_lost"
+        (tmp_path / "bash").symlink_to("/bin/bash")
+        assert (await bash(client, "echo back")).output == "back\n"
+    assert (await daemon.wait_ended()) == (0, "")
+
+
 async def test_a_timed_out_shell_takes_its_whole_session_along(sandbox):
     result = await bash(sandbox, "sleep 1000 & echo $!; sleep 1000 & echo $!; disown -a")
     pids = {int(line) for line in result.output.splitlines() if line.isdigit()}
