@@ -262,19 +262,19 @@ class RolloutContext:
             yield
             return
         since_s, left_s = trio.current_time(), self._agents_s - self._agents_used_s
-        with self.standing_in_line(what, "agent_budget", at_most_s=left_s):
-            with trio.CancelScope(deadline=since_s + left_s) as scope:
+        line = self.standing_in_line(what, "agent_budget", at_most_s=left_s)
+        with line, trio.CancelScope(deadline=since_s + left_s) as scope:
 
-                def leave_out(seconds: float) -> None:
-                    self._agents_used_s -= seconds
-                    scope.deadline += seconds
+            def leave_out(seconds: float) -> None:
+                self._agents_used_s -= seconds
+                scope.deadline += seconds
 
-                self.on_standstill.append(leave_out)
-                try:
-                    yield
-                finally:
-                    self.on_standstill.remove(leave_out)
-                    self._agents_used_s += trio.current_time() - since_s
+            self.on_standstill.append(leave_out)
+            try:
+                yield
+            finally:
+                self.on_standstill.remove(leave_out)
+                self._agents_used_s += trio.current_time() - since_s
         if scope.cancelled_caught:
             raise BudgetExceeded(self._stage, self._agents_s, self._agents_used_s, "agent_budget")
 
