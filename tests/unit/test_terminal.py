@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import unicodedata
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -128,9 +129,26 @@ def rendered(*parts):
     return out.getvalue()
 
 
+@contextmanager
+def unseen_by_pytest():
+    """pytest-xdist cannot send a report with half a character in it."""
+    theirs = [each for each in logging.getLogger().handlers if type(each).__module__ == "_pytest.logging"]
+    for handler in theirs:
+        handler.addFilter(_is_not_of_the_test)
+    try:
+        yield
+    finally:
+        for handler in theirs:
+            handler.removeFilter(_is_not_of_the_test)
+
+
+def _is_not_of_the_test(record):
+    return record.name != "a.test"
+
+
 def logged(log_format):
     out = io.StringIO()
-    with open_logging(log_format=log_format, stream=out):
+    with unseen_by_pytest(), open_logging(log_format=log_format, stream=out):
         try:
             raise ValueError(f"{HOSTILE}\n2026-01-01 00:00:00,000 INFO prorl_trio: forged \udce9")
         except ValueError:
