@@ -57,9 +57,9 @@ class EngineControl:
     Attributes:
         info: what is known of it.
         paused: by its own API, or it may be: no answer came.
+        why_paused: why it is still paused after the pool's resume.
         weights: what those of its version can be loaded from again, if that is known.
         trial: the ones it may have instead, until a resume announces them or takes them back.
-        paused, why_paused: whether it was paused here, or may have been; why its last resume failed.
         named: what they were called on trial; empty: nothing.
         adapter, adapter_trial: the LoRA adapter that it samples with (empty: none), and the one on trial.
     """
@@ -74,7 +74,7 @@ class EngineControl:
         self.adapter = ""
         self.adapter_trial: AdapterOnTrial | None = None
         self.paused = False
-        self.why_paused = ""
+        self.why_paused = f"{client.url}: it was not resumed"
         self._outdated: list[str] = []
         self._versions = versions
         self._lock = trio.Lock()
@@ -90,8 +90,8 @@ class EngineControl:
         elif info.label == known.label:  # added again, with the weights that it had
             info = msgspec.structs.replace(info, policy_version=known.policy_version)
         if info.label in (UNNAMED, "") or info.label != known.label:  # with what it was started with, at best
-            unknown = versions.current == UNKNOWN_VERSION
-            self.weights = info.weights if unknown else versions.folder(info.policy_version)
+            self.weights = info.weights if versions.current == UNKNOWN_VERSION else ""
+        self.weights = self.weights or versions.folder(info.policy_version)
         self.trial, self.adapter_trial, self.named = None, None, ""
         self.info = info
         versions.note(info.policy_version)
@@ -232,7 +232,7 @@ class EngineControl:
             BackendError: it failed, and counts as paused.
         """
         async with self._lock:
-            self.why_paused = "it did not answer its resume"
+            self.why_paused = f"{self.client.url}: it did not answer its resume"
             try:
                 await self._restore(timeout_s)
                 if self.paused:
