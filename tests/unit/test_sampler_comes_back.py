@@ -116,6 +116,16 @@ def test_a_step_that_took_too_many_keeps_none_from_being_sampled_later():
     assert sampler.room() == 1
 
 
+def test_groups_that_would_get_too_old_at_the_version_after_are_cancelled():
+    sampler = begin(groups_per_step=2)
+    take_a_step(sampler)
+    come_back(sampler, None)
+    sampler.apply(GivenAgain(1, confirms=False))
+    running = open_group(sampler)  # at version 0, after which another trainer has the checkpoint with batch 1
+    assert come_back(sampler, 1).cancel == running
+    assert (sampler.version, sampler.state.running) == (1, {})
+
+
 def fill(sampler, groups):
     """Begin so many groups, and end all but the last two of them."""
     begun = [open_group(sampler) for _ in range(groups)]

@@ -454,20 +454,16 @@ class GroupSampler:
             for group in [each for each in state.ready.values() if not 0 < _right(each) < len(each.members)]:
                 del state.ready[group.number]
                 self._discard(group, effects)
-        stricter = (state.rules.max_staleness, state.rules.groups_per_step) != (
-            max(state.rules.max_staleness, former.max_staleness),
-            max(state.rules.groups_per_step, former.groups_per_step),
-        )
-        others = [each for each in (*state.ready.values(), *state.running.values()) if each not in early]
-        overdue = self._overdue([], [*others, *early]) if stricter else self._overdue(others, early)
+        others = [each for each in state.running.values() if each not in early]
+        overdue = self._overdue([*state.ready.values(), *others, *early])
         self._drop([each for each in overdue if each.number in state.ready], effects)
         self._cancel([each for each in overdue if each.number in state.running], "came_back", effects)
 
-    def _overdue(self, others: Sequence[GroupState], groups: Sequence[GroupState]) -> list[GroupState]:
-        """Return those of `groups` that would get too old: batches to give again and `others` come before them."""
+    def _overdue(self, groups: Sequence[GroupState]) -> list[GroupState]:
+        """Return those of `groups` that would get too old: batches to give again and the groups before come first."""
         state, per_step = self.state, self.state.rules.groups_per_step
         slots = max(0, per_step - state.taken_at[-1]) - self._to_give()
-        kept = self._deadlines(others)
+        kept: list[int] = []
         overdue = []
         for group in groups:
             kept += self._deadlines([group])

@@ -44,7 +44,7 @@ from prorl_trio.sandbox.images.unpack import MAX_LAYER_BYTES, UnpackError, unpac
 from prorl_trio.sandbox.images.uses import exclusive, hold, image_use, layer_use
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from prorl_trio.sandbox.images.store import StoredImage
@@ -61,6 +61,8 @@ _MAX_BROKEN: Final = 8
 _BROKEN_PAUSE_S: Final = 0.5
 _MAX_LAYERS: Final = 500
 """Layers of one image. An overlay of Linux has no more (`OVL_MAX_STACK`)."""
+_WATCHED_COVERS: Final = 4096
+"""Whiteouts that are made between two looks at the disk."""
 _MAX_USED_INODES: Final = 0.98
 """Share of the disk's inodes in use, where it has a fixed number, above which nothing more is unpacked."""
 _UNPACKED_RATIO: Final = 3
@@ -194,7 +196,7 @@ class _Pull:
         try:
             with hold([image_use(image_folder(self._reference)), *map(layer_use, diff_ids)]):
                 self._have_layers(dict(zip(diff_ids, manifest.layers, strict=True)))
-                layers = _with_covers(diff_ids)
+                layers = _with_covers(diff_ids, self._watch)
                 if config.config.env:
                     layers.append(_env_layer(config.config.env))
                 return record_image(self._reference, "", layers, digest)
@@ -369,14 +371,14 @@ def _sha256(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def _with_covers(diff_ids: Sequence[str]) -> list[str]:
+def _with_covers(diff_ids: Sequence[str], watch: Callable[[], None]) -> list[str]:
     """The layers of an image, without empty ones, each below those folders' covers of which it shows nothing lower."""
     layers: list[str] = []
     for diff_id in diff_ids:
         layer = find_layer(diff_id)
         if layer is None:
             raise RegistryError(f"layer {diff_id} is gone while the image is pulled: pull it again")
-        if cover := _cover(layer.record.opaque, layers):
+        if cover := _cover(layer.record.opaque, layers, watch):
             layers.append(cover)
         if layer.record.entries:
             if diff_id in layers:  # seen once, where it is highest
@@ -385,7 +387,7 @@ def _with_covers(diff_ids: Sequence[str]) -> list[str]:
     return layers
 
 
-def _cover(opaque: Sequence[str], lower: Sequence[str]) -> str:
+def _cover(opaque: Sequence[str], lower: Sequence[str], watch: Callable[[], None]) -> str:
     """The layer that hides all that the `lower` ones have in the folders `opaque`; empty if they have nothing there.
 
     A mark on the folder itself would be heeded by some launchers only.
@@ -401,7 +403,9 @@ def _cover(opaque: Sequence[str], lower: Sequence[str]) -> str:
     if not names:
         return ""
     with staged_layer() as staging:
-        for name in sorted(names):
+        for number, name in enumerate(sorted(names)):
+            if number % _WATCHED_COVERS == 0:
+                watch()
             place = staging / CONTENT_NAME / name
             place.parent.mkdir(parents=True, exist_ok=True)
             whiteout(os.fspath(place))

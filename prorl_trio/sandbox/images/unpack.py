@@ -367,6 +367,7 @@ class _Tree:
         if os.path.isdir(full) and not os.path.islink(full):
             shutil.rmtree(full)
             inside = f"{path}/"
+            self._meter.count(names=len(self._folder_modes))  # all are looked at, each time: that must end
             self.opaque = {each for each in self.opaque if each != path and not each.startswith(inside)}
             for each in [each for each in self._folder_modes if each == path or each.startswith(inside)]:
                 del self._folder_modes[each]
