@@ -65,6 +65,7 @@ _WATCHED_COVERS: Final = 4096
 """Whiteouts that are made between two looks at the disk."""
 _MAX_USED_INODES: Final = 0.98
 """Share of the disk's inodes in use, where it has a fixed number, above which nothing more is unpacked."""
+_MAX_ERROR_CHARS: Final = 2000
 _UNPACKED_RATIO: Final = 3
 """The size of an unpacked layer for which room is made, in sizes of the packed one. More is seen as it comes."""
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -74,7 +75,8 @@ class PullError(Exception):
     """An image could not be had: says which, why, and what to do. `full`: the store or its disk has no room."""
 
     def __init__(self, message: str, *, full: bool = False) -> None:
-        super().__init__(message)
+        text = message if len(message) <= _MAX_ERROR_CHARS else f"{message[:_MAX_ERROR_CHARS]}..."
+        super().__init__("".join(char if char.isprintable() else "?" for char in text))  # names may be of a stranger
         self.full = full
 
 

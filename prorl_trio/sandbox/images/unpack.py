@@ -365,12 +365,11 @@ class _Tree:
         if not os.path.lexists(full):
             return False
         if os.path.isdir(full) and not os.path.islink(full):
+            for folder, _, _ in os.walk(full):
+                gone = os.path.relpath(folder, self._root)
+                self.opaque.discard(gone)
+                self._folder_modes.pop(gone, None)
             shutil.rmtree(full)
-            inside = f"{path}/"
-            self._meter.count(names=len(self._folder_modes))  # all are looked at, each time: that must end
-            self.opaque = {each for each in self.opaque if each != path and not each.startswith(inside)}
-            for each in [each for each in self._folder_modes if each == path or each.startswith(inside)]:
-                del self._folder_modes[each]
         else:
             os.unlink(full)
         return True
