@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ipc.file_calls import TreeEntry, TreePart
     from ipc.tree import TreeLimits
 
-__all__ = ["TreeWriter"]
+__all__ = ["TreeWriter", "write_with_holes"]
 
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MODE_MASK = 0o777
@@ -47,7 +47,6 @@ class TreeWriter:
         self._root_fd = -1
         self._file_fd = -1
         self._file_mode = 0
-        self._ends_in_hole = False
         self._parent: tuple[list[bytes], int] | None = None
         self._folder_modes: list[tuple[list[bytes], int]] = []
         self._begun = False
@@ -70,26 +69,11 @@ class TreeWriter:
                 if self._file_fd < 0 or not part.data:
                     raise TreeRefused("unsafe", "content without a file, or without content")
                 self.counts.add_bytes(len(part.data))
-                self._write(part.data)
+                write_with_holes(self._file_fd, part.data)
             else:
                 self._end_file()
                 self.counts.add_entry()
                 self._make(part)
-
-    def _write(self, content: bytes) -> None:
-        """Write the next bytes of a file. Blocks of zeros become holes: a file takes as much room as it has content."""
-        at, end = 0, len(content)
-        while at < end:
-            stop, is_hole = at, _is_zero(content, at)
-            while stop < end and _is_zero(content, stop) == is_hole:
-                stop = min(stop + HOLE_BYTES, end)
-            if is_hole:
-                os.lseek(self._file_fd, stop - at, os.SEEK_CUR)
-            else:
-                rest = memoryview(content)[at:stop]
-                while rest:
-                    rest = rest[os.write(self._file_fd, rest) :]
-            at, self._ends_in_hole = stop, is_hole
 
     def finish(self) -> None:
         """Give the tree its permissions and its name. Errors as `take`, and TreeRefused (`exists`)."""
@@ -197,9 +181,7 @@ class TreeWriter:
         if self._file_fd >= 0:
             fd, self._file_fd = self._file_fd, -1
             try:
-                if self._ends_in_hole:
-                    os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
-                    self._ends_in_hole = False
+                os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))  # it may end in a hole
                 os.fchmod(fd, self._file_mode)
             finally:
                 os.close(fd)
@@ -225,6 +207,27 @@ class TreeWriter:
             os.rename(aside, self._name, src_dir_fd=here, dst_dir_fd=here)
             raise
         _remove(here, aside)
+
+
+def write_with_holes(fd: int, content: bytes) -> int:
+    """Write the next bytes of a file, and return how many are on the disk. Blocks of zeros become holes.
+
+    Where the last block is a hole, the file does not have its length before it is truncated to its position.
+    """
+    at, end, written = 0, len(content), 0
+    while at < end:
+        stop, is_hole = at, _is_zero(content, at)
+        while stop < end and _is_zero(content, stop) == is_hole:
+            stop = min(stop + HOLE_BYTES, end)
+        if is_hole:
+            os.lseek(fd, stop - at, os.SEEK_CUR)
+        else:
+            written += stop - at
+            rest = memoryview(content)[at:stop]
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+        at = stop
+    return written
 
 
 def _is_zero(content: bytes, at: int) -> bool:

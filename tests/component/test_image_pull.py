@@ -391,7 +391,7 @@ def test_a_disk_that_has_to_stay_free_stays_free(registry, rules):
 def test_a_disk_that_fills_while_unpacking_is_told_and_left_as_it_was(code, registry, rules, monkeypatch):
     reference = registry.push("a:1", [tar_of({"a": NOISE})])
 
-    def unpack(blob, media_type, target, on_progress):
+    def unpack(blob, media_type, target, on_progress, **limits):
         (target / "half").write_bytes(b"x")
         raise OSError(code, os.strerror(code))
 

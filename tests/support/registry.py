@@ -44,6 +44,7 @@ class LocalRegistry(http.server.ThreadingHTTPServer):
     Attributes:
         requests: method and path of each, in order.
         private: wants a token, which USER gets with PASSWORD.
+        realm: where it says that tokens are; empty: here.
         refuse: how many of the next requests are answered with 429, and `retry_after` as that header.
         break_after: blobs break off after so many bytes, this many times.
         before_blob: called with the digest before a blob is sent.
@@ -57,6 +58,7 @@ class LocalRegistry(http.server.ThreadingHTTPServer):
         self.manifests = {}
         self.requests = []
         self.private = False
+        self.realm = ""
         self.refuse = 0
         self.retry_after = "0"
         self.break_after = []
@@ -122,7 +124,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif url.path == "/token":
             self._token(parse_qs(url.query))
         elif self.server.private and self.headers.get("Authorization") != "Bearer the-token":
-            challenge = f'Bearer realm="http://{self.server.host}/token",service="test",scope="repository:x:pull"'
+            realm = self.server.realm or f"http://{self.server.host}/token"
+            challenge = f'Bearer realm="{realm}",service="test",scope="repository:x:pull"'
             self._send(401, b"{}", {"WWW-Authenticate": challenge})
         else:
             self._content(url.path)

@@ -414,3 +414,45 @@ async def test_a_load_cancelled_at_any_step_is_taken_back_by_the_resume(autojump
             assert all(engine.running.is_set() for engine in pool.engines.values())
 
         assert await cancel_sweep(load, check_taken_back) > 3
+
+
+# ------------------------------------------------------------ engines that are added again
+
+
+@pytest.mark.parametrize("how", ["named", "unnamed"])
+async def test_one_that_is_added_again_gets_the_weights_of_its_version_back(how, autojump_clock):
+    async with open_pool(A, B) as pool:
+        await pool.backends.pause("keep", 5)
+        await pool.backends.load_weights("/w/1", 5)
+        await pool.backends.resume("1")
+        await pool.backends.remove(A)
+        if how == "unnamed":
+            pool.engines[A].label = "0"
+        await pool.backends.add(A)
+        await pool.backends.pause("keep", 5)
+        await pool.backends.load_weights("/w/2", 5)
+        report = await pool.backends.resume()
+        assert [each.engine for each in report.backends] == ["resumed", "resumed"]
+        assert [engine.weights for engine in (pool.engines[A], pool.engines[B])] == ["/w/1", "/w/1"]
+        assert pool.out() == set()
+
+
+async def test_one_whose_weights_are_not_known_is_out_for_that_reason(autojump_clock):
+    async with open_pool(A, B) as pool:
+        await pool.backends.pause("keep", 5)
+        await pool.backends.expect_transfer(5)
+        for engine in pool.engines.values():
+            engine.label = "1"
+        await pool.backends.confirm_weights("1", 5, tell=False)
+        await pool.backends.resume("1")
+        await pool.backends.remove(A)
+        await pool.backends.add(A)
+        await pool.backends.pause("keep", 5)
+        await pool.backends.load_weights("/w/2", 5)
+        await pool.backends.resume()
+        assert A in pool.out()
+        (why,) = [each.error for each in pool.backends.statistics()["backends"] if each.url == A]
+        assert why == (
+            f"{A}: it may have the weights in /w/2, and where those of version 1 are is not known here: move them "
+            "there and resume with that version, or remove it"
+        )

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import errno
+import struct
 
 import msgspec
 import pytest
 
 from prorl_trio.client.sampling import GroupRules, JobTemplate, ManifestLine
+from prorl_trio.client.sampling import journal as journal_module
 from prorl_trio.client.sampling.events import Advanced, Arrived, Opened, Taken
-from prorl_trio.client.sampling.journal import HISTORY_BYTES, JOURNAL, MANIFEST, SamplerJournal, read_session_id
+from prorl_trio.client.sampling.journal import (
+    HISTORY_BYTES,
+    JOURNAL,
+    MANIFEST,
+    SamplerJournal,
+    _has_record,
+    _record,
+    read_session_id,
+)
 from prorl_trio.client.sampling.sampler import GroupSampler
 from prorl_trio.types.errors import ConfigError
 from support.sampled import make_failure, make_rollout, make_task
@@ -164,3 +174,31 @@ def test_what_is_no_journal_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is no journal of a sampler"):
         SamplerJournal(tmp_path)
     assert read_session_id(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("shift", range(9))
+def test_a_record_behind_a_damaged_one_is_found_at_any_place(shift):
+    begin = 1000
+    record = _record(begin + shift, b"payload")
+    assert _has_record(b"x" * shift + record, begin)
+    assert _has_record(b"x" * shift + record + b"rest", begin)
+    assert not _has_record(b"x" * (shift + 1) + record, begin)
+    assert not _has_record(b"x" * shift + record[:-1], begin)
+
+
+def test_what_was_cut_off_is_not_searched_byte_by_byte(monkeypatch):
+    looked = []
+
+    class Prefix:
+        size = 16
+
+        def unpack(self, prefix):
+            return self.unpack_from(prefix, 0)
+
+        def unpack_from(self, content, at):
+            looked.append(at)
+            return struct.unpack_from("<QII", content, at)
+
+    monkeypatch.setattr(journal_module, "_PREFIX", Prefix())
+    assert not _has_record(bytes(200_000), 1)
+    assert len(looked) < 100

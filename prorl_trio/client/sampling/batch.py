@@ -27,7 +27,7 @@ Why = Literal[
     "waiting",  # carried: its group is whole
     "running",  # carried: its group is not
     "early_stop",  # cancelled: the batch was complete without it
-    "came_back",  # cancelled: the trainer came back at an earlier version, where it would have got too old
+    "came_back",  # cancelled: too old for a trainer that came back at another version, or with stricter rules
     "finished",  # cancelled: the run was over
 ]
 """The reason of a fate, as a closed set."""

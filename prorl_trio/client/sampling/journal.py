@@ -16,6 +16,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 
 from prorl_trio.client.sampling.events import Event
 from prorl_trio.client.sampling.state import SamplerState
@@ -250,10 +251,12 @@ def _payload(prefix: bytes, begin: int, read: Callable[[int], bytes]) -> bytes |
 
 def _has_record(rest: bytes, begin: int) -> bool:
     """Return True if there is a whole record anywhere in `rest`, which was read at `begin`."""
-    for at in range(len(rest) - _PREFIX.size):
-        if _PREFIX.unpack_from(rest, at)[0] == begin + at:
+    for shift in range(min(8, len(rest) - 7)):  # where the first field of a record would say that it is there
+        words = np.frombuffer(rest, "<u8", count=(len(rest) - shift) // 8, offset=shift)
+        places = np.arange(begin + shift, begin + len(rest) - 7, 8, dtype="<u8")
+        for at in shift + 8 * np.flatnonzero(words == places):
             prefix, after = rest[at : at + _PREFIX.size], at + _PREFIX.size
-            if _payload(prefix, begin + at, BytesIO(rest[after:]).read) is not None:
+            if _payload(prefix, begin + int(at), BytesIO(rest[after:]).read) is not None:
                 return True
     return False
 

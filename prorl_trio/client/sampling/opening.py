@@ -153,7 +153,13 @@ def _restore(
             f"{rules.size}: begin in a new folder"
         )
     sampler = GroupSampler(beginning.state)
-    return sampler, [line for event in journal.events() for line in sampler.apply(event).lines]
+    try:
+        return sampler, [line for event in journal.events() for line in sampler.apply(event).lines]
+    except LookupError as exc:
+        raise ConfigError(
+            f"{journal.manifest_path.parent} has events that do not follow from each other, as where an earlier "
+            "version of this package went on with groups that are too old for stricter rules: begin in a new folder"
+        ) from exc
 
 
 def _check_trained(sampler: GroupSampler, trained: int | None) -> None:

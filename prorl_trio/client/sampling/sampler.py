@@ -313,7 +313,7 @@ class GroupSampler:
         """Sort a whole group: it waits for a batch, or it has nothing to teach."""
         state, size = self.state, len(group.members)
         del state.running[group.number]
-        right = sum(member.correct for member in group.members)
+        right = _right(group)
         informative = 0 < right < size
         state.recent = [*state.recent[1 - RECENT :], informative]
         count(state, "decided_groups")
@@ -328,9 +328,14 @@ class GroupSampler:
             return
         state.solved_streak += right > 0
         state.unsolved_streak += right == 0
-        count(state, "uninformative", size)
-        why: Why = "solved" if right else "unsolved"
-        self._add(effects, *(fate_of(state, group, index, "uninformative", why) for index in range(size)))
+        self._discard(group, effects)
+
+    def _discard(self, group: GroupState, effects: Effects) -> None:
+        """Give up a whole group that has nothing to teach."""
+        size = len(group.members)
+        count(self.state, "uninformative", size)
+        why: Why = "solved" if _right(group) else "unsolved"
+        self._add(effects, *(fate_of(self.state, group, index, "uninformative", why) for index in range(size)))
 
     def _take(self, event: Taken, effects: Effects) -> None:
         state = self.state
@@ -384,6 +389,14 @@ class GroupSampler:
             self._leave_if_ended(group)
         state.stuck = [each for each in state.stuck if each[0] in state.running]
 
+    def _drop(self, groups: Iterable[GroupState], effects: Effects) -> None:
+        """Give up whole groups that would be too old for a trainer that came back."""
+        for group in groups:
+            del self.state.ready[group.number]
+            count(self.state, "cancelled", len(group.members))
+            indices = range(len(group.members))
+            self._add(effects, *(fate_of(self.state, group, index, "cancelled", "came_back") for index in indices))
+
     def _leave_if_ended(self, group: GroupState) -> None:
         state = self.state
         if any(job_id(state.run, group, index) in self._jobs for index in range(len(group.members))):
@@ -414,10 +427,11 @@ class GroupSampler:
     def _return(self, event: Returned, effects: Effects) -> None:
         """Go to where the trainer is: to the version at which the first batch that it does not have was taken.
 
-        That may be before the present version, or after it: the trainer before this one may have had less.
+        That may be before the present version, or after it: the trainer before this one may have had less. Its rules
+        hold for the groups that were begun under other rules, too.
         """
         state = self.state
-        state.rules = event.rules
+        former, state.rules = state.rules, event.rules
         trained, present = event.trained or 0, len(state.versions)
         names = [*state.versions, *state.undone]
         taken_at = [*state.taken_at, *(0 for _ in state.undone)]
@@ -436,15 +450,22 @@ class GroupSampler:
         early = [group for group in state.running.values() if group.born > self.version]
         for group in early:  # what they still sample is of this version
             group.born, group.born_version = self.version, state.versions[-1]
-        self._cancel(self._overdue(early), "came_back", effects)
+        if state.rules.dynamic and not former.dynamic:
+            for group in [each for each in state.ready.values() if not 0 < _right(each) < len(each.members)]:
+                del state.ready[group.number]
+                self._discard(group, effects)
+        others = [each for each in state.running.values() if each not in early]
+        overdue = self._overdue([*state.ready.values(), *others, *early])
+        self._drop([each for each in overdue if each.number in state.ready], effects)
+        self._cancel([each for each in overdue if each.number in state.running], "came_back", effects)
 
-    def _overdue(self, early: Sequence[GroupState]) -> list[GroupState]:
-        """Return those of `early`, groups at work, that would get too old: batches to give again come before them."""
+    def _overdue(self, groups: Sequence[GroupState]) -> list[GroupState]:
+        """Return those of `groups` that would get too old: batches to give again and the groups before come first."""
         state, per_step = self.state, self.state.rules.groups_per_step
-        slots = per_step - state.taken_at[-1] - self._to_give()
-        kept = self._deadlines([*state.ready.values(), *(each for each in state.running.values() if each not in early)])
+        slots = max(0, per_step - state.taken_at[-1]) - self._to_give()
+        kept: list[int] = []
         overdue = []
-        for group in early:
+        for group in groups:
             kept += self._deadlines([group])
             if not keeps_deadlines(kept, version=self.version, per_step=per_step, slots=slots):
                 del kept[-1]
@@ -489,3 +510,8 @@ class GroupSampler:
 
     def _deadlines(self, groups: Iterable[GroupState]) -> list[int]:
         return [group.born + self.state.rules.max_staleness for group in groups]
+
+
+def _right(group: GroupState) -> int:
+    """Return how many rollouts of a group are correct."""
+    return sum(member.correct for member in group.members)

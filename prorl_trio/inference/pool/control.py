@@ -57,6 +57,7 @@ class EngineControl:
     Attributes:
         info: what is known of it.
         paused: by its own API, or it may be: no answer came.
+        why_paused: why it is still paused after the pool's resume.
         weights: what those of its version can be loaded from again, if that is known.
         trial: the ones it may have instead, until a resume announces them or takes them back.
         named: what they were called on trial; empty: nothing.
@@ -73,6 +74,7 @@ class EngineControl:
         self.adapter = ""
         self.adapter_trial: AdapterOnTrial | None = None
         self.paused = False
+        self.why_paused = f"{client.url}: it was not resumed"
         self._outdated: list[str] = []
         self._versions = versions
         self._lock = trio.Lock()
@@ -89,6 +91,7 @@ class EngineControl:
             info = msgspec.structs.replace(info, policy_version=known.policy_version)
         if info.label in (UNNAMED, "") or info.label != known.label:  # with what it was started with, at best
             self.weights = info.weights if versions.current == UNKNOWN_VERSION else ""
+        self.weights = self.weights or versions.folder(info.policy_version)
         self.trial, self.adapter_trial, self.named = None, None, ""
         self.info = info
         versions.note(info.policy_version)
@@ -196,6 +199,7 @@ class EngineControl:
         """Record what it samples next under this version: its weights on trial are the policy's now."""
         if self.trial is not None:
             self.weights = self.trial.folder
+            self._versions.locate(policy_version, "" if self.adapter_trial else self.weights)
         elif policy_version != self.info.policy_version and self.adapter_trial is None:  # somebody else has moved them
             self.weights = ""
         if self.trial is not None or self.adapter_trial is not None:  # whole weights have no adapter
@@ -228,10 +232,15 @@ class EngineControl:
             BackendError: it failed, and counts as paused.
         """
         async with self._lock:
-            await self._restore(timeout_s)
-            if self.paused:
-                await self.client.resume(timeout_s=timeout_s)
-                self.paused = False
+            self.why_paused = f"{self.client.url}: it did not answer its resume"
+            try:
+                await self._restore(timeout_s)
+                if self.paused:
+                    await self.client.resume(timeout_s=timeout_s)
+                    self.paused = False
+            except BackendError as exc:
+                self.why_paused = str(exc)
+                raise
 
     async def restore(self, timeout_s: float) -> None:
         """Give it its former weights and their name back, if it has others on trial, in the time that it had for those.

@@ -348,7 +348,7 @@ class Backends:
         for backend in self._placement.backends():
             if backend.engine.paused:
                 backend.breaker.trip()
-                self._balancer.judge(backend, f"{backend.url}: it did not answer its resume")
+                self._balancer.judge(backend, backend.engine.why_paused)
 
     async def _watch_updates(self) -> None:
         """Give up, for ever, each update whose lease has run out, since its trainer is gone or hangs."""

@@ -28,6 +28,7 @@ class VersionOrder:
         self._announced: dict[str, None] = {}
         self._places: dict[str, int] = {}
         self._next = 0
+        self._located = ("", "")
         self.note(first)
 
     def announce(self, version: str) -> None:
@@ -38,6 +39,14 @@ class VersionOrder:
         if len(self._announced) > ANNOUNCED_KEPT:
             del self._announced[next(iter(self._announced))]
         self.note(version)
+
+    def locate(self, version: str, folder: str) -> None:
+        """Note that engines loaded the weights of `version`, the latest, from `folder`; empty: it is not known."""
+        self._located = version, folder
+
+    def folder(self, version: str) -> str:
+        """Return the folder of the weights of `version`, as the engines see it. Empty if that is not known."""
+        return self._located[1] if self._located[0] == version else ""
 
     def announced(self) -> list[str]:
         """Return the versions that were announced lately, each where it was so last: the oldest first."""

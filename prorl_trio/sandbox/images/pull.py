@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
@@ -37,14 +37,14 @@ from prorl_trio.sandbox.images.layers import (
     staged_layer,
 )
 from prorl_trio.sandbox.images.names import parse_reference
-from prorl_trio.sandbox.images.registry import Registry, RegistryError
+from prorl_trio.sandbox.images.registry import MAX_MANIFEST_BYTES, Registry, RegistryError
 from prorl_trio.sandbox.images.removal import StoreFull, evict, remove_image
 from prorl_trio.sandbox.images.store import find_image, image_folder, images_dir
-from prorl_trio.sandbox.images.unpack import UnpackError, unpack_layer, whiteout
+from prorl_trio.sandbox.images.unpack import MAX_LAYER_BYTES, UnpackError, unpack_layer, whiteout
 from prorl_trio.sandbox.images.uses import exclusive, hold, image_use, layer_use
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from prorl_trio.sandbox.images.store import StoredImage
@@ -59,6 +59,13 @@ _PIECE_BYTES: Final = 1024 * 1024
 _MAX_BROKEN: Final = 8
 """Connections in a row that may break before any byte came."""
 _BROKEN_PAUSE_S: Final = 0.5
+_MAX_LAYERS: Final = 500
+"""Layers of one image. An overlay of Linux has no more (`OVL_MAX_STACK`)."""
+_WATCHED_COVERS: Final = 4096
+"""Whiteouts that are made between two looks at the disk."""
+_MAX_USED_INODES: Final = 0.98
+"""Share of the disk's inodes in use, where it has a fixed number, above which nothing more is unpacked."""
+_MAX_ERROR_CHARS: Final = 2000
 _UNPACKED_RATIO: Final = 3
 """The size of an unpacked layer for which room is made, in sizes of the packed one. More is seen as it comes."""
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -68,7 +75,8 @@ class PullError(Exception):
     """An image could not be had: says which, why, and what to do. `full`: the store or its disk has no room."""
 
     def __init__(self, message: str, *, full: bool = False) -> None:
-        super().__init__(message)
+        text = message if len(message) <= _MAX_ERROR_CHARS else f"{message[:_MAX_ERROR_CHARS]}..."
+        super().__init__("".join(char if char.isprintable() else "?" for char in text))  # names may be of a stranger
         self.full = full
 
 
@@ -105,8 +113,12 @@ class PullReport(msgspec.Struct, frozen=True, kw_only=True):
     full: bool = False
 
 
+_Digest = Annotated[str, msgspec.Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z")]
+"""Names a file of the store: nothing else may come from a registry."""
+
+
 class _Descriptor(msgspec.Struct, frozen=True):
-    digest: str
+    digest: _Digest
     size: int
     media_type: str = msgspec.field(name="mediaType", default="")
     platform: dict[str, object] = {}
@@ -119,7 +131,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 class _RootFs(msgspec.Struct, frozen=True):
-    diff_ids: tuple[str, ...]
+    diff_ids: tuple[_Digest, ...]
 
 
 class _Runtime(msgspec.Struct, frozen=True):
@@ -150,7 +162,7 @@ def pull_image(reference: str, rules: PullRules, *, again: bool = False) -> Stor
             if stored is not None and not again:
                 return stored
             return _Pull(reference, rules).run()
-    except (RegistryError, UnpackError, msgspec.DecodeError, ValueError) as error:
+    except (RegistryError, UnpackError, msgspec.DecodeError, ValueError, RecursionError) as error:
         raise PullError(f"image {reference} was not pulled: {error}") from error
     except StoreFull as error:
         raise PullError(f"image {reference} was not pulled, there is no room for it: {error}", full=True) from error
@@ -177,6 +189,8 @@ class _Pull:
         digest, manifest = self._manifest()
         if manifest.config is None or not manifest.layers:
             raise RegistryError(f"{self._version} is no image that can be run: it has no layers")
+        if len(manifest.layers) > _MAX_LAYERS:
+            raise RegistryError(f"it has {len(manifest.layers)} layers, and an overlay no more than {_MAX_LAYERS}")
         config = msgspec.json.decode(self._small_blob(manifest.config), type=_Config)
         diff_ids = config.rootfs.diff_ids
         if len(diff_ids) != len(manifest.layers):
@@ -184,7 +198,7 @@ class _Pull:
         try:
             with hold([image_use(image_folder(self._reference)), *map(layer_use, diff_ids)]):
                 self._have_layers(dict(zip(diff_ids, manifest.layers, strict=True)))
-                layers = _with_covers(diff_ids)
+                layers = _with_covers(diff_ids, self._watch)
                 if config.config.env:
                     layers.append(_env_layer(config.config.env))
                 return record_image(self._reference, "", layers, digest)
@@ -221,6 +235,8 @@ class _Pull:
         return digest, manifest
 
     def _small_blob(self, descriptor: _Descriptor) -> bytes:
+        if descriptor.size > MAX_MANIFEST_BYTES:
+            raise RegistryError(f"its configuration has {descriptor.size} bytes, and the limit is {MAX_MANIFEST_BYTES}")
         path = self._download(descriptor)
         content = path.read_bytes()
         path.unlink(missing_ok=True)
@@ -271,6 +287,8 @@ class _Pull:
                             if self._failed.is_set():
                                 raise RegistryError("another part of it failed")
                             file.write(data)
+                            if file.tell() > descriptor.size:
+                                break
                 except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
                     why = str(error) or type(error).__name__
                 file.flush()
@@ -283,14 +301,17 @@ class _Pull:
                     time.sleep(_BROKEN_PAUSE_S * broken)
             if have > descriptor.size:
                 file.truncate(0)
-                raise RegistryError(f"its part {descriptor.digest} has {have} bytes, and should have {descriptor.size}")
+                raise RegistryError(
+                    f"its part {descriptor.digest} has {have} bytes or more, and should have {descriptor.size}"
+                )
 
     def _unpack(self, blob: Path, descriptor: _Descriptor, diff_id: str) -> None:
         self._make_room(0, _UNPACKED_RATIO * descriptor.size)
         with staged_layer() as staging:
             target = staging / CONTENT_NAME
             target.mkdir()
-            unpacked = unpack_layer(blob, descriptor.media_type, target, self._watch)
+            most = min(self._rules.max_store_bytes or MAX_LAYER_BYTES, MAX_LAYER_BYTES)
+            unpacked = unpack_layer(blob, descriptor.media_type, target, self._watch, max_written_bytes=most)
             if unpacked.digest != diff_id:
                 raise RegistryError(f"its layer {descriptor.digest} unpacks to {unpacked.digest}, not to {diff_id}")
             size_bytes, entries = measure_folder(target)
@@ -311,19 +332,24 @@ class _Pull:
         """Stop unpacking where another layer failed, and before the disk is full."""
         if self._failed.is_set():
             raise UnpackError("another part of it failed")
-        if shutil.disk_usage(cache_dir()).free < self._rules.min_free_bytes:
+        disk = os.statvfs(cache_dir())
+        if disk.f_files and disk.f_favail < disk.f_files * (1 - _MAX_USED_INODES):
+            raise StoreFull(f"the disk has {disk.f_favail} of {disk.f_files} inodes left: remove files from it")
+        if disk.f_bavail * disk.f_frsize < self._rules.min_free_bytes:
             self._make_room(0, _PIECE_BYTES)
 
     def _make_room(self, store_bytes: int, disk_bytes: int) -> None:
         """Evict until so much more fits into the store, and onto the disk.
 
         Raises:
-            StoreFull: it does not.
+            StoreFull: it does not. Nothing is evicted for what would not fit into an empty store.
         """
         limit_bytes, floor_bytes = self._rules.max_store_bytes, self._rules.min_free_bytes
 
         def is_enough(total_bytes: int) -> bool:
             free_bytes = shutil.disk_usage(cache_dir()).free
+            if 0 < limit_bytes < store_bytes or free_bytes + total_bytes - disk_bytes < floor_bytes:
+                raise StoreFull("to empty the store would not be enough")
             return free_bytes - disk_bytes >= floor_bytes and (
                 not limit_bytes or total_bytes + store_bytes <= limit_bytes
             )
@@ -347,14 +373,14 @@ def _sha256(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def _with_covers(diff_ids: Sequence[str]) -> list[str]:
+def _with_covers(diff_ids: Sequence[str], watch: Callable[[], None]) -> list[str]:
     """The layers of an image, without empty ones, each below those folders' covers of which it shows nothing lower."""
     layers: list[str] = []
     for diff_id in diff_ids:
         layer = find_layer(diff_id)
         if layer is None:
             raise RegistryError(f"layer {diff_id} is gone while the image is pulled: pull it again")
-        if cover := _cover(layer.record.opaque, layers):
+        if cover := _cover(layer.record.opaque, layers, watch):
             layers.append(cover)
         if layer.record.entries:
             if diff_id in layers:  # seen once, where it is highest
@@ -363,7 +389,7 @@ def _with_covers(diff_ids: Sequence[str]) -> list[str]:
     return layers
 
 
-def _cover(opaque: Sequence[str], lower: Sequence[str]) -> str:
+def _cover(opaque: Sequence[str], lower: Sequence[str], watch: Callable[[], None]) -> str:
     """The layer that hides all that the `lower` ones have in the folders `opaque`; empty if they have nothing there.
 
     A mark on the folder itself would be heeded by some launchers only.
@@ -379,7 +405,9 @@ def _cover(opaque: Sequence[str], lower: Sequence[str]) -> str:
     if not names:
         return ""
     with staged_layer() as staging:
-        for name in sorted(names):
+        for number, name in enumerate(sorted(names)):
+            if number % _WATCHED_COVERS == 0:
+                watch()
             place = staging / CONTENT_NAME / name
             place.parent.mkdir(parents=True, exist_ok=True)
             whiteout(os.fspath(place))

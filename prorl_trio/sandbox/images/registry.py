@@ -162,6 +162,8 @@ class Registry:
             elif kind.lower() == "bearer":
                 fields = dict(_CHALLENGE.findall(rest))
                 realm = fields.pop("realm", "")
+                if urllib.parse.urlsplit(realm).scheme not in ("http", "https"):  # urllib reads local files, too
+                    raise RegistryError(f"{self._name} names no address for tokens, but {realm[:200]!r}")
                 fields.setdefault("scope", f"repository:{self._reference.repository}:pull")
                 if known is not None and known.is_identity_token:
                     fields |= {"grant_type": "refresh_token", "refresh_token": known.password}

@@ -3,6 +3,9 @@
 Nothing is written outside the folder: links on the way to an entry are followed inside it, as the sandbox will. What a
 layer removes of those below becomes a device 0:0, which is how an overlay says so. Owners, devices and set-user-id bits
 are left out: a sandbox has one user.
+
+Memory and disk are bounded while the stream is read, whatever it claims: see the limits below. Blocks of zeros become
+holes.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ import os
 import shutil
 import stat
 import tarfile
+import zlib
 from typing import IO, TYPE_CHECKING, Final, NamedTuple, cast
+
+from ipc.tree_writer import write_with_holes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,6 +33,36 @@ _RESERVED: Final = ".wh..wh."
 _MAX_LINKS: Final = 40
 _PIECE_BYTES: Final = 1024 * 1024
 _WATCH_BYTES: Final = 64 * _PIECE_BYTES
+_WATCH_ENTRIES: Final = 4096
+
+MAX_HEADER_BYTES: Final = 1024 * 1024
+"""Headers of one entry, which are read into memory: its name, PAX records and sparse map. Go's archive/tar, by which
+Docker reads layers, has the same limit (`maxSpecialFileSize`)."""
+MAX_LAYER_BYTES: Final = 128 * 1024**3
+"""The stream, and the sizes of all files together, holes included."""
+MAX_ENTRIES: Final = 2_000_000
+"""Files, folders, links and whiteouts, those folders included that only a path names."""
+MAX_DEPTH: Final = 256
+"""Folders above an entry."""
+MAX_NAMES_BYTES: Final = 256 * 1024 * 1024
+"""Paths of the folders of a layer, which are kept in memory."""
+MAX_OPAQUE: Final = 10_000
+"""Folders that hide what lies below them, which the layer's record names."""
+
+_MAX_GLOBAL: Final = 1000
+"""Global PAX records, which tarfile keeps for all entries that follow."""
+
+_UNREADABLE: Final = (
+    tarfile.TarError,
+    EOFError,
+    gzip.BadGzipFile,
+    zlib.error,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    RecursionError,
+)
+"""Raised by tarfile, gzip and `os.utime` for streams that are damaged or hostile."""
 
 
 class UnpackError(Exception):
@@ -40,71 +76,187 @@ class Unpacked(NamedTuple):
     opaque: tuple[str, ...]
 
 
-class _HashingReader:
-    """A stream that remembers the checksum of what was read."""
+class _Meter:
+    """Counts what a layer takes, and asks `on_progress` after each piece of it."""
 
-    def __init__(self, source: IO[bytes], on_progress: Callable[[], None]) -> None:
-        self._source = source
+    def __init__(self, on_progress: Callable[[], None], max_written_bytes: int) -> None:
         self._on_progress = on_progress
-        self._unwatched = 0
+        self._max_written_bytes = max_written_bytes
+        self._unwatched_bytes = self._unwatched_entries = 0
+        self.stream_bytes = self.file_bytes = self.written_bytes = self.entries = self.names_bytes = 0
+
+    def count(self, *, stream: int = 0, file: int = 0, written: int = 0, entries: int = 0, names: int = 0) -> None:
+        """Add what is about to be read or made.
+
+        Raises:
+            UnpackError: it is more than a layer may have. `on_progress` may raise others.
+        """
+        self.stream_bytes += stream
+        self.file_bytes += file
+        self.written_bytes += written
+        self.entries += entries
+        self.names_bytes += names
+        _limit(self.stream_bytes, MAX_LAYER_BYTES, "bytes in its stream")
+        _limit(self.file_bytes, MAX_LAYER_BYTES, "bytes in its files")
+        if self.written_bytes > self._max_written_bytes:
+            raise UnpackError(
+                f"a layer writes more than {self._max_written_bytes} bytes, and the whole store may have no more: "
+                "raise `images.max_store_bytes`"
+            )
+        _limit(self.entries, MAX_ENTRIES, "files, folders and links")
+        _limit(self.names_bytes, MAX_NAMES_BYTES, "bytes in the names of its folders")
+        self._unwatched_bytes += stream + file
+        self._unwatched_entries += entries
+        if self._unwatched_bytes >= _WATCH_BYTES or self._unwatched_entries >= _WATCH_ENTRIES:
+            self._unwatched_bytes = self._unwatched_entries = 0
+            self._on_progress()
+
+
+def _limit(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise UnpackError(
+            f"a layer has more than {limit} {what}, which is the limit. If the image can be trusted, pull it with --sif"
+        )
+
+
+class _LayerStream:
+    """The stream of a layer, as a file that goes forward only. It refuses long headers before tarfile has read them.
+
+    tarfile reads names, PAX records and sparse maps through `read`, and passes over the content of files by `seek`. So
+    between `begin_entry` and `end_entry` what is read is headers, whatever sizes they claim.
+    """
+
+    def __init__(self, source: IO[bytes], meter: _Meter) -> None:
+        self._source = source
+        self._meter = meter
+        self._position = 0
+        self._header_left: int | None = MAX_HEADER_BYTES
+        self._last = b""
         self.sha256 = hashlib.sha256()
 
-    def read(self, size: int = -1) -> bytes:
-        data = self._source.read(size)
+    def begin_entry(self) -> None:
+        """Count what is read from here on as headers."""
+        self._header_left = MAX_HEADER_BYTES
+
+    def end_entry(self) -> None:
+        """Count what is read from here on as content."""
+        self._header_left = None
+
+    @property
+    def ended_well(self) -> bool:
+        """Return True if the last block that was read ends an archive: zeros, or nothing."""
+        return not self._last.strip(b"\0")
+
+    def read(self, size: int) -> bytes:
+        """Return up to `size` bytes; fewer only at the end."""
+        if self._header_left is not None:
+            self._header_left -= size
+            if self._header_left < 0 or size < 0:
+                raise UnpackError(
+                    f"the headers of an entry (its name, PAX records or sparse map) have more than {MAX_HEADER_BYTES} "
+                    "bytes, which is the limit. If the image can be trusted, pull it with --sif"
+                )
+        pieces: list[bytes] = []
+        while size > 0 and (data := self._read_piece(size)):
+            pieces.append(data)
+            size -= len(data)
+        self._last = b"".join(pieces)
+        return self._last
+
+    def tell(self) -> int:
+        """Return how many bytes were read."""
+        return self._position
+
+    def seek(self, position: int) -> int:
+        """Pass over what comes before `position`."""
+        if position < self._position:
+            raise tarfile.StreamError("an entry lies before the one it follows")
+        while self._position < position and self._read_piece(position - self._position):
+            pass
+        return self._position
+
+    def drain(self) -> None:
+        """Read what comes after the archive's end: the digest is of that, too."""
+        while self._read_piece(_PIECE_BYTES):
+            pass
+
+    def _read_piece(self, size: int) -> bytes:
+        data = self._source.read(min(size, _PIECE_BYTES))
         self.sha256.update(data)
-        self._unwatched += len(data)
-        if self._unwatched >= _WATCH_BYTES:
-            self._unwatched = 0
-            self._on_progress()
+        self._position += len(data)
+        self._meter.count(stream=len(data))
         return data
 
 
-def unpack_layer(blob: Path, media_type: str, target: Path, on_progress: Callable[[], None]) -> Unpacked:
+def unpack_layer(
+    blob: Path,
+    media_type: str,
+    target: Path,
+    on_progress: Callable[[], None],
+    *,
+    max_written_bytes: int = MAX_LAYER_BYTES,
+) -> Unpacked:
     """Unpack the file `blob` into the empty folder `target`. Blocks.
 
-    `on_progress` is called now and then, and may end it by an exception.
+    `on_progress` is called after every 64 MiB that were read or written, holes included, and after every 4,096 entries.
+    It may end the unpacking by an exception. `max_written_bytes` bounds the content of files, holes not counted.
 
     Raises:
-        UnpackError: see there.
+        UnpackError: see there. The layer exceeds a limit, or its stream is damaged.
         OSError: as the disk says.
     """
     if media_type.endswith("zstd"):
         raise UnpackError(f"layers of the type {media_type} cannot be read: pull the image with --sif")
-    tree = _Tree(target)
+    meter = _Meter(on_progress, max_written_bytes)
+    tree = _Tree(target, meter)
     with blob.open("rb") as packed:
         gzipped = packed.read(2) == b"\x1f\x8b"
         packed.seek(0)
         source = cast("IO[bytes]", gzip.GzipFile(fileobj=packed)) if gzipped else packed
-        reader = _HashingReader(source, on_progress)
+        stream = _LayerStream(source, meter)
         try:
-            with tarfile.open(fileobj=cast("IO[bytes]", reader), mode="r|") as tar:
-                for entry in tar:
-                    tree.add(entry, tar)
-            while reader.read(_PIECE_BYTES):  # what comes after the archive's end is of the stream, too
-                pass
-        except (tarfile.TarError, EOFError, gzip.BadGzipFile, UnicodeError) as error:
-            raise UnpackError(f"the layer {blob.name} is no tar stream: {error}") from error
-    tree.finish()
-    return Unpacked(f"sha256:{reader.sha256.hexdigest()}", tuple(sorted(tree.opaque)))
+            _unpack_entries(stream, tree)
+            stream.drain()
+            tree.finish()
+        except _UNREADABLE as error:
+            raise UnpackError(
+                f"the layer {blob.name} is no tar stream that can be unpacked: {str(error) or type(error).__name__}"
+            ) from error
+    return Unpacked(f"sha256:{stream.sha256.hexdigest()}", tuple(sorted(tree.opaque)))
+
+
+def _unpack_entries(stream: _LayerStream, tree: _Tree) -> None:
+    with tarfile.TarFile(fileobj=cast("IO[bytes]", stream)) as tar:  # reads the headers of the first entry
+        while (entry := tar.next()) is not None:
+            stream.end_entry()
+            tree.add(entry, tar)
+            tar.members.clear()  # type: ignore[attr-defined]  # tarfile would remember each, with its headers
+            _limit(len(tar.pax_headers), _MAX_GLOBAL, "global PAX records")
+            _limit(sum(map(len, tar.pax_headers.values())), MAX_HEADER_BYTES, "bytes in its global PAX records")
+            stream.begin_entry()
+    if not stream.ended_well:  # tarfile takes a damaged header for the end
+        raise UnpackError("the header of an entry is damaged: what follows it would be missing")
 
 
 class _Tree:
     """The folder that grows."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, meter: _Meter) -> None:
         self._root = os.fspath(root)
+        self._meter = meter
         self._folder_modes: dict[str, tuple[int, float]] = {}
         self.opaque: set[str] = set()
 
     def add(self, entry: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
         """Carry out one entry of the stream."""
+        self._meter.count(entries=1)
         parts = _parts(entry.name)
         if not parts:
             return
         folder = self._folder(parts[:-1])
         name = parts[-1]
         if name == _OPAQUE:
-            self.opaque.add(folder)
+            self._hide_below(folder)
         elif name.startswith(_RESERVED):
             return
         elif name.startswith(_WHITEOUT):
@@ -127,9 +279,15 @@ class _Tree:
         """The real folder of these names below the root, made if missing. Links are followed inside it."""
         waiting = list(parts)[::-1]
         done: list[str] = []
-        links = 0
+        links = steps = 0
         while waiting:
             name = waiting.pop()
+            steps += 1
+            if len(done) >= MAX_DEPTH or steps > MAX_DEPTH * 4:
+                raise UnpackError(
+                    f"{'/'.join(done)[:100]}...: an entry lies below more than {MAX_DEPTH} folders, which is the "
+                    "limit. If the image can be trusted, pull it with --sif"
+                )
             if name == "..":
                 del done[-1:]
                 continue
@@ -153,7 +311,7 @@ class _Tree:
             raise UnpackError(f"{folder}: a whiteout without a name")
         path = os.path.join(folder, name)
         if os.path.isdir(self._full(path)) and not os.path.islink(self._full(path)):
-            self.opaque.add(path)
+            self._hide_below(path)
         elif not os.path.lexists(self._full(path)):
             whiteout(self._full(path))
 
@@ -163,14 +321,17 @@ class _Tree:
         if entry.isdir():
             if os.path.islink(full) or not os.path.isdir(full):
                 self._make_folder(path)
+            self._meter.count(names=len(path))
             self._folder_modes[path] = (mode | 0o700, entry.mtime)
         elif entry.isreg():
             self._clear(path)
             source = tar.extractfile(entry)
             assert source is not None, "it is a file"
-            with open(full, "xb") as file:
+            with open(full, "xb", buffering=0) as file:
                 while data := source.read(_PIECE_BYTES):
-                    file.write(data)
+                    self._meter.count(file=len(data))
+                    self._meter.count(written=write_with_holes(file.fileno(), data))
+                file.truncate(file.tell())
                 os.fchmod(file.fileno(), mode | 0o400)
             os.utime(full, (entry.mtime, entry.mtime))
         elif entry.issym():
@@ -189,9 +350,14 @@ class _Tree:
 
     def _make_folder(self, path: str) -> None:
         """Make a folder; where the layer had a whiteout or a file, nothing of the layers below is seen in it."""
+        self._meter.count(entries=1)
         if self._clear(path):
-            self.opaque.add(path)
+            self._hide_below(path)
         os.mkdir(self._full(path), 0o755)
+
+    def _hide_below(self, path: str) -> None:
+        self.opaque.add(path)
+        _limit(len(self.opaque), MAX_OPAQUE, "folders that hide what lies below them")
 
     def _clear(self, path: str) -> bool:
         """Make room for another entry, the later one of a layer; return whether something was there."""
@@ -199,11 +365,11 @@ class _Tree:
         if not os.path.lexists(full):
             return False
         if os.path.isdir(full) and not os.path.islink(full):
+            for folder, _, _ in os.walk(full):
+                gone = os.path.relpath(folder, self._root)
+                self.opaque.discard(gone)
+                self._folder_modes.pop(gone, None)
             shutil.rmtree(full)
-            inside = f"{path}/"
-            self.opaque = {each for each in self.opaque if each != path and not each.startswith(inside)}
-            for each in [each for each in self._folder_modes if each == path or each.startswith(inside)]:
-                del self._folder_modes[each]
         else:
             os.unlink(full)
         return True
