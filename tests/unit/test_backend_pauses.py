@@ -356,6 +356,22 @@ async def test_one_that_fails_to_load_leaves_the_old_version_everywhere(autojump
             assert (pool.engines[A].weights, pool.engines[B].weights) == (folder, folder)
 
 
+async def test_one_that_is_drained_counts_while_it_has_tasks(autojump_clock):
+    """Its tasks go on there after the resume, and would be said to be of a version that it did not load."""
+    async with open_pool(B) as pool, pool.backends.lease("t") as lease:
+        await pool.backends.pause("keep", 5)
+        pool.engines[B].broken.add("load /w/1")
+        assert loaded(await pool.backends.load_weights("/w/1", 5)) == {B: "failed"}
+        pool.backends.drain(B)
+        await pool.backends.add(A)
+        with pytest.raises(UpdateRefused, match=f"{B}: it did not load its new weights"):
+            await pool.backends.resume("1")
+        assert pool.backends.policy_version == "0"
+        assert pool.backends.admission.closed
+        await pool.backends.resume()
+        assert {version for version, _, _ in versions(await complete(lease))} == {"0"}
+
+
 async def test_one_that_does_not_get_its_former_weights_back_takes_no_tasks_until_it_has_them(autojump_clock):
     async with open_pool(A, B) as pool:
         await pool.backends.pause("keep", 5)
