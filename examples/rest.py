@@ -7,6 +7,7 @@ For a node, see `examples/local_node.py`; the description of all endpoints is at
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import sys
@@ -18,21 +19,43 @@ from typing import Any
 REST = os.environ["PRORL_REST"]
 HEADERS = {"Authorization": f"Bearer {os.environ['PRORL_TOKEN']}", "X-Session-Id": "rest-example"}
 FULL = 429
+PATIENCE_S = 300.0
 
 
 def call(method: str, path: str, body: Any = None) -> Any:
-    """Send one request and return what was answered, as JSON. A full node is asked again when it says."""
+    """Send one request and return what was answered, as JSON. A full node is asked again when it says.
+
+    An answer that no node gives, as a proxy's page while its node restarts, and a lost connection are tried again for
+    `PATIENCE_S`. All requests of this program may be repeated.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{REST}{path}", data=data, method=method, headers=HEADERS)
+    deadline_s, known = time.monotonic() + PATIENCE_S, ""
     while True:
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            said = json.load(error)["error"]
-            if error.code != FULL:
+            said = error_of_node(error)
+            if said and error.code != FULL:
                 raise SystemExit(f"{method} {path}: {said['code']}: {said['message']}") from None
-            time.sleep(said["retry_after_s"] or 1.0)
+            why, wait_s = f"HTTP status {error.code}", said.get("retry_after_s") or 1.0
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            why, wait_s = str(error) or type(error).__name__, 1.0
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"{method} {path}: no answer of a node for {PATIENCE_S:g} s; the last attempt: {why}")
+        if why != known:
+            say(f"{method} {path}: {why}; trying again")
+        known = why
+        time.sleep(wait_s)
+
+
+def error_of_node(error: urllib.error.HTTPError) -> dict[str, Any]:
+    """Return the error that a node describes in its answer; empty if the answer is not a node's."""
+    try:
+        return dict(json.load(error)["error"])
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+        return {}
 
 
 def submit(questions: list[tuple[int, int]]) -> int:

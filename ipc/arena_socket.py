@@ -7,7 +7,6 @@ reader ends. Text: PROTOCOL.md.
 from __future__ import annotations
 
 import array
-import hmac
 import logging
 import os
 import socket
@@ -21,14 +20,14 @@ import trio
 
 from ipc.arena_memory import ArenaMemory, TokenArrays, map_memory
 from ipc.arena_wire import ARENA_PROTOCOL_VERSION, ArenaFrame, ArenaHello, ArenaOffer, ArenaRefused
-from ipc.channel import Channel, connect_unix, listen_unix
+from ipc.channel import Channel, connect_unix, listen_unix, serve_connections
 from ipc.errors import ChannelBroken, HandshakeRefused, IpcError, ProtocolViolation
 from ipc.framing import FrameDecoder, encode_frame
 from ipc.handshake import HANDSHAKE_TIMEOUT_S
 from ipc.nursery import open_single_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from ipc.arena import Arena
     from ipc.arena_wire import ArenaRef
@@ -38,6 +37,8 @@ __all__ = ["MAX_ARENA_READERS", "MappedArena", "open_mapped_arena", "serve_arena
 logger = logging.getLogger(__name__)
 
 MAX_ARENA_READERS: Final = 64
+MAX_HANDSHAKES: Final = 64
+"""Connections beside the readers: those in their handshake. Further ones are closed at once."""
 MAX_FRAME_BYTES: Final = 4096
 CONNECT_TIMEOUT_S: Final = 5.0
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -52,36 +53,44 @@ async def serve_arena(
     arena: Arena,
     path: str | os.PathLike[str],
     *,
-    token: str,
+    admits: Callable[[str], bool],
     max_readers: int = MAX_ARENA_READERS,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Hand the arena to readers that come to the new Unix socket at `path`, until cancelled.
 
-    They must run as the same user, or as root, and know `token`. A reader that misbehaves is dropped, and nothing else
-    happens. When cancelled, the socket is unlinked and all readers are gone.
+    They must run as the same user, or as root, and have a token that `admits` is true for. A reader that misbehaves is
+    dropped, and nothing else happens. When cancelled, the socket is unlinked and all readers are gone.
 
     Raises:
         ValueError, PermissionError, OSError: as `ipc.channel.listen_unix`.
     """
     listener = listen_unix(path)
     try:
-        async with listener, open_single_nursery() as nursery:
-            serve = partial(_serve_reader, arena, token, max_readers)
-            await nursery.start(trio.serve_listeners, serve, [listener])
+        async with listener, open_single_nursery() as readers:
             task_status.started()
+            await serve_connections(listener, partial(_serve_reader, arena, admits, max_readers, readers), readers)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(path)
 
 
-async def _serve_reader(arena: Arena, token: str, max_readers: int, stream: trio.SocketStream) -> None:
+async def _serve_reader(
+    arena: Arena,
+    admits: Callable[[str], bool],
+    max_readers: int,
+    readers: trio.Nursery,
+    stream: trio.SocketStream,
+) -> None:
     """Serve a connection, from the handshake to its end. Failures end the connection, and are logged."""
+    if len(readers.child_tasks) > max_readers + MAX_HANDSHAKES:
+        await trio.lowlevel.checkpoint()
+        return
     channel = Channel(stream, max_frame_bytes=MAX_FRAME_BYTES)
     reader_id = ""
     try:
         with trio.fail_after(HANDSHAKE_TIMEOUT_S):
-            refused = _refuse_user(stream) or _refusal_of(await channel.receive(), token)
+            refused = _refuse_user(stream) or _refusal_of(await channel.receive(), admits)
             if refused is None and arena.statistics().readers >= max_readers:
                 refused = ArenaRefused(code="admission", message=f"the arena has {max_readers} readers, its maximum")
             if refused is not None:
@@ -94,7 +103,7 @@ async def _serve_reader(arena: Arena, token: str, max_readers: int, stream: trio
         logger.warning("reader %s of the arena spoke out of turn", reader_id)
     except ChannelBroken:
         pass
-    except (IpcError, OSError, trio.BrokenResourceError, trio.TooSlowError) as exc:
+    except Exception as exc:
         logger.warning("a reader of the arena was dropped: %r", exc)
     finally:
         arena.remove_reader(reader_id)
@@ -109,7 +118,7 @@ def _refuse_user(stream: trio.SocketStream) -> ArenaRefused | None:
     return ArenaRefused(code="user", message=f"user {user} may not read the arena of user {os.geteuid()}")
 
 
-def _refusal_of(payload: bytes, token: str) -> ArenaRefused | None:
+def _refusal_of(payload: bytes, admits: Callable[[str], bool]) -> ArenaRefused | None:
     try:
         hello = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -119,7 +128,7 @@ def _refusal_of(payload: bytes, token: str) -> ArenaRefused | None:
     if hello.version != ARENA_PROTOCOL_VERSION:
         message = f"this side speaks version {ARENA_PROTOCOL_VERSION}, not {hello.version}"
         return ArenaRefused(code="version", message=message)
-    if not hmac.compare_digest(hello.token.encode(), token.encode()):
+    if not admits(hello.token):
         return ArenaRefused(code="token", message="wrong token")
     return None
 

@@ -7,11 +7,12 @@ meaningless, so a failed or half-done write poisons the channel for good instead
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import stat
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -20,9 +21,19 @@ from ipc.framing import FrameDecoder, encode_frame
 from ipc.wire import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
-__all__ = ["MAX_SOCKET_PATH_BYTES", "Channel", "connect_unix", "listen_unix", "open_unix_channel"]
+__all__ = [
+    "MAX_SOCKET_PATH_BYTES",
+    "Channel",
+    "connect_unix",
+    "listen_unix",
+    "open_unix_channel",
+    "serve_connections",
+    "wait_or_sleep",
+]
+
+logger = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux (`sun_path` has 108 bytes, one of them a final NUL)."""
@@ -31,6 +42,9 @@ LISTEN_BACKLOG_CONNECTIONS = 16
 RECEIVE_CHUNK_BYTES = 64 * 1024
 CLOSE_TIMEOUT_S = 1.0
 FULL_BACKLOG_RETRY_S = 0.01
+ACCEPT_RETRY_S = 0.2
+UNWATCHED_POLL_S = 0.05
+"""Time between two looks at a socket for which epoll has no room (`fs.epoll.max_user_watches`, memory)."""
 
 
 class Channel:
@@ -163,7 +177,7 @@ class Channel:
         while True:
             if self._socket.fileno() < 0:
                 raise trio.ClosedResourceError("its stream was closed elsewhere")
-            await trio.lowlevel.wait_readable(self._socket)  # trio's own stream first tries in vain, then waits
+            await wait_or_sleep(trio.lowlevel.wait_readable, self._socket)  # trio's own stream first tries in vain
             try:
                 return os.read(self._socket.fileno(), RECEIVE_CHUNK_BYTES)
             except BlockingIOError:
@@ -175,16 +189,30 @@ class Channel:
         try:
             while self._unsent:
                 batch = bytes(self._unsent)  # a copy: `send_nowait` may append while this waits
-                await self._stream.send_all(batch)
+                await self._send_all(batch)
                 del self._unsent[: len(batch)]
             whole = True
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as exc:
+        except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as exc:
             reason = f"a send failed: {exc.__cause__ or exc}"
             raise ChannelBroken(self._broken or reason) from exc
         finally:
             if not whole:
                 with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
                     await self._break(reason)
+
+    async def _send_all(self, data: bytes) -> None:
+        if self._socket is None:
+            await self._stream.send_all(data)
+            return
+        left = memoryview(data)
+        while left:
+            if self._socket.fileno() < 0:
+                raise trio.ClosedResourceError("its stream was closed elsewhere")
+            try:
+                left = left[os.write(self._socket.fileno(), left) :]
+            except BlockingIOError:
+                await wait_or_sleep(trio.lowlevel.wait_writable, self._socket)
+        await trio.lowlevel.cancel_shielded_checkpoint()  # all of it is sent: a cancel comes too late
 
     def _write_nowait(self, frame: bytes) -> int:
         if self._socket is None:
@@ -197,6 +225,16 @@ class Channel:
     async def _break(self, reason: str) -> None:
         self.poison(reason)
         await trio.aclose_forcefully(self._stream)
+
+
+async def wait_or_sleep(
+    wait: Callable[[Any], Awaitable[None]], endpoint: trio.socket.SocketType | socket.socket
+) -> None:
+    """Wait for the socket; where the kernel watches no more sockets for this user, for a moment only."""
+    try:
+        await wait(endpoint)
+    except OSError:
+        await trio.sleep(UNWATCHED_POLL_S)
 
 
 async def connect_unix(path: str | os.PathLike[str], *, connect_timeout_s: float) -> trio.SocketStream:
@@ -285,3 +323,38 @@ def _checked_socket_path(path: str | os.PathLike[str]) -> str:
             f"choose a shorter runtime folder: {os.fspath(path)}"
         )
     return os.fspath(path)
+
+
+async def serve_connections(
+    listener: trio.SocketListener,
+    serve: Callable[[trio.SocketStream], Awaitable[object]],
+    connections: trio.Nursery,
+) -> None:
+    """Accept connections until cancelled; each is served by a task of `connections`, and closed when that returns.
+
+    A connection that cannot be accepted (no descriptor is left, or no memory) stays in the kernel's queue, and is tried
+    again every `ACCEPT_RETRY_S`. The log has the first of such failures in a row. The listener is closed on leaving.
+
+    Raises:
+        trio.ClosedResourceError: somebody has closed the listener.
+    """
+    trouble = ""
+    async with listener:
+        while True:
+            try:
+                stream = await listener.accept()
+            except OSError as exc:
+                if str(exc) != trouble:
+                    logger.error("no connection can be accepted, and accepting goes on: %s", exc)
+                trouble = str(exc)
+                await trio.sleep(ACCEPT_RETRY_S)
+            else:
+                trouble = ""
+                connections.start_soon(_serve_and_close, serve, stream)
+
+
+async def _serve_and_close(serve: Callable[[trio.SocketStream], Awaitable[object]], stream: trio.SocketStream) -> None:
+    try:
+        await serve(stream)
+    finally:
+        await trio.aclose_forcefully(stream)

@@ -19,12 +19,15 @@ from ipc.outbox import Outbox
 from ipc.wire import MAX_FRAME_BYTES, Cancel, Chunk, Envelope, Failure, Request, Result
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 __all__ = ["CANCEL_GRACE_S", "RpcClient", "RpcClientStatistics", "open_rpc_client"]
 
 CANCEL_GRACE_S = 5.0
 """The time that a call that was cancelled, or whose time is up, gives the peer to say that the action has ended."""
+
+SILENCE_S = 0.5
+"""Seconds without an answer after which a call asks, again and again, whether the peer can have run."""
 
 MIN_CALL_TIMEOUT_S = 1e-3
 """Least budget put on the wire, for a call whose time ran out while it waited for room to be sent."""
@@ -153,6 +156,7 @@ class RpcClient:
         *,
         timeout_s: float,
         on_chunk: Callable[[str, bytes], None] | None = None,
+        on_silence: Callable[[], Awaitable[float]] | None = None,
     ) -> T:
         """Have the peer handle `body` and return its answer. Sent once, never again.
 
@@ -165,12 +169,14 @@ class RpcClient:
             reply_type: what its answer is decoded as.
             timeout_s: the action's budget, from now. It travels with the call; the peer cancels the action then.
             on_chunk: called in this task, in order, with the stream's name and each piece of streamed output.
+            on_silence: called after each `SILENCE_S` without an answer. It returns the seconds that do not count,
+                because the peer did not run: the budget is longer by as many. -inf gives the peer up, at once.
 
         Raises:
             CallFailed: the handler raised. `code` and `message` are its own.
             CallTimedOut: the budget is used up.
             ChannelBroken: the connection is lost. The action may or may not have run.
-            FrameTooLarge: `body` does not fit into a frame. Nothing was sent.
+            FrameTooLarge, Unencodable: `body` does not fit into a frame, or has no form there. Nothing was sent.
             ProtocolViolation: the answer is not a `reply_type`. The connection is closed.
         """
         if not 0 < timeout_s < math.inf:
@@ -180,10 +186,14 @@ class RpcClient:
             await self._outbox.wait_room()
             call_id = self._put_request(body, budget.deadline, call)
             try:
-                await call.wait_answer(on_chunk)
+                if on_silence is None:
+                    await call.wait_answer(on_chunk)
+                else:
+                    await _wait_patiently(call, budget, on_chunk, on_silence)
             finally:
                 if call.answer is None:
-                    with trio.move_on_after(CANCEL_GRACE_S, shield=True):
+                    grace_s = 0.0 if budget.deadline == -math.inf else CANCEL_GRACE_S
+                    with trio.move_on_after(grace_s, shield=True):
                         await self._stop(call_id, call)
                     self._settle(call_id, call)
         what = type(body).__name__
@@ -264,6 +274,19 @@ class RpcClient:
                 raise ProtocolViolation(f"{type(envelope).__name__} for call {call_id}, which is not pending")
             case _:
                 raise ProtocolViolation(f"a server does not send {type(envelope).__name__}")
+
+
+async def _wait_patiently(
+    call: _PendingCall,
+    budget: trio.CancelScope,
+    on_chunk: Callable[[str, bytes], None] | None,
+    on_silence: Callable[[], Awaitable[float]],
+) -> None:
+    while True:
+        with trio.move_on_after(SILENCE_S):
+            await call.wait_answer(on_chunk)
+            return
+        budget.deadline += await on_silence()
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ipc.errors import ProtocolViolation
+from ipc.errors import ProtocolViolation, Unencodable
 from ipc.portable_text import portable
 from ipc.wire import Envelope
 
@@ -13,6 +13,10 @@ __all__ = ["UNDECODABLE", "decode_envelope", "encode_body", "encode_envelope", "
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions of msgspec for bytes that are not what they should be: also text that is not UTF-8, and endless
 nesting."""
+
+_NO_WIRE_FORM = (ValueError, OverflowError, RecursionError)
+"""Exceptions of msgspec for values beyond msgpack's: integers of more than 64 bits, text with lone surrogates
+(`UnicodeEncodeError`), deep nesting, and sizes beyond 32 bits."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)
@@ -23,20 +27,30 @@ def encode_body(body: msgspec.Struct) -> msgspec.Raw:
 
     Raises:
         TypeError: it holds a value that msgpack has no form for.
-        UnicodeEncodeError: it holds text that UTF-8 has no form for.
+        Unencodable: it holds a value that does not fit: an integer beyond 64 bits, or text that UTF-8 has no form for.
     """
-    return msgspec.Raw(_encoder.encode(body))
+    return msgspec.Raw(_encode(body))
 
 
 def encode_reply(body: msgspec.Struct) -> msgspec.Raw:
-    """Encode a body as `encode_body` does, but spell out text that UTF-8 has no form for. Raises TypeError.
+    """Encode a body as `encode_body` does, but spell out text that UTF-8 has no form for.
 
-    Such texts are paths and errors: the system has bytes for them that are no text.
+    Such texts are paths and errors: the system has bytes for them that are no text. Errors as `encode_body`.
     """
     try:
         return encode_body(body)
-    except UnicodeEncodeError:  # rare, so only now is every text looked at
-        return msgspec.Raw(_encoder.encode(portable(msgspec.to_builtins(body, builtin_types=(bytes, bytearray)))))
+    except Unencodable as exc:
+        if not isinstance(exc.__cause__, UnicodeEncodeError):
+            raise
+        # Rare, so only now is every text looked at.
+        return msgspec.Raw(_encode(portable(msgspec.to_builtins(body, builtin_types=(bytes, bytearray)))))
+
+
+def _encode(value: object) -> bytes:
+    try:
+        return _encoder.encode(value)
+    except _NO_WIRE_FORM as exc:
+        raise Unencodable(f"a value that cannot be sent: {exc}") from exc
 
 
 def encode_envelope(envelope: Envelope) -> bytes:

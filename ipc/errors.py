@@ -15,6 +15,7 @@ __all__ = [
     "IpcError",
     "ProtocolViolation",
     "StaleReference",
+    "Unencodable",
 ]
 
 
@@ -29,6 +30,10 @@ class FrameTooLarge(IpcError):
         super().__init__(f"frame of {size_bytes} bytes exceeds the maximum of {max_frame_bytes}; send it in pieces")
         self.size_bytes = size_bytes
         self.max_frame_bytes = max_frame_bytes
+
+
+class Unencodable(IpcError):
+    """A message holds a value that has no form on the wire: a larger integer, a lone surrogate. Nothing was sent."""
 
 
 class ProtocolViolation(IpcError):

@@ -15,10 +15,18 @@ from ipc.wire import PROTOCOL_VERSION, Hello, HelloOk, Refused
 if TYPE_CHECKING:
     from ipc.channel import Channel
 
-__all__ = ["HANDSHAKE_TIMEOUT_S", "offer_handshake", "take_handshake"]
+__all__ = ["HANDSHAKE_TIMEOUT_S", "offer_handshake", "take_handshake", "token_matches"]
 
 HANDSHAKE_TIMEOUT_S = 5.0
 """Default time for the other side to do its part."""
+
+
+def token_matches(expected: bytes, offered: str | bytes) -> bool:
+    """Return whether the offered token is the whole of the expected one. Compares in constant time.
+
+    Every listener of the project compares tokens here. A string is compared as UTF-8.
+    """
+    return hmac.compare_digest(expected, offered if isinstance(offered, bytes) else offered.encode())
 
 
 async def offer_handshake(channel: Channel, *, token: str, timeout_s: float) -> int:
@@ -73,6 +81,6 @@ def _refusal_of(payload: bytes, token: str) -> Refused | None:
         return Refused(code="protocol", message=f"a connection begins with Hello, not {type(hello).__name__}")
     if hello.version != PROTOCOL_VERSION:
         return Refused(code="version", message=f"this side speaks version {PROTOCOL_VERSION}, not {hello.version}")
-    if not hmac.compare_digest(hello.token.encode(), token.encode()):
+    if not token_matches(token.encode(), hello.token):
         return Refused(code="token", message="wrong token")
     return None

@@ -16,6 +16,8 @@ the files, files that epoll watches, files in flight, locks.
 """
 
 _MIB = 1024 * 1024
+_MAX_BYTES = 2**50
+"""1 PiB. The other bounds are the kernel's own: its most pids, and its usual `fs.nr_open`."""
 
 
 class SandboxLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -32,12 +34,12 @@ class SandboxLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         wall_s: time of one action, whatever time-out it asked for.
     """
 
-    memory_bytes: Annotated[int, msgspec.Meta(ge=64 * _MIB)] = 2048 * _MIB
-    max_processes: Annotated[int, msgspec.Meta(ge=16)] = 512
-    max_open_files: Annotated[int, msgspec.Meta(ge=1024)] = 4096
-    cpu_s: Annotated[int, msgspec.Meta(ge=1)] = 3600
-    max_file_bytes: Annotated[int, msgspec.Meta(ge=32 * _MIB)] = 1024 * _MIB
-    disk_bytes: Annotated[int, msgspec.Meta(ge=_MIB)] = 256 * _MIB
+    memory_bytes: Annotated[int, msgspec.Meta(ge=64 * _MIB, le=_MAX_BYTES)] = 2048 * _MIB
+    max_processes: Annotated[int, msgspec.Meta(ge=16, le=4 * 1024 * 1024)] = 512
+    max_open_files: Annotated[int, msgspec.Meta(ge=1024, le=1024 * 1024)] = 4096
+    cpu_s: Annotated[int, msgspec.Meta(ge=1, le=366 * 24 * 3600)] = 3600
+    max_file_bytes: Annotated[int, msgspec.Meta(ge=32 * _MIB, le=_MAX_BYTES)] = 1024 * _MIB
+    disk_bytes: Annotated[int, msgspec.Meta(ge=_MIB, le=_MAX_BYTES)] = 256 * _MIB
     wall_s: Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)] = 3600.0
 
 

@@ -28,7 +28,15 @@ from ipc.session import MAX_MESSAGE_BYTES, HeartbeatPing, HeartbeatPong
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-__all__ = ["CloseCode", "LinkClosed", "LinkLimits", "WebSocketLink", "open_client_link", "open_server_link"]
+__all__ = [
+    "CloseCode",
+    "HandshakeAnswered",
+    "LinkClosed",
+    "LinkLimits",
+    "WebSocketLink",
+    "open_client_link",
+    "open_server_link",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +91,21 @@ class LinkClosed(ChannelBroken):
         super().__init__(f"connection closed ({code}): {reason or 'no reason given'}")
         self.code = code
         self.reason = reason
+
+
+class HandshakeAnswered(LinkClosed):
+    """Raised if an HTTP server answered the WebSocket handshake with a status: a proxy, or no node at all.
+
+    Attributes:
+        status: the HTTP status code.
+    """
+
+    def __init__(self, status: int) -> None:
+        super().__init__(CloseCode.ABNORMAL, f"the WebSocket handshake was answered with HTTP status {status}")
+        self.status = status
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 class LinkLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -349,18 +372,28 @@ def _array_length(message: bytes) -> int:
 
 @asynccontextmanager
 async def open_server_link(
-    stream: trio.abc.Stream, decode: Callable[[bytes], FrameT | list[FrameT]], limits: LinkLimits
+    stream: trio.abc.Stream,
+    decode: Callable[[bytes], FrameT | list[FrameT]],
+    limits: LinkLimits,
+    refusal: Callable[[list[tuple[bytes, bytes]]], str] = lambda _headers: "",
 ) -> AsyncIterator[WebSocketLink[FrameT]]:
     """Answer the WebSocket handshake on an accepted connection. Closes `stream` on leaving, whatever happens.
 
+    A handshake for whose headers, with lower-case names, `refusal` returns a reason is answered with 403 and the
+    reason.
+
     Raises:
-        LinkClosed: the peer does not speak WebSocket, or said nothing for `handshake_timeout_s`.
+        LinkClosed: the peer does not speak WebSocket, was refused, or said nothing for `handshake_timeout_s`.
     """
 
     async def handshake(tasks: trio.Nursery, metered: MeteredStream) -> trio_websocket.WebSocketConnection:
         request = await trio_websocket.wrap_server_stream(
             tasks, metered, MESSAGE_QUEUE_MESSAGES, limits.max_message_bytes, RECEIVE_BUFFER_BYTES
         )
+        host = request._event.host.encode(errors="replace")
+        if why := refusal([*request.headers, (b"host", host)]):
+            await request.reject(403, extra_headers=[(b"content-type", b"text/plain")], body=why.encode())
+            raise LinkClosed(CloseCode.POLICY_VIOLATION, why)
         return await request.accept()
 
     async with _open_link(MeteredStream(stream, STRANGER_BYTES), handshake, decode, limits) as link:
@@ -378,7 +411,7 @@ async def open_client_link(
     """Make the WebSocket handshake on a new connection. Closes `stream` on leaving, whatever happens.
 
     Raises:
-        ProtocolViolation: the peer is an HTTP server, but refuses to speak WebSocket.
+        HandshakeAnswered: the peer is an HTTP server, and refuses to speak WebSocket.
         LinkClosed: the connection broke, or there was no answer within `handshake_timeout_s`.
     """
 
@@ -467,7 +500,6 @@ async def _shake_hands(
     if socket is not None:
         return socket
     if isinstance(reader.error, trio_websocket.ConnectionRejected):
-        status = reader.error.status_code
-        raise ProtocolViolation(f"not a node: it answered the WebSocket handshake with HTTP status {status}")
+        raise HandshakeAnswered(reader.error.status_code)
     what = f"within {timeout_s:g} s" if patience.cancelled_caught else "before the connection ended"
     raise LinkClosed(CloseCode.ABNORMAL, reader.said() or f"no WebSocket handshake {what}")

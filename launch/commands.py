@@ -6,14 +6,14 @@ import sys
 from typing import Final
 
 import click
-import msgspec
 import trio
-from rich.console import Console
 from rich.table import Table
 
+from ipc.portable_text import printable
 from launch.doctor import Report, examine
 from launch.paths import default_engine
 from launch.slurm.doctor import examine_slurm
+from prorl_trio.client.terminal import Console, say_json
 
 __all__ = ["doctor"]
 
@@ -35,7 +35,7 @@ def doctor(as_json: bool, no_engine: bool, slurm: bool) -> None:
         usable = report.usable and all(check.state != "missing" for check in more)
         report = Report(usable=usable, checks=[*report.checks, *more])
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(report)))
+        say_json(report)
     else:
         _print(report)
     sys.exit(0 if report.usable else 1)
@@ -55,4 +55,4 @@ def _print(report: Report) -> None:
 
 
 def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
+    return printable(text).replace("[", r"\[")

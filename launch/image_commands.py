@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 import trio
-from rich.console import Console
 from rich.table import Table
 
 from launch.bundle import build_bundle
 from launch.image_store import build_image, check_image, pull_sif, references_in, unpack_image
 from launch.progress import SetupError
 from launch.recipes import convert_recipe, definition_of
+from prorl_trio.client.terminal import Console, one_line, say, say_json
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import list_layers, store_layer
@@ -82,7 +82,7 @@ def pull(
     if tasks is not None:
         wanted += [name for name in references_in(tasks, suite or "") if is_reference(name)]
         if not wanted:
-            click.echo(f"{tasks} names no image of a registry: there is nothing to pull")
+            say(f"{tasks} names no image of a registry: there is nothing to pull")
     elif not references:
         raise click.UsageError("name a REFERENCE, or a task file with --tasks")
 
@@ -101,7 +101,7 @@ def pull(
                 _say(future.result())
             except (SetupError, PullError, ValueError) as error:
                 failed += 1
-                click.secho(f"error: {reference}: {error}", fg="red", err=True)
+                say(f"error: {reference}: {error}", color="red", err=True)
     if failed:
         raise click.ClickException(f"{failed} of {len(pulls)} images were not pulled")
 
@@ -118,7 +118,7 @@ def build(recipe: Path, name: str | None, fakeroot: bool) -> None:
     """
     definition = definition_of(recipe)
     if definition is not None:
-        click.echo(f"{recipe} is a Dockerfile; as a definition file it is:\n\n{definition}")
+        say(f"{recipe} is a Dockerfile; as a definition file it is:\n\n{definition}")
     default = recipe.stem if definition is None else recipe.resolve().parent.name
     _say(build_image(recipe, name or default, fakeroot=fakeroot, definition=definition))
 
@@ -146,7 +146,7 @@ def unpack(name: str) -> None:
 def layer(folder: Path, at: str) -> None:
     """Store a folder as a layer, once by its content, and print its digest: for `layers` of a task, and `compose`."""
     try:
-        click.echo(store_layer(folder, at).record.digest)
+        say(store_layer(folder, at).record.digest)
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
 
@@ -179,7 +179,7 @@ def list_(as_json: bool) -> None:
         record = found.record
         days = int((time.time() - found.used_at_s) / _DAY_S)
         used = "today" if days < 1 else f"{days} days ago"
-        table.add_row(record.name, _kind(found), f"{record.size_bytes / _MIB:.0f}", record.digest[:19], used)
+        table.add_row(one_line(record.name), _kind(found), f"{record.size_bytes / _MIB:.0f}", record.digest[:19], used)
     Console().print(table)
 
 
@@ -201,7 +201,7 @@ def list_stored_layers(as_json: bool) -> None:
         table.add_column(title)
     for record, images in rows:
         shown = ", ".join(images[:3]) + (f" and {len(images) - 3} others" if len(images) > 3 else "")
-        table.add_row(record.digest, f"{record.size_bytes / _MIB:.1f}", str(record.entries), shown)
+        table.add_row(record.digest, f"{record.size_bytes / _MIB:.1f}", str(record.entries), one_line(shown))
     Console().print(table)
 
 
@@ -215,7 +215,7 @@ def du(as_json: bool) -> None:
         return
     table = Table("image", "own MiB", "shared MiB")
     for found in sorted(use.images, key=lambda found: -found.own_bytes):
-        table.add_row(found.name, f"{found.own_bytes / _MIB:.1f}", f"{found.shared_bytes / _MIB:.1f}")
+        table.add_row(one_line(found.name), f"{found.own_bytes / _MIB:.1f}", f"{found.shared_bytes / _MIB:.1f}")
     table.add_row("layers of no image", f"{use.unnamed_bytes / _MIB:.1f}", "")
     table.add_row("downloads", f"{use.downloads_bytes / _MIB:.1f}", "")
     table.add_row("total", f"{use.total_bytes / _MIB:.1f}", "")
@@ -232,7 +232,7 @@ def remove(names: tuple[str, ...]) -> None:
             remove_image(name)
         except ValueError as error:
             failed += 1
-            click.secho(f"error: {error}", fg="red", err=True)
+            say(f"error: {error}", color="red", err=True)
     sys.exit(1 if failed else 0)
 
 
@@ -241,7 +241,7 @@ def remove(names: tuple[str, ...]) -> None:
 def prune_(days: float) -> None:
     """Remove layers that no image names and no sandbox has used for a while, and what killed commands left."""
     for digest in prune(days * _DAY_S):
-        click.echo(digest)
+        say(digest)
 
 
 @image.command()
@@ -257,7 +257,7 @@ def verify(names: tuple[str, ...]) -> None:
     problems = trio.run(_verify, images)
     for stored in images:
         problem = problems[stored.record.name]
-        click.secho(f"{stored.record.name}: {problem or 'ok'}", fg="red" if problem else "green")
+        say(f"{stored.record.name}: {problem or 'ok'}", color="red" if problem else "green")
     sys.exit(1 if any(problems.values()) else 0)
 
 
@@ -270,15 +270,15 @@ async def _verify(images: list[StoredImage]) -> dict[str, str]:
 @image.command()
 def runtime() -> None:
     """Make the self-contained Python that sandboxes in other images than `host` run on. Some seconds, once."""
-    click.echo(build_bundle())
+    say(build_bundle())
 
 
 def _print_json(value: object) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
+    say_json(value)
 
 
 def _say(stored: StoredImage) -> None:
-    click.echo(f"{stored.record.name}: {stored.record.digest} in {_place(stored)}")
+    say(f"{stored.record.name}: {stored.record.digest} in {_place(stored)}")
 
 
 def _kind(stored: StoredImage) -> str:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import trio
-from rich.console import Console
 
 from ipc.nursery import single_exception
 from launch.learning.progress import POLL_S, follow
@@ -26,6 +25,7 @@ from launch.paths import checkout_dir, engine_python, model_dir, trainer_python
 from launch.supervised import open_supervised
 from launch.vllm import default_dtype, open_vllm
 from prorl_trio.client.recording import run_folder
+from prorl_trio.client.terminal import Console
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.types.errors import ConfigError, ServiceError
 

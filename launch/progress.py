@@ -9,6 +9,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from ipc.portable_text import printable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -30,7 +32,7 @@ class SetupError(Exception):
 
 def say(message: str) -> None:
     """Tell the user one line, at once, also when the output is a pipe."""
-    print(f"setup: {message}", flush=True)  # noqa: T201  its whole purpose
+    print(printable(f"setup: {message}"), flush=True)  # noqa: T201  its whole purpose
 
 
 def run_step(title: str, argv: Sequence[str], *, log_file: Path, hint: str = "", keep_open: Sequence[int] = ()) -> None:
@@ -89,7 +91,7 @@ def _follow(process: subprocess.Popen[bytes], log: IO[bytes], title: str, starte
                 latest = (latest + chunk)[-16384:]
             lines = latest.decode(errors="replace").replace("\r", "\n").split("\n")
             last = next((line for line in reversed(lines) if line.strip()), "")
-            status = f"  {time.monotonic() - started:4.0f} s  {last.strip()}"[:_STATUS_COLUMNS]
+            status = f"  {time.monotonic() - started:4.0f} s  {printable(last.strip(), keep='')}"[:_STATUS_COLUMNS]
             if on_terminal:
                 sys.stdout.write(f"\r\033[K{status}")
                 sys.stdout.flush()
@@ -98,7 +100,7 @@ def _follow(process: subprocess.Popen[bytes], log: IO[bytes], title: str, starte
                 say(f"{title}: {status.strip()}")
     if on_terminal:
         sys.stdout.write("\r\033[K")
-    return latest.decode(errors="replace").strip().splitlines()[-_TAIL_LINES:]
+    return printable(latest.decode(errors="replace").replace("\r", "\n")).strip().splitlines()[-_TAIL_LINES:]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

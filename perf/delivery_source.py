@@ -90,7 +90,7 @@ async def _main(folder: Path, count: int, tokens: int) -> None:
         with _serve_json([outcome for outcome, _ in stored]) as json_port:
             async with open_single_nursery() as nursery:
                 path = folder / "arena"
-                await nursery.start(partial(serve_arena, arena, path, token=token))
+                await nursery.start(partial(serve_arena, arena, path, admits=token.__eq__))
                 (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
                 nursery.start_soon(trio.serve_listeners, partial(_serve_link, arena, stored), [listener])
                 address = SourceAddress(listener.socket.getsockname()[1], json_port, str(path), token)

@@ -25,6 +25,7 @@ from prorl_trio.ledger import MemoryLedger
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import claim_folder, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
+from prorl_trio.service.auth import Door
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.node_api import Room
 from prorl_trio.service.sessions.journal import Journal
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.inference.engines.protocol import EngineClient
+    from prorl_trio.pipeline.observer import JobView
     from prorl_trio.pipeline.pipeline import JobSink
     from prorl_trio.types.models import JobSpec, ToolCall
 
@@ -98,9 +100,15 @@ class _Node:
         """See `NodeApi`."""
         return {"node_id": self.node_id}
 
-    def live_jobs(self) -> list[dict[str, object]]:
+    def find_jobs(self, matches: object, limit: int) -> tuple[int, list[JobView]]:
         """See `NodeApi`."""
-        return []
+        del matches, limit
+        return 0, []
+
+    def find_job(self, job_id: str) -> JobView | None:
+        """See `NodeApi`."""
+        del job_id
+        return None
 
     def unreadiness(self) -> str:
         """See `NodeApi`."""
@@ -139,7 +147,7 @@ async def _serve(
     """Serve a node, and keep its entry fresh."""
     node = _Node(f"node-{number:02d}")
     sessions = SessionTable(Journal(MemoryLedger(), nursery, sys.maxsize), SessionLimits())
-    serve = partial(serve_websocket, node, ListenConfig(port=0, token=TOKEN), sessions=sessions)
+    serve = partial(serve_websocket, node, ListenConfig(port=0), Door(TOKEN.encode()), sessions=sessions)
     host, port = await nursery.start(serve)
     entry = NodeEntry(
         node_id=node.node_id,

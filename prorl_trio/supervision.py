@@ -1,22 +1,27 @@
-"""Tasks that live as long as the node: one that ends earlier, for whatever reason, ends the node loudly."""
+"""The supervisor of the node's background tasks: each lives as long as the node, whatever goes wrong in it."""
 
 from __future__ import annotations
 
 import logging
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any, Final, ParamSpec
 
 import trio
 
-from ipc.nursery import is_cancelled, only_cancelled
-from prorl_trio.types.errors import InternalError
+from ipc.nursery import is_cancelled, leaves, only_cancelled
+from prorl_trio.types.errors import InternalError, ProrlError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["service_task", "vanished_task"]
+__all__ = ["contained", "service_task", "vanished_task"]
 
 logger = logging.getLogger(__name__)
+
+FIRST_DELAY_S: Final = 0.1
+"""Wait before a failed task starts again; doubled by each further failure, up to `MAX_DELAY_S`."""
+MAX_DELAY_S: Final = 60.0
+"""A task that ran for longer than this starts with `FIRST_DELAY_S` again."""
 
 _P = ParamSpec("_P")
 _vanished: trio.lowlevel.RunVar[str] = trio.lowlevel.RunVar("vanished service task", "")
@@ -28,12 +33,23 @@ def vanished_task() -> str:
 
 
 def service_task(
-    afn: Callable[_P, Awaitable[object]], name: str, *, may_return: bool = False
+    afn: Callable[_P, Awaitable[object]], name: str, *, may_return: bool = False, restarts: bool = True
 ) -> Callable[_P, Awaitable[None]]:
     """Return `afn` as a service task, for `start_soon` and `start`: it runs until it is cancelled from outside.
 
-    What `afn` raises flies on. `may_return`: it ends by itself when it is told to; only a cancel that is nobody's is an
-    error then, which a nursery further out would take for its own.
+    A machine that lacks something (space, descriptors, threads, memory) makes any call fail at any moment, so `afn` may
+    raise any exception: the log has it, with the task's name, and the task starts again after a wait that doubles from
+    `FIRST_DELAY_S` to `MAX_DELAY_S`. An `InternalError`, our bug, passes and ends the node.
+
+    With `start`, what `afn` raises before it has reported through `task_status` passes: the node cannot start.
+
+    Args:
+        afn: the task's function. It is called again with the same arguments.
+        name: names the task in the log.
+        may_return: it ends by itself when asked to; only a `Cancelled` that belongs to no cancelled scope is an error
+            then, because a nursery further out would take it for its own.
+        restarts: False for a task that cannot start again, because it owns a listener or a job. What it raises becomes
+            an `InternalError`.
 
     Raises:
         InternalError: when it runs, and `afn` has returned, or raised nothing but `Cancelled`, while no scope around it
@@ -42,16 +58,97 @@ def service_task(
 
     @wraps(afn)
     async def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        status = kwargs.get("task_status")
+        started = kwargs["task_status"] = None if status is None else _Status(status)
+        if started is None:
+            del kwargs["task_status"]
+        failures = _Failures(name)
+        while True:
+            try:
+                await afn(*args, **kwargs)
+            except BaseException as exc:
+                if only_cancelled(exc) and not is_cancelled():
+                    raise _vanish(name, "was cancelled by nobody") from exc  # noqa: ASYNC104 - no scope waits for it
+                if not _is_survivable(exc) or (started is not None and not started.is_set):
+                    raise
+                if not restarts:
+                    raise _vanish(name, f"failed ({exc!r})") from exc
+                delay_s = failures.next_delay_s(exc)
+            else:
+                if not may_return and not is_cancelled():
+                    raise _vanish(name, "returned")
+                return
+            await trio.sleep(delay_s)
+
+    return run
+
+
+def contained(afn: Callable[_P, Awaitable[object]], name: str) -> Callable[_P, Awaitable[None]]:
+    """Return `afn` as a task that does one thing and ends. What it raises is logged with `name`, and goes no further.
+
+    An `InternalError`, a cancel, and exceptions that end the process pass. With `start`, so does what it raises before
+    it has reported through `task_status`: that is the caller's.
+    """
+
+    @wraps(afn)
+    async def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        status = kwargs.get("task_status")
+        if status is not None:
+            status = kwargs["task_status"] = _Status(status)
         try:
             await afn(*args, **kwargs)
         except BaseException as exc:
-            if not only_cancelled(exc) or is_cancelled():
+            if only_cancelled(exc) and not is_cancelled():
+                raise _vanish(name, "was cancelled by nobody") from exc  # noqa: ASYNC104 - no scope waits for it
+            if not _is_survivable(exc) or (status is not None and not status.is_set):
                 raise
-            raise _vanish(name, "was cancelled by nobody") from exc  # noqa: ASYNC104 - no scope waits for it
-        if not may_return and not is_cancelled():
-            raise _vanish(name, "returned")
+            logger.error("%s failed", name, exc_info=exc)
 
     return run
+
+
+class _Status:
+    """A `trio.TaskStatus` that knows whether it was used, and that may be used again by a task that starts again."""
+
+    def __init__(self, status: Any) -> None:
+        self._status = status
+        self.is_set = False
+
+    def started(self, value: Any = None) -> None:
+        if not self.is_set:
+            self.is_set = True
+            self._status.started(value)
+
+
+class _Failures:
+    """The failures in a row of one task."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._said = ""
+        self._delay_s = FIRST_DELAY_S
+        self._began_s = trio.current_time()
+
+    def next_delay_s(self, error: BaseException) -> float:
+        """Return the wait before the next start; log the failure, with its traceback unless it is expected.
+
+        The same failure again is logged for those who debug.
+        """
+        now_s = trio.current_time()
+        if now_s - self._began_s > MAX_DELAY_S + self._delay_s:
+            self._delay_s, self._said = FIRST_DELAY_S, ""
+        delay_s, self._began_s = self._delay_s, now_s
+        self._delay_s = min(2 * delay_s, MAX_DELAY_S)
+        expected = all(isinstance(leaf, ProrlError | OSError) for leaf in leaves(error))
+        level = logging.DEBUG if self._said == repr(error) else logging.WARNING if expected else logging.ERROR
+        self._said = repr(error)
+        trace = None if expected else error
+        logger.log(level, "%s failed, and starts again in %g s: %s", self._name, delay_s, error, exc_info=trace)
+        return delay_s
+
+
+def _is_survivable(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not any(isinstance(leaf, InternalError) for leaf in leaves(error))
 
 
 def _vanish(name: str, how: str) -> InternalError:

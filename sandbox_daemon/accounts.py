@@ -28,12 +28,12 @@ def find_account(user: str) -> Account | None:
     """The account of this name or number; None for the daemon's own, which takes no change. Blocks.
 
     Raises:
-        CallError: `bad_request`, there is none; `permission`, this process may not become another user.
+        CallError: `no_user`, there is none; `permission`, this process may not become another user.
     """
     try:
         entry = pwd.getpwuid(int(user)) if user.isascii() and user.isdigit() else pwd.getpwnam(user)
-    except (KeyError, OverflowError) as exc:
-        raise CallError("bad_request", f"user: the sandbox's image has no user {user!r}") from exc
+    except (KeyError, OverflowError, ValueError) as exc:
+        raise CallError("no_user", f"user: the sandbox's image has no user {user!r}") from exc
     if entry.pw_uid == os.geteuid():
         return None
     if os.geteuid() != 0:

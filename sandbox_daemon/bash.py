@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -82,7 +81,8 @@ class BashSession:
 
         Raises:
             CallError: `bad_request` (a NUL in the command, a limit out of range), `no_shell` (it cannot be started),
-                `busy` (an earlier command is still running; this one was not begun).
+                `shell_lost` (there was one, and no other can be started), `busy` (an earlier command is still running;
+                this one was not begun).
         """
         if "\0" in request.command:
             raise CallError("bad_request", f"command: has a NUL at character {request.command.index(chr(0))}")
@@ -94,7 +94,7 @@ class BashSession:
                 await shell.settle()
             restarted = 0 < self._last_generation < self._keeper.generation
             self._last_generation = self._keeper.generation
-            started_s = time.monotonic()
+            started_s = trio.current_time()
             running = RunningCommand()
             running.take_nowait(earlier_output)
             begin = partial(shell.begin, request.command, running)
@@ -120,7 +120,7 @@ class BashSession:
             if self._left is None:
                 raise CallError("not_running", "no command is running in the shell, so nothing can take the input")
             (shell, running), self._left = self._left, None
-            started_s = time.monotonic()
+            started_s = trio.current_time()
 
             async def type_keys() -> None:
                 with trio.move_on_after(request.quiet_timeout_s or request.timeout_s):
@@ -136,7 +136,7 @@ class BashSession:
             The new shell's pid.
 
         Raises:
-            CallError: `no_shell`.
+            CallError: `no_shell`, `shell_lost`.
         """
         async with self._turn:
             self._left = None
@@ -180,7 +180,7 @@ class BashSession:
     async def _report(
         self, shell: Shell, running: RunningCommand, how: str, started_s: float, restarted: bool
     ) -> BashResult:
-        duration_s = time.monotonic() - started_s
+        duration_s = trio.current_time() - started_s
         exit_code: int | None = None
         if how == "quiet":
             self._left = (shell, running)
@@ -224,7 +224,7 @@ class BashSession:
         try:
             return await self._keeper.current(after_generation=after_generation)
         except StartFailed as exc:
-            raise CallError("no_shell", str(exc)) from exc
+            raise CallError("shell_lost" if self._keeper.generation else "no_shell", str(exc)) from exc
 
     @asynccontextmanager
     async def _open_shell(self) -> AsyncIterator[Shell]:

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -213,7 +212,7 @@ class _Calls:
             isolated=start.isolated,
             limiter=self._limiter,
         )
-        self._started_s = time.monotonic()
+        self._started_s = trio.current_time()
 
     async def answer(self, body: msgspec.Raw, context: CallContext) -> msgspec.Struct:
         """Handler for `serve_rpc`."""
@@ -247,4 +246,4 @@ class _Calls:
             case FileWrite():
                 return await write_file(call, self._limiter)
             case Ping():
-                return Pong(uptime_s=time.monotonic() - self._started_s, open_fds=len(os.listdir("/proc/self/fd")))
+                return Pong(uptime_s=trio.current_time() - self._started_s, open_fds=len(os.listdir("/proc/self/fd")))

@@ -28,6 +28,8 @@ FRAME_MARGIN_BYTES = 4096
 """Bytes that a frame needs beside a file's."""
 MAX_MODE = 0o7777
 MAX_READ_BYTES = MAX_FRAME_BYTES - FRAME_MARGIN_BYTES
+MAX_OFFSET = 2**63 - 1 - MAX_READ_BYTES
+"""With what is read from there it is still a number that the kernel knows."""
 
 _CODES = {
     errno.ENOENT: "not_found",
@@ -48,11 +50,13 @@ async def read_file(request: FileRead, limiter: trio.CapacityLimiter) -> FileDat
 
     Raises:
         CallError: `not_absolute`, `not_found`, `is_directory`, `permission`, `too_large` (`max_bytes` does not fit a
-            frame), `bad_request` (a negative number, a NUL in the path), `io` (anything else, also what is no regular
-            file).
+            frame), `bad_request` (a number out of range, a NUL in the path), `io` (anything else, also what is no
+            regular file).
     """
     if request.offset < 0 or request.max_bytes < 0:
         raise CallError("bad_request", f"offset {request.offset}, max_bytes {request.max_bytes}: must not be negative")
+    if request.offset > MAX_OFFSET:
+        raise CallError("bad_request", f"offset: {request.offset} is beyond the end of any file")
     if request.max_bytes > MAX_READ_BYTES:
         raise CallError("too_large", f"max_bytes {request.max_bytes} exceeds {MAX_READ_BYTES}; read the file in pieces")
     return await _in_thread(partial(_read, request), request.path, limiter)

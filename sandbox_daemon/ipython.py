@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -87,7 +86,7 @@ class IpythonSession:
         """Kill the kernel and start a new one, when a running cell has ended. Returns its pid when it is ready.
 
         Raises:
-            CallError: `no_ipython`, it cannot be started.
+            CallError: `no_ipython`, it cannot be started; `ipython_lost`, as in `run`.
         """
         async with self._turn:
             generation = self._keeper.generation
@@ -104,7 +103,8 @@ class IpythonSession:
         its session, and another is started. Shielded, within `STOP_DEADLINE_S`.
 
         Raises:
-            CallError: `bad_request` (a limit out of range), `no_ipython` (it cannot be started).
+            CallError: `bad_request` (a limit out of range), `no_ipython` (it cannot be started), `ipython_lost` (there
+                was one, and no other can be started).
         """
         _check(request)
         async with self._turn:
@@ -114,12 +114,12 @@ class IpythonSession:
             before, self._last_kernel = self._last_kernel, kernel
             starved = restarted_before and before is not None and before.child.exit_code == NO_MEMORY_EXIT
             cell = _Cell(request)
-            started = time.monotonic()
+            started = trio.current_time()
             if request.stream:
                 await cell.run_streamed(kernel, send_output)
             else:
                 await cell.run(kernel)
-            duration_s = time.monotonic() - started
+            duration_s = trio.current_time() - started
             if cell.done is None:
                 self._last_generation += 1  # this result reports the loss
         stdout, stderr = cell.stdout.buffer.capped(), cell.stderr.buffer.capped()
@@ -152,7 +152,7 @@ class IpythonSession:
         try:
             return await self._keeper.current(after_generation=after_generation)
         except StartFailed as exc:
-            raise CallError("no_ipython", str(exc)) from exc
+            raise CallError("ipython_lost" if self._keeper.generation else "no_ipython", str(exc)) from exc
 
 
 class _Cell:

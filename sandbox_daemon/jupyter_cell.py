@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["JupyterCell", "without_control_codes"]
 
+MAX_EXECUTION_COUNT = 2**63
+"""The largest count that can be sent on, and one: a cell can have its kernel say any."""
 _CONTROL_CODE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 
@@ -80,7 +82,7 @@ class JupyterCell:
         return CellDone(
             result=result,
             error=error,
-            execution_count=count if isinstance(count, int) else 0,
+            execution_count=count if isinstance(count, int) and 0 <= count < MAX_EXECUTION_COUNT else 0,
             dropped_bytes=dropped_bytes,
             displays=self._displays.kept,
             dropped_displays=self._displays.dropped,

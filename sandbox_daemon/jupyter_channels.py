@@ -90,6 +90,6 @@ class JupyterChannels:
     def _receive_nowait(self, socket: zmq.Socket[bytes]) -> dict[str, Any] | None:
         try:
             _, message = self._session.recv(socket, zmq.NOBLOCK)
-        except (ValueError, TypeError, KeyError) as exc:
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as exc:
             raise BadMessage(str(exc)) from exc
         return message

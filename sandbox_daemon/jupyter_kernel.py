@@ -45,7 +45,7 @@ DRAIN_GRACE_S = 0.2
 """The time for a dead kernel's last messages and output to come."""
 LAST_MESSAGE_GRACE_S = 2.0
 """The time for the end of a cell's output to come after its answer."""
-MALFORMED = (BadMessage, KeyError, TypeError, AttributeError)
+MALFORMED = (BadMessage, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)
 """Errors of reading a message that is none of Jupyter's: a cell got hold of its kernel's sockets. The kernel is lost
 then."""
 

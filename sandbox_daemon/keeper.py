@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import trio
@@ -52,6 +54,9 @@ class Keeper(Generic[KeptT]):
     A process that ends is replaced at once if anybody has used it; otherwise, and after a failed start, when it is
     next wanted, so that a process that cannot live is not started in a loop.
 
+    An error of ours in what attends to the process ends that process, and nothing else: what it sends may be of the
+    policy's making. The first one is printed to standard error.
+
     Args:
         open_process: Yields the process when it is ready for use, and ends it on leaving. Raises `StartFailed`.
     """
@@ -64,6 +69,7 @@ class Keeper(Generic[KeptT]):
         self._failure: StartFailed | None = None
         self._wanted = trio.Event()
         self._changed = trio.Event()
+        self._has_complained = False
 
     def __repr__(self) -> str:
         return f"<Keeper: generation {self.generation}, {self._process!r}>"
@@ -99,8 +105,10 @@ class Keeper(Generic[KeptT]):
         while True:
             await self._wanted.wait()
             self._wanted = trio.Event()
+            was_ready = False
             try:
                 async with self._open_process() as process:
+                    was_ready = True
                     self.generation += 1
                     self._announce(process, None)
                     await process.wait_gone()
@@ -108,6 +116,18 @@ class Keeper(Generic[KeptT]):
             except StartFailed as exc:
                 self._wanted = trio.Event()
                 self._announce(None, exc)
+            except Exception as exc:  # it ends the process, never the daemon
+                self._complain(exc)
+                if was_ready:
+                    self._announce(None, None)
+                else:
+                    self._wanted = trio.Event()
+                    self._announce(None, StartFailed(f"it could not be started: {type(exc).__name__}: {exc}"))
+
+    def _complain(self, error: Exception) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            traceback.print_exception(error, file=sys.stderr)
 
     def _announce(self, process: KeptT | None, failure: StartFailed | None) -> None:
         self._process = process

@@ -13,6 +13,7 @@ import msgspec
 import trio
 
 from ipc.channel import Channel
+from ipc.envelope import UNDECODABLE
 from ipc.errors import ChannelBroken, IpcError
 from sandbox_daemon.cell_output import OutputPipe
 from sandbox_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
@@ -145,7 +146,7 @@ class Kernel:
     async def _receive(self) -> ChildReady | CellDone | None:
         try:
             return _decoder.decode(await self._control.receive())
-        except (IpcError, msgspec.DecodeError):  # gone, or the cell wrote to a socket that is not its own
+        except (IpcError, *UNDECODABLE):  # gone, or the cell wrote to a socket that is not its own
             return None
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from sandbox_daemon.seccomp import prlimit
+
 if TYPE_CHECKING:
     from ipc.limits import SandboxLimits
 
-__all__ = ["hide_self", "limit_process", "limit_self", "limit_this"]
+__all__ = ["hide_self", "hold_proc", "limit_process", "limit_self", "limit_this"]
 
 PR_SET_DUMPABLE = 4
 RLIMIT_SIGPENDING = 11
@@ -41,15 +44,14 @@ def limit_self(limits: SandboxLimits, *, pid: int = 0) -> None:
         (RLIMIT_MSGQUEUE, MAX_QUEUE_BYTES),
     ):
         hard = resource.prlimit(pid, what)[1]
-        resource.prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
+        prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
 
 
 def hide_self() -> None:
     """Keep this process's memory, descriptors and environment from the tools, which run as the same user.
 
-    They can neither trace it nor open anything of it in /proc. Nor can they signal it, if it
-    is the first process of its PID namespace; they can lower its limits. What it starts is not
-    hidden: a program that is executed begins anew.
+    They can neither trace it nor open anything of it in /proc. What it starts is not hidden: a program that is executed
+    begins anew.
     """
     import ctypes
 
@@ -70,9 +72,23 @@ def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
     for what, limit in _kept(limits, isolated=isolated):
         with suppress(ProcessLookupError, PermissionError):  # it may have ended, or run a setuid program
             hard = resource.prlimit(pid, what)[1]
-            resource.prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
-    with suppress(OSError), open(f"/proc/{pid}/oom_score_adj", "w", encoding="ascii") as file:
-        file.write(str(OOM_SCORE_ADJUSTMENT))
+            prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
+    with suppress(OSError):
+        fd = os.open(f"{pid}/oom_score_adj", os.O_WRONLY, dir_fd=hold_proc())
+        try:
+            os.write(fd, b"%d" % OOM_SCORE_ADJUSTMENT)
+        finally:
+            os.close(fd)
+
+
+@functools.cache
+def hold_proc() -> int:
+    """Return a descriptor of /proc as it is now: where the tools are given a read-only one, this one can be written.
+
+    For they own the daemon's files there if their user is root, and could have the kernel choose the daemon when memory
+    is short. They cannot reach this descriptor: see `hide_self`.
+    """
+    return os.open("/proc", os.O_PATH | os.O_DIRECTORY)
 
 
 def limit_this(limits: SandboxLimits, *, isolated: bool) -> None:

@@ -1,8 +1,8 @@
 """Marks by which all that a program starts can be told to be its own, wherever it detaches itself to.
 
 A process loses its parent and its session when it becomes a daemon, but not its resource limits: they are inherited.
-The mark is one that Linux keeps and has no use for, `RLIMIT_LOCKS`. A program that changes it loses its mark; it ends
-with its sandbox then.
+The mark is one that Linux keeps and has no use for, `RLIMIT_LOCKS`. The filter of system calls keeps its bearer
+from changing it. Without a filter (the provider `process`) a program that changes it ends with its sandbox.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
+from sandbox_daemon.seccomp import prlimit
+from sandbox_daemon.syscall_rules import RLIMIT_LOCKS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["born_with", "has_mark", "new_mark"]
 
-RLIMIT_LOCKS = 10
 FIRST_MARK = 1 << 40
 _LIMIT = re.compile(rb"^Max file locks\s+(\S+)", re.MULTILINE)
 _marks = count(FIRST_MARK)
@@ -43,11 +45,11 @@ def born_with(mark: int) -> Iterator[None]:
             return
         own, most = resource.getrlimit(RLIMIT_LOCKS)
         with suppress(ValueError, OSError):  # the machine allows less
-            resource.setrlimit(RLIMIT_LOCKS, (mark, most))
+            prlimit(0, RLIMIT_LOCKS, (mark, most))
         try:
             yield
         finally:
-            resource.setrlimit(RLIMIT_LOCKS, (own, most))
+            prlimit(0, RLIMIT_LOCKS, (own, most))
 
 
 def has_mark(pid: int, mark: int) -> bool:

@@ -13,7 +13,8 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any
 
-from ipc.proc_files import HIDDEN_PROC, READ_ONLY_PROC
+from ipc.proc_files import hidden_proc
+from sandbox_daemon.limits import hold_proc
 from sandbox_daemon.privileges import drop_privileges
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVA
     *(0x1000, 0x4000, 0x40000),
 )
 PLAIN = MS_NOSUID | MS_NODEV
-EMPTY_FILE = "/etc/empty"
+EMPTY_FILE, EMPTY_FOLDER = "/etc/empty", "/srv"
 HOSTNAME = "sandbox"
 USER_LIMITS = ("max_user_namespaces", "max_inotify_instances", "max_inotify_watches")
 SIOCSIFFLAGS = 0x8914
@@ -111,11 +112,11 @@ def settle(*, uid: int, gid: int, home: str, disk_bytes: int, limits: NamespaceL
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("proc", "/proc", "proc", PLAIN | MS_NOEXEC)
     _bound(limits)
-    for path in filter(os.path.exists, (f"/proc/{name}" for name in READ_ONLY_PROC)):
-        _mount(path, path, None, MS_BIND | MS_REC)
-        _mount(None, path, None, MS_BIND | MS_REMOUNT | MS_RDONLY | PLAIN | MS_NOEXEC)
-    for path in filter(os.path.exists, (f"/proc/{name}" for name in HIDDEN_PROC)):
-        _mount(EMPTY_FILE, path, None, MS_BIND)
+    hold_proc()
+    _mount("/proc", "/proc", None, MS_BIND)
+    _mount(None, "/proc", None, MS_BIND | MS_REMOUNT | MS_RDONLY | PLAIN | MS_NOEXEC)
+    for path, is_folder in hidden_proc():
+        _mount(EMPTY_FOLDER if is_folder else EMPTY_FILE, path, None, MS_BIND)
     _mount(
         "devpts",
         "/dev/pts",

@@ -1,10 +1,12 @@
 """The own time of a command: the time that has passed, less the time in which its processes waited for a CPU.
 
 A busy machine makes a program late, and must not make it too slow. Every interval counts as
-`min(wall, max(cpu, wall - waited))`. There `cpu` is the CPU time of all processes of the sandbox in that interval, also
-of those that have detached themselves, and `waited` the time in which the command's threads could have run and had no
-CPU (/proc/PID/task/TID/schedstat). So a program that sleeps is charged for its sleep, and one that computes for what it
-computes, in however many processes.
+`min(real, max(cpu, wall - waited))`. There `real` is the time that has passed, and `wall` what this process's clock
+shows of it: that one stands while the process does not run (`ipc.clock`). So a program that was stopped with it is
+charged for nothing, and one that keeps it from running for what it computes. `cpu` is the CPU time of all processes of
+the sandbox in that interval, also of those that have detached themselves, and `waited` the time in which the command's
+threads could have run and had no CPU (/proc/PID/task/TID/schedstat). So a program that sleeps is charged for its sleep,
+and one that computes for what it computes, in however many processes.
 
 An interval counts in full where the evidence has gaps: processes were born and had ended before they were looked at
 (the PID namespace's last number says so), or the kernel keeps no such times. The wait of a thread does not count that
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,7 +65,8 @@ class OwnTime:
         is_lenient: a command that waited for a CPU may use up to twice its limit, for a CPU that is shared is slower.
             The caller sees from `own_s` that this was needed.
         look: how the processes are seen.
-        now_s: the clock of the time that passes.
+        now_s: the clock of this process.
+        real_s: the clock of the time that passes, whether or not this process runs.
     """
 
     def __init__(
@@ -72,13 +76,16 @@ class OwnTime:
         is_lenient: bool = False,
         look: Callable[[Callable[[ProcessTable], set[ProcessEntry]], int], Seen] | None = None,
         now_s: Callable[[], float] = trio.current_time,
+        real_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._members = members
         self._is_lenient = is_lenient
         self._look = look or globals()["look"]
         self._now_s = now_s
+        self._real_s = real_s
         self._limit_s = 0.0
         self._since_s: float | None = None
+        self._real_since_s = 0.0
         self._seen: Seen | None = None
         self._changed = trio.Event()
         self.own_s = 0.0
@@ -90,7 +97,7 @@ class OwnTime:
         if limit_s:
             self._limit_s, self.own_s, self.cpu_s, self.waited_s = limit_s, 0.0, 0.0, 0.0
         if self._limit_s and self._since_s is None:
-            self._since_s, self._seen = self._now_s(), None
+            self._since_s, self._real_since_s, self._seen = self._now_s(), self._real_s(), None
             self._changed.set()
 
     def stop(self) -> None:
@@ -126,8 +133,9 @@ class OwnTime:
         """Look, and count what has passed since the last look."""
         assert self._since_s is not None
         before, self._seen = self._seen, self._look(self._members, self._seen.last_tid if self._seen else 0)
-        now_s = self._now_s()
+        now_s, real_now_s = self._now_s(), self._real_s()
         wall_s, self._since_s = now_s - self._since_s, now_s
+        real_s, self._real_since_s = max(wall_s, real_now_s - self._real_since_s), real_now_s
         if before is None:
             self.own_s += min(INTERVAL_S, wall_s)
             return
@@ -138,7 +146,7 @@ class OwnTime:
             waited_s = 0.0
         self.cpu_s += cpu_s
         self.waited_s += min(waited_s, wall_s)
-        self.own_s += min(wall_s, max(cpu_s, wall_s - waited_s))
+        self.own_s += min(real_s, max(cpu_s, wall_s - waited_s))
 
 
 def look(members: Callable[[ProcessTable], set[ProcessEntry]], above_tid: int) -> Seen:

@@ -9,6 +9,7 @@ from sandbox_daemon.command_line import show_command_line
 from sandbox_daemon.descriptors import close_all_but
 from sandbox_daemon.ipython_child import main
 from sandbox_daemon.kernel_ends import open_kernel_ends
+from sandbox_daemon.privileges import drop_privileges
 from sandbox_daemon.seccomp import confine
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def _live(ends: ChildEnds) -> NoReturn:
             os.dup2(fd, number)
         control_fd, begun_fd = os.dup(ends.control_fd), os.dup(ends.begun_fd)
         close_all_but({0, 1, 2, control_fd, begun_fd})
-        confine(daemon_pid=os.getppid())
+        drop_privileges(kept=(), guarded=False)
+        confine(daemon_pid=os.getppid(), guarded=True)
         main(control_fd, begun_fd)
     except BaseException as exc:
         os.write(2, f"{type(exc).__name__}: {exc}\n".encode())

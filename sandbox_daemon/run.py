@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from ipc.clock import RunningClock
 from ipc.sandbox_calls import OWN_ERROR_EXIT
 from sandbox_daemon.daemon import serve_daemon
-from sandbox_daemon.limits import hide_self, limit_self
+from sandbox_daemon.limits import hide_self, hold_proc, limit_self
 from sandbox_daemon.memory_files import start_maker
 from sandbox_daemon.privileges import KEPT, drop_privileges
 from sandbox_daemon.seccomp import confine
@@ -26,6 +27,8 @@ __all__ = ["ACCEPT_TIMEOUT_S", "USAGE_ERROR", "run_daemon", "say_ready"]
 
 ACCEPT_TIMEOUT_S = 30.0
 USAGE_ERROR = 2
+TICK_S = 2.0
+"""Longest sleep of the loop, which is that of an idle watchdog. While an action runs, a watchdog wakes more often."""
 
 
 def run_daemon(
@@ -55,11 +58,11 @@ def run_daemon(
             raise ValueError("neither --socket nor the start line's listen_fd says where to listen")
         if start.cwd and not os.path.isdir(start.cwd):
             raise ValueError(f"cwd {start.cwd!r} is not a directory")
-        if start.fakeroot:
-            drop_privileges(kept=KEPT)
+        hold_proc()
         if start.isolated:
+            guarded = drop_privileges(kept=KEPT if start.fakeroot else ())
             start_maker()
-            confine(daemon_pid=os.getpid())
+            confine(daemon_pid=os.getpid(), guarded=guarded)
         limit_self(start.limits)
         if kernel is not None:
             limit_self(start.limits, pid=kernel.pid)
@@ -75,7 +78,8 @@ def run_daemon(
                 prestart_ipython=prestart_ipython or start.prestart_ipython,
                 on_ready=say_ready,
                 kernel=kernel,
-            )
+            ),
+            clock=RunningClock(tick_s=TICK_S),
         )
     except (OSError, ValueError) as exc:
         sys.stderr.write(f"sandbox_daemon: {exc}\n")

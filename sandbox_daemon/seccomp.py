@@ -6,14 +6,19 @@ says what becomes of the call. Works for every provider alike, and needs no priv
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
+import resource
 import struct
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from sandbox_daemon.syscall_rules import ARCHITECTURES, Architecture, Rule, rules
+from sandbox_daemon.syscall_rules import ARCHITECTURES, PRLIMIT64, RLIMIT_LOCKS, Architecture, Rule, rules
 
-__all__ = ["Instruction", "assemble", "confine", "filter_code", "filter_program"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Instruction", "assemble", "confine", "filter_code", "filter_end", "filter_program", "prlimit", "with_key"]
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 """BPF_LD|W|ABS, BPF_JMP|JEQ|K, JGE, JSET, BPF_RET|K."""
@@ -27,9 +32,13 @@ PR_SET_NO_NEW_PRIVS = 38
 SET_MODE_FILTER = 1
 FLAG_SPEC_ALLOW = 1 << 2
 """Older kernels would otherwise slow down every process under a filter, against attacks that a filter does not stop."""
+NO_KEY = b"\xa1key\xa2key\xa3key\xa4key"
+"""A placeholder of a key, in a filter without one: four words that a filter has nowhere else."""
 KEYCTL_JOIN_SESSION_KEYRING = 1
 ENOSYS = 38
 EINVAL = 22
+KEY_BYTES = 16
+"""The size of the daemon's key to `prlimit64`, in the two arguments of a call that the kernel does not read."""
 
 
 class Instruction(NamedTuple):
@@ -42,11 +51,9 @@ class Instruction(NamedTuple):
 
 
 def filter_program(architecture: Architecture, chosen: list[Rule]) -> list[Instruction]:
-    """Return a filter that refuses `chosen`, and allows everything else of this architecture.
+    """Return the beginning of a filter that refuses `chosen`; `filter_end` is its end.
 
     Code of other architectures is killed.
-
-    Calls that no rule names cost nothing: since Linux 5.11 the kernel remembers that they are always allowed.
     """
     program = [
         Instruction(LOAD, ARCHITECTURE_AT),
@@ -59,7 +66,44 @@ def filter_program(architecture: Architecture, chosen: list[Rule]) -> list[Instr
     for rule in chosen:
         body = _body(rule)
         program += [Instruction(JUMP_EQUAL, rule.number, 0, len(body)), *body]
-    return [*program, Instruction(RETURN, ALLOW)]
+    return program
+
+
+def filter_end(architecture: Architecture, key: bytes) -> list[Instruction]:
+    """Return the rule of `prlimit64`, and the end of a filter, which allows all other calls of this architecture.
+
+    A program may read any limits that the kernel lets it, and set its own, `RLIMIT_LOCKS` aside: the process is 0 then,
+    as in `setrlimit` of any C library. No number of another process is allowed: each of the daemon's threads has one
+    that the filter cannot know. Who gives the key in the fifth and sixth argument may set all: the daemon.
+
+    Calls that no rule names cost nothing: since Linux 5.11 the kernel remembers that they are always allowed.
+    """
+    allow = Instruction(RETURN, ALLOW)
+    words = [
+        step
+        for index, word in enumerate(struct.unpack("=4I", key))
+        for step in (
+            Instruction(LOAD, ARGUMENTS_AT + 8 * 4 + 4 * index),
+            Instruction(JUMP_EQUAL, word, 0, 2 * (3 - index) + 1),
+        )
+    ]
+    keyed = [*words, allow, Instruction(RETURN, ERROR | errno.EPERM)]
+    own = [
+        Instruction(LOAD, ARGUMENTS_AT),
+        Instruction(JUMP_EQUAL, 0, 0, 3),
+        Instruction(LOAD, ARGUMENTS_AT + 8),
+        Instruction(JUMP_EQUAL, RLIMIT_LOCKS, 1, 0),
+        allow,
+    ]
+    reading = [
+        Instruction(LOAD, ARGUMENTS_AT + 16),
+        Instruction(JUMP_EQUAL, 0, 0, 3),
+        Instruction(LOAD, ARGUMENTS_AT + 20),
+        Instruction(JUMP_EQUAL, 0, 0, 1),
+        allow,
+    ]
+    body = [*reading, *own, *keyed]
+    return [Instruction(JUMP_EQUAL, PRLIMIT64[architecture.column], 0, len(body)), *body, allow]
 
 
 def _body(rule: Rule) -> list[Instruction]:
@@ -98,14 +142,22 @@ def assemble(program: list[Instruction]) -> bytes:
 
 
 @functools.cache
-def filter_code(daemon_pid: int) -> bytes:
-    """Return the filter of this machine, encoded; see `confine`.
+def filter_code(daemon_pid: int, *, guarded: bool) -> bytes:
+    """Return the filter of this machine, encoded, with `NO_KEY` for the daemon's key; see `confine`.
 
     Raises:
         OSError: there is none for its architecture.
     """
     architecture = _architecture()
-    return assemble(filter_program(architecture, rules(architecture, daemon_pid)))
+    begun = filter_program(architecture, rules(architecture, daemon_pid, guarded=guarded))
+    return assemble([*begun, *filter_end(architecture, NO_KEY)])
+
+
+def with_key(code: bytes, key: bytes) -> bytes:
+    """Return the filter `code` with `key` instead of `NO_KEY`."""
+    for at in range(0, KEY_BYTES, 4):
+        code = code.replace(NO_KEY[at : at + 4], key[at : at + 4])
+    return code
 
 
 def _architecture() -> Architecture:
@@ -115,17 +167,39 @@ def _architecture() -> Architecture:
     return ARCHITECTURES[machine]
 
 
-def confine(*, daemon_pid: int) -> None:
+_prlimit: Callable[[int, int, tuple[int, int]], None] | None = None
+"""Set by `confine` in the daemon: sets limits by its key."""
+
+
+def prlimit(pid: int, what: int, limits: tuple[int, int]) -> None:
+    """Set soft and hard limit of a process, 0: this one, as `resource.prlimit` does; also under the daemon's filter.
+
+    Raises:
+        OSError: there is no such process, or it does not allow it.
+    """
+    if _prlimit is None:
+        resource.prlimit(pid, what, limits)
+    else:
+        _prlimit(pid, what, limits)
+
+
+def confine(*, daemon_pid: int, guarded: bool) -> None:
     """Leave the keyring that the node's session has, and refuse what no tool needs, from now on.
 
-    `daemon_pid`: of the process that nothing under this filter may signal.
+    In the daemon itself, `prlimit` still sets all limits afterwards.
+
+    Args:
+        daemon_pid: of the process that nothing under this filter may signal.
+        guarded: see `syscall_rules.rules`.
 
     Raises:
         OSError: it did not work; nothing may be started then.
     """
+    global _prlimit
     import ctypes  # here, because the daemons of tests do without
 
-    architecture, code = _architecture(), filter_code(daemon_pid)
+    architecture, key = _architecture(), os.urandom(KEY_BYTES)
+    code = with_key(filter_code(daemon_pid, guarded=guarded), key)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(architecture.keyctl, KEYCTL_JOIN_SESSION_KEYRING, None) < 0 and ctypes.get_errno() != ENOSYS:
         raise OSError(ctypes.get_errno(), "keyctl(KEYCTL_JOIN_SESSION_KEYRING)")
@@ -135,7 +209,16 @@ def confine(*, daemon_pid: int) -> None:
     described = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     for flags in (FLAG_SPEC_ALLOW, 0):  # Linux before 4.17 has no such flag
         if libc.syscall(architecture.seccomp, SET_MODE_FILTER, flags, described) == 0:
-            return
-        if ctypes.get_errno() != EINVAL:
             break
-    raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
+        if ctypes.get_errno() != EINVAL or not flags:
+            raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
+    if os.getpid() != daemon_pid:
+        return
+    number, words = PRLIMIT64[architecture.column], [ctypes.c_uint64(word) for word in struct.unpack("=2Q", key)]
+
+    def set_by_key(pid: int, what: int, limits: tuple[int, int]) -> None:
+        new = struct.pack("=2Q", *(limit & 0xFFFFFFFFFFFFFFFF for limit in limits))
+        if libc.syscall(number, pid, what, new, None, *words) != 0:
+            raise OSError(ctypes.get_errno(), f"prlimit64 of process {pid}")
+
+    _prlimit = set_by_key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -44,6 +45,9 @@ INTERRUPT_KEYS = b"\x03\x1c"
 """C-c and C-\\: bash may answer them with another prompt."""
 STREAM_BUFFER_CHUNKS = 16
 RECORD_PIPE_BYTES = 64 * 1024
+MAX_EXIT_CODE = 255
+_EXIT_CODE = re.compile(rb"[0-9]{1,3}")
+"""Whatever else a command has written into the pipe is no record: the shell's own still comes."""
 RECORD_FIELDS = 6
 """Fields of a whole record after its exit code: those of `CommandEnd`, and nothing."""
 
@@ -390,7 +394,7 @@ class Shell:
             return None
         for record in records:  # an interrupt may have cut the first one off; what follows a whole one may know less
             code, *fields = record.split(b"\0")
-            if code.isdigit() and len(fields) >= RECORD_FIELDS:
+            if _EXIT_CODE.fullmatch(code) and int(code) <= MAX_EXIT_CODE and len(fields) >= RECORD_FIELDS:
                 self._records = b""
                 cwd, *rest = map(os.fsdecode, fields[: RECORD_FIELDS - 1])
                 return CommandEnd(int(code), cwd or _link(self.child.pid, "cwd") or "/", *rest)

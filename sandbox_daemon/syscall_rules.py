@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 from typing import NamedTuple
 
-__all__ = ["ARCHITECTURES", "Architecture", "Rule", "rules"]
+__all__ = ["ARCHITECTURES", "PRLIMIT64", "RLIMIT_LOCKS", "Architecture", "Rule", "rules"]
 
 
 class Architecture(NamedTuple):
@@ -126,25 +126,41 @@ NETLINK_ROUTE, NETLINK_SOCK_DIAG = 0, 4
 is none of a namespace's, or not for tools; the errors are those of a kernel that does not have it, which libraries
 expect."""
 
-ON_THE_DAEMON = {
-    "ioprio_set": ((251, 30), 1),
-    "kill": ((62, 129), 0),
-    "pidfd_open": ((434, 434), 0),
-    "prlimit64": ((302, 261), 0),
-    "rt_sigqueueinfo": ((129, 138), 0),
-    "rt_tgsigqueueinfo": ((297, 240), 0),
-    "sched_setaffinity": ((203, 122), 0),
-    "sched_setattr": ((314, 274), 0),
-    "sched_setparam": ((142, 118), 0),
-    "sched_setscheduler": ((144, 119), 0),
-    "setpriority": ((141, 140), 1),
-    "tgkill": ((234, 131), 0),
+SIGNALS = {
+    "kill": (62, 129),
+    "pidfd_open": (434, 434),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "tgkill": (234, 131),
+    "tkill": (200, 130),
 }
-"""Refused where they name the daemon: the call, and which argument is the process. It is of the tools' own user."""
+"""Calls that are refused where their first argument is the daemon's id, with an error that the caller sees.
+
+No filter can tell what else may name it, as a thread's id or a descriptor of its folder in /proc. There the kernel
+keeps signals from the first process of a PID namespace, which handles SIGCHLD only."""
+SCHEDULING = {
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+}
+"""Calls that are for the caller only where no capability guards the daemon: their first argument is 0."""
+PRIORITIES = {"setpriority": ((141, 140), 0), "ioprio_set": ((251, 30), 1)}
+"""Calls like those of `SCHEDULING`, each with the first argument that makes the second one a process."""
+PRLIMIT64 = (302, 261)
+SETRLIMIT = (160, 164)
+RLIMIT_LOCKS = 10
+"""The mark of what the daemon starts (`marks`), which nobody may take off."""
 
 
-def rules(architecture: Architecture, daemon_pid: int) -> list[Rule]:
-    """All of them, each for another call. `daemon_pid`: as the tools see it."""
+def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list[Rule]:
+    """All of them but that of `prlimit64`, each for another call.
+
+    Args:
+        architecture: whose numbers they have.
+        daemon_pid: as the tools see it.
+        guarded: the kernel keeps the tools from the daemon's priority, scheduling and processors: see `privileges`.
+    """
     column = architecture.column
     found = [
         Rule(number, error)
@@ -152,11 +168,16 @@ def rules(architecture: Architecture, daemon_pid: int) -> list[Rule]:
         for numbers in table.values()
         if (number := numbers[column]) is not None
     ]
-    found += [
-        Rule(numbers[column], errno.EPERM, argument, equal=daemon_pid) for numbers, argument in ON_THE_DAEMON.values()
-    ]
+    found += [Rule(numbers[column], errno.EPERM, equal=daemon_pid) for numbers in SIGNALS.values()]
+    if not guarded:
+        found += [Rule(numbers[column], errno.EPERM, unless=(0,)) for numbers in SCHEDULING.values()]
+        found += [
+            Rule(numbers[column], errno.EPERM, unless=(process,), also=Also(process, 1, (0,), errno.EPERM))
+            for numbers, process in PRIORITIES.values()
+        ]
     return [
         *found,
+        Rule(SETRLIMIT[column], errno.EPERM, equal=RLIMIT_LOCKS),
         # Its flags are in memory, where no filter can look: the C library goes back to `clone` then.
         Rule(CLONE3[column], errno.ENOSYS),
         Rule(CLONE[column], errno.EPERM, flags=NEW_NAMESPACES),

@@ -102,8 +102,8 @@ class Transfers:
         raise CallError("no_transfer", f"{type(call).__name__}: there is no such transfer {call.transfer_id}")
 
     def _begin(self, call: UploadBegin | DownloadBegin) -> TreeReader | TreeWriter:
-        if "\0" in call.path:
-            raise CallError("bad_request", "path: holds a NUL")
+        if any("\0" in each for each in (call.path, *call.roots)):
+            raise CallError("bad_request", "path, roots: one holds a NUL")
         if not os.path.isabs(call.path):
             raise CallError("not_absolute", f"{call.path!r} is not an absolute path")
         limits = TreeLimits(max_bytes=call.max_bytes, max_entries=call.max_entries)

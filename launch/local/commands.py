@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
-import msgspec
 import trio
 
 from launch.local.claim import claimed, find_claim
 from launch.local.fleet import run_nodes
-from launch.local.plan import LOCAL, write_plan
+from launch.local.plan import LOCAL, check_config, write_plan
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
+from prorl_trio.client.terminal import say, say_json
 from prorl_trio.rendezvous.report import look_at_nodes
 from prorl_trio.types.errors import ConfigError
 
@@ -77,19 +77,20 @@ def up(fleet_dir: Path, config_file: Path, nodes: int) -> None:
     Exit code: 0 every job had its own outcome, or the fleet was up already; 3 jobs were cut short; 1 a node did not
     start, or ended by itself.
     """
+    check_config(config_file)
     fleet = Path(os.path.abspath(fleet_dir))
     with claimed(fleet, nodes) as other:
         if other is not None:
             _require_same(other, fleet, nodes)
-            click.echo(f"{_count(nodes)} of the fleet in {fleet} are up already, by process {other.process.pid}")
+            say(f"{_count(nodes)} of the fleet in {fleet} are up already, by process {other.process.pid}")
             return
         folders = write_plan(config_file, fleet, nodes)
         codes = trio.run(
             lambda: run_nodes(
                 fleet,
                 folders,
-                on_ready=lambda: click.echo(f"READY {_count(nodes)}; trainers find them by PRORL_FLEET={fleet}"),
-                on_end=lambda name, code: click.echo(
+                on_ready=lambda: say(f"READY {_count(nodes)}; trainers find them by PRORL_FLEET={fleet}"),
+                on_end=lambda name, code: say(
                     f"node {name} has ended with exit code {code}; its log is {fleet / LOCAL / name / 'node.log'}"
                 ),
             )
@@ -108,7 +109,7 @@ def status(fleet_dir: Path) -> None:
     claim = find_claim(fleet_dir)
     found = look_at_nodes(fleet_dir)
     report = {"up": None if claim is None else claim.process.pid, "nodes": found.nodes, "broken": found.broken}
-    click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    say_json(report)
 
 
 @local.command()
@@ -123,7 +124,7 @@ def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
     """
     claim = find_claim(fleet_dir)
     if claim is None:
-        click.echo(f"no fleet is up in {fleet_dir}")
+        say(f"no fleet is up in {fleet_dir}")
         return
     _signal(claim)
     if _gone(fleet_dir, drain_s or SIGNALS_APART_S):  # two signals at once would count as one

@@ -13,6 +13,7 @@ import trio
 from ipc.nursery import open_single_nursery
 from launch.node import LOG_TAIL_BYTES, NODE_GRACE_S, NODE_START_TIMEOUT_S, NodeLost, serve_command
 from launch.supervised import open_supervised
+from prorl_trio.config.secrets import TOKEN_VARIABLE
 from prorl_trio.rendezvous.watch import FleetWatch
 
 if TYPE_CHECKING:
@@ -47,10 +48,11 @@ async def run_nodes(
     """
     running: dict[str, int] = {}
     codes: dict[str, int] = {}
-    token = os.environ.get("PRORL_TOKEN") or secrets.token_urlsafe(32)
+    env = dict(os.environ)
+    if nodes and not nodes[0].has_token and not env.get(TOKEN_VARIABLE):
+        env[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
 
     async def run(node: NodeFolder) -> None:
-        env = {**os.environ, "PRORL_TOKEN": token}
         command = serve_command(node.config_file)
         async with open_supervised(command, env=env, log_file=node.log_file, grace_s=NODE_GRACE_S) as process:
             if process.pid:  # else it could not be executed

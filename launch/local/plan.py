@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -9,22 +10,28 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from prorl_trio.config import load_config
+from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.rendezvous.folder import claim_folder
+from prorl_trio.service.tls import load_tls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LOCAL", "NodeFolder", "node_tables", "write_plan"]
+__all__ = ["LOCAL", "NodeFolder", "check_config", "node_tables", "write_plan"]
 
 LOCAL: Final = "local"
 """The folder of ours in that of the fleet, beside the entries of the nodes."""
 
 
 class NodeFolder(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the fleet, and the folder with its node.toml, its log and its ledger."""
+    """A node of the fleet, and the folder with its node.toml, its log and its ledger.
+
+    `has_token`: its node.toml names its token.
+    """
 
     node_id: str
     path: Path
+    has_token: bool = False
 
     @property
     def config_file(self) -> Path:
@@ -56,6 +63,18 @@ def node_tables(common: Mapping[str, Any], node: NodeFolder, fleet: Path) -> dic
     }
 
 
+def check_config(config_file: Path) -> None:
+    """Check the node.toml of all nodes, and the secrets that it names. Blocks on the disk.
+
+    Raises:
+        ConfigError: the file is not a valid node.toml, its token or certificate cannot be used, or `PRORL_TOKEN` is
+            another token.
+    """
+    listen = load_config(config_file).listen
+    agreed_token(listen, os.environ.get(TOKEN_VARIABLE, ""))
+    load_tls(listen)
+
+
 def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
     """Write the node.toml of each of `count` nodes, in a folder of its own below that of the fleet. Blocks.
 
@@ -63,15 +82,16 @@ def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
     the `node_id` of `config_file`, if it has one, in place of `local`.
 
     Raises:
-        ConfigError: the file is no valid node.toml, or the fleet's folder cannot be used.
+        ConfigError: the file is not a valid node.toml, or the fleet's folder cannot be used.
     """
-    load_config(config_file)
+    listen = load_config(config_file).listen
+    has_token = bool(listen.token or listen.token_file)
     common = tomllib.loads(config_file.read_text(encoding="utf-8"))
     claim_folder(fleet)
     nodes: list[NodeFolder] = []
     for number in range(count):
         node_id = f"{common.get('node_id') or LOCAL}-{number}"
-        node = NodeFolder(node_id=node_id, path=fleet / LOCAL / node_id)
+        node = NodeFolder(node_id=node_id, path=fleet / LOCAL / node_id, has_token=has_token)
         node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         node.config_file.touch(mode=0o600)  # it may have the token
         node.config_file.write_bytes(msgspec.toml.encode(node_tables(common, node, fleet)))

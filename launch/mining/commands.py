@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 import click
 import trio
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -24,6 +23,7 @@ from launch.mining.runs import LocalBench
 from launch.mining.sets import MINED_SETS
 from launch.mining.verification import CHECKS, verify_row, verify_rows
 from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
+from prorl_trio.client.terminal import Console, one_line, say
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.layers import find_layer
@@ -85,7 +85,7 @@ def mine(
                 bar.advance(line)
                 said = " ".join(task.reason.split())
                 reason = f": {textwrap.shorten(said, MAX_REASON_CHARS, placeholder=' ...')}" if said else ""
-                bar.console.print(f"{task.status} {task.instance_id}{reason}", markup=False, highlight=False)
+                bar.console.print(one_line(f"{task.status} {task.instance_id}{reason}"), soft_wrap=True)
 
             async with _open_bench(jobs) as bench:
                 miner = Miner(bench, folder, settings, limits=limits, jobs=jobs, on_ended=ended)
@@ -98,7 +98,7 @@ def mine(
     families = {task.row.family for task in verified if task.row is not None}
     console.print(f"{len(verified)} verified tasks of {len(families)} packages: {folder / MINED_ROWS}", soft_wrap=True)
     for problem in problems:
-        click.secho(f"error: {problem}", fg="red", err=True)
+        say(f"error: {problem}", color="red", err=True)
     if problems:
         raise click.ClickException(f"{len(problems)} of {len(wanted)} packages were not mined to their end")
 
@@ -148,7 +148,7 @@ def verify(rows: str, gold: Path | None, limit: int | None, jobs: int, results: 
         for check, verdict in verdicts.items():
             if verdict != "right":
                 wrong.add(instance_id)
-                table.add_row(instance_id, check, verdict.replace("[", r"\["))
+                table.add_row(*map(one_line, (instance_id, check, verdict)))
     if wrong:
         console.print(table)
         raise click.ClickException(f"{len(wrong)} of {len(found)} rows are not as they must be")
@@ -171,8 +171,8 @@ def published(name: str) -> None:
 
     for task in trio.run(run):
         save_task(task, folder)
-        click.echo(f"{task.status} {task.instance_id} {task.reason}".rstrip())
-    click.echo(f"{len(_write_set(folder))} verified tasks: {folder / MINED_ROWS}")
+        say(f"{task.status} {task.instance_id} {task.reason}".rstrip())
+    say(f"{len(_write_set(folder))} verified tasks: {folder / MINED_ROWS}")
 
 
 @tasks.command()
@@ -187,11 +187,11 @@ def export(name: str, to: Path, gold: Path | None) -> None:
     write_lines(to, (task.row for task in verified))
     if gold is not None:
         write_lines(gold, (Gold(instance_id=task.instance_id, patch=task.gold) for task in verified))
-    click.echo(f"{to}: {len(verified)} tasks. A node needs these layers in its store:")
+    say(f"{to}: {len(verified)} tasks. A node needs these layers in its store:")
     for digest in sorted({layer for task in verified if task.row for layer in task.row.payload["layers"]}):
         layer = find_layer(digest)
         size = "missing here" if layer is None else f"{layer.record.size_bytes / _MIB:.1f} MiB"
-        click.echo(f"{digest}  {size}")
+        say(f"{digest}  {size}")
 
 
 def _write_set(folder: Path) -> list[MinedTask]:

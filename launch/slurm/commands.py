@@ -17,16 +17,19 @@ import click
 import msgspec
 import trio
 
+from ipc.clock import RunningClock
 from launch.slurm import queue
 from launch.slurm.engine_port import DEFAULT_PORT, PORT_VARIABLE, EnginePort, find_ports, take_port, tell_port
 from launch.slurm.engine_share import engines_of_node
 from launch.slurm.fleet_folder import open_fleet_folder, read_job, remove_ended, sole_up, write_job
 from launch.slurm.leash import run_leashed
 from launch.slurm.local_folder import find_local_folder
-from launch.slurm.node_file import MachineFacts, address_of_machine, node_config, read_config
+from launch.slurm.node_file import MachineFacts, address_of_machine, check_secrets, node_config, read_config
 from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_times
 from launch.slurm.sbatch_options import check_options
 from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_groups
+from prorl_trio.client.terminal import say, say_json
+from prorl_trio.config.secrets import TOKEN_VARIABLE
 from prorl_trio.rendezvous.report import look_at_nodes
 from prorl_trio.types.errors import ConfigError
 
@@ -118,7 +121,7 @@ def up(
         raise ConfigError(
             "--engine-nodes and --engine-sbatch are of engines on machines of their own: give --engine, too"
         )
-    read_config(config_file)
+    check_secrets(read_config(config_file), os.environ)
     port = engine_port or (0 if PORT_VARIABLE in engine_command else DEFAULT_PORT)
     engine = EnginePlan(command=engine_command, port=port, machines=engine_nodes, sbatch=engine_sbatch)
     folder = Path(os.path.abspath(fleet_dir))
@@ -145,7 +148,7 @@ def up(
         if not job_id:  # --test-only
             return
         write_job(folder, job_id)
-    click.echo(f"job {job_id}; its script is {files / _SCRIPT}, its log {files / job_id}.log")
+    say(f"job {job_id}; its script is {files / _SCRIPT}, its log {files / job_id}.log")
 
 
 @slurm.command()
@@ -156,7 +159,7 @@ def status(fleet_dir: Path) -> None:
     jobs = queue.find_jobs([job_id])
     found = look_at_nodes(fleet_dir)
     report = {"job_id": job_id, "job": jobs[0] if jobs else None, "nodes": found.nodes, "broken": found.broken}
-    click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    say_json(report)
 
 
 @slurm.command()
@@ -203,7 +206,7 @@ def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
     where Slurm kills all processes of the task at once. It finds a folder of --local-dir's by PRORL_LOCAL_DIR.
     """
     folder = find_local_folder(local_dir)
-    sys.exit(trio.run(lambda: run_leashed(command, local_folder=folder, **rules)))
+    sys.exit(trio.run(lambda: run_leashed(command, local_folder=folder, **rules), clock=RunningClock()))
 
 
 @slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -238,7 +241,7 @@ def pulse(
     async def keep() -> int:
         return await beats.keep(command, await with_times(job_run.job_id, os.environ))
 
-    sys.exit(trio.run(keep))
+    sys.exit(trio.run(keep, clock=RunningClock()))
 
 
 @slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -279,10 +282,12 @@ def node(
         engines=_urls(engine_ports, shared) if engine_ports else [],
         drain_s=drain_s,
     )
-    config = node_config(read_config(config_file), facts, os.environ)
+    common = read_config(config_file)
+    config = node_config(common, facts, os.environ)
     path = Path(facts.folder) / "node.toml"
     path.write_bytes(msgspec.toml.encode(config))
-    os.environ.setdefault("PRORL_TOKEN", secrets.token_urlsafe(32))
+    if not check_secrets(common, os.environ):
+        os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
     os.execv(sys.executable, [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(path)])
 
 
@@ -306,7 +311,7 @@ def _submit(script: Path, groups: list[list[str]]) -> str:
                 return job_id
         raise
     if not job_id:
-        click.echo(said)
+        say(said)
     return job_id
 
 
@@ -324,7 +329,7 @@ def _urls(ports: Path, machines: list[str]) -> list[str]:
     if problems and len(problems) == len(found):
         raise ConfigError(f"there is no engine for this node: {'; '.join(problems)}")
     for problem in problems:
-        click.echo(f"one engine less: {problem}", err=True)
+        say(f"one engine less: {problem}", err=True)
     return [f"http://{machine}:{found[machine].port}" for machine in machines if not found[machine].problem]
 
 
@@ -361,7 +366,7 @@ def _until_gone(job_id: str, timeout_s: float, end: Callable[[str], None]) -> bo
                 end(job_id)
                 asked = True
         except queue.SlurmFailed as error:
-            click.echo(f"{error}; trying again", err=True)
+            say(f"{error}; trying again", err=True)
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)  # a command without a loop; Slurm tells nobody

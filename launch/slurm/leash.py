@@ -24,8 +24,6 @@ __all__ = ["run_leashed"]
 _PULSE = 0
 """The descriptor on which the pulse comes: standard input."""
 _READ_BYTES = 4096
-_TICK_S = 1.0
-"""The wait for the pulse is counted in these, so that time in which Slurm has suspended the job does not count."""
 _END_MARGIN_S = 6.0
 """Beyond the grace: how long the supervisor may take to end everything."""
 
@@ -43,7 +41,8 @@ async def run_leashed(
     SIGTERM and SIGINT are passed on to it. It is ended (SIGTERM, `grace_s` seconds, SIGKILL to all its descendants)
     when this process is killed, when our parent, slurmstepd, has ended, or when no pulse came for `pulse_timeout_s`
     seconds; None: none is expected. After that, as at every end, no process, temporary folder or shared memory of it is
-    left. For the main thread only.
+    left. For the main thread only. Give the loop a `RunningClock`: then time in which Slurm has suspended the job does
+    not count.
 
     Args:
         command: what to execute. Its `TMPDIR` is a folder of its own in `local_folder`.
@@ -149,7 +148,9 @@ async def _follow_pulse(timeout_s: float, tree: _Tree, ignore_drain: bool) -> No
     received, drains = b"", ignore_drain
     async with trio.lowlevel.FdStream(os.dup(_PULSE)) as stream:
         while True:
-            chunk = await _receive_within(stream, timeout_s)
+            chunk: bytes | None = None
+            with trio.move_on_after(timeout_s):
+                chunk = bytes(await stream.receive_some(_READ_BYTES))
             if not chunk:
                 why = f"no pulse for {timeout_s:g} s" if chunk is None else "the pulse has ended"
                 break
@@ -162,17 +163,6 @@ async def _follow_pulse(timeout_s: float, tree: _Tree, ignore_drain: bool) -> No
                 drains = True
                 tree.send(signal.SIGTERM)
     await tree.drop(why)
-
-
-async def _receive_within(stream: trio.abc.ReceiveStream, timeout_s: float) -> bytes | None:
-    """Return what comes; None if nothing did for so long, in which this process was not stopped."""
-    waited_s = 0.0
-    while waited_s < timeout_s:
-        tick_s = min(_TICK_S, timeout_s - waited_s)
-        with trio.move_on_after(tick_s):
-            return bytes(await stream.receive_some(_READ_BYTES))
-        waited_s += tick_s
-    return None
 
 
 def _without(machine: str, machines: str) -> bool:

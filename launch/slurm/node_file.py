@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import tomllib
 from collections.abc import Sequence
@@ -9,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from prorl_trio.config import ListenConfig
+from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
+from prorl_trio.service.tls import load_tls
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["MachineFacts", "address_of_machine", "node_config", "read_config"]
+__all__ = ["MachineFacts", "address_of_machine", "check_secrets", "node_config", "read_config"]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -32,6 +36,26 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
+
+
+def check_secrets(common: Mapping[str, Any], env: Mapping[str, str]) -> bool:
+    """Check the token and the TLS files that the tables of a node.toml name, as far as they are on this machine.
+
+    Return whether they name a token. Blocks on the disk.
+
+    Raises:
+        ConfigError: one cannot be used, others can read its file, or `PRORL_TOKEN` is another token.
+    """
+    try:
+        listen = msgspec.convert(common.get("listen", {}), ListenConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"listen: {error}") from error
+    named = bool(listen.token or listen.token_file)
+    files = [name for name in (listen.token_file, listen.tls_cert, listen.tls_key) if name]
+    if all(os.path.exists(name) for name in files):
+        agreed_token(listen, env.get(TOKEN_VARIABLE, ""))
+        load_tls(listen)
+    return named
 
 
 class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):

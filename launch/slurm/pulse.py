@@ -208,8 +208,11 @@ class Pulse:
             await trio.sleep(self._rules.interval_s)
 
     async def wait_over(self) -> str:
-        """Wait until slurmctld says that this run is over, or has not answered for too long; return which."""
-        unanswered_s, longest_s = 0.0, _QUERY_TIMEOUT_S + self._rules.query_s
+        """Wait until slurmctld says that this run is over, or has not answered for too long; return which.
+
+        Give the loop a `RunningClock`, so that time in which this job is suspended does not count.
+        """
+        unanswered_s = 0.0
         while True:
             asked_s = trio.current_time()
             listed = await self._ask()
@@ -224,7 +227,7 @@ class Pulse:
             elif unanswered_s > self._rules.controller_timeout_s:
                 return f"slurmctld has not answered for {self._rules.controller_timeout_s:g} s"
             await trio.sleep(self._rules.query_s)
-            unanswered_s += min(trio.current_time() - asked_s, longest_s)  # more: this job was suspended meanwhile
+            unanswered_s += trio.current_time() - asked_s
 
     async def _wait_all_ended(self) -> str:
         ended = 0

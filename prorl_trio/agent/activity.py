@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Activity", "Charge"]
 
 Charge = Literal["sandbox", "inference", "evaluator", "handler", "node", "agent_budget"]
-"""The account that time is charged to: the cause that is named when a budget is used up. Time on `agent_budget` is the
-policy's own, and never the cause."""
+"""The account that time is charged to: the cause that is named when a budget is used up."""
 
 
 class Activity:
@@ -23,7 +22,7 @@ class Activity:
     def __init__(self) -> None:
         now_s = trio.current_time()
         self._progress_s = now_s
-        self._waits: dict[object, tuple[str, Charge]] = {}
+        self._waits: dict[object, tuple[str, Charge, bool]] = {}
         self._settled_s = now_s
         self._spent_s: dict[Charge, float] = {}
         self._own: Charge = "handler"
@@ -31,7 +30,17 @@ class Activity:
     @property
     def waiting_on(self) -> str:
         """Return the name of the wait begun last, of those that are not over; empty if there is none."""
-        return next(reversed(self._waits.values()), ("",))[0]
+        return self._wait[0]
+
+    @property
+    def waiting_charge(self) -> Charge | None:
+        """Return the account of the wait begun last, of those that are not over; None if there is none."""
+        return self._wait[1] if self._waits else None
+
+    @property
+    def _wait(self) -> tuple[str, Charge, bool]:
+        """The wait begun last, of those that are not over: for what, on which account, and whether that is charged."""
+        return next(reversed(self._waits.values()), ("", self._own, True))
 
     def idle_s(self, now_s: float) -> float:
         """Return the seconds since the last `progress`."""
@@ -48,21 +57,20 @@ class Activity:
         self._own = own
 
     def blame(self) -> Charge:
-        """Return the account that most of the time since `begin_stage` went to, the policy's own time aside."""
+        """Return the account that most of the time since `begin_stage` went to which was charged at all."""
         self._settle()
-        spent_s = {charge: spent_s for charge, spent_s in self._spent_s.items() if charge != "agent_budget"}
-        return max(spent_s, key=spent_s.__getitem__, default=self._own)
+        return max(self._spent_s, key=self._spent_s.__getitem__, default=self._own)
 
     @contextmanager
-    def waiting(self, what: str, charge: Charge = "handler") -> Iterator[None]:
-        """Show, while the block runs, that the job waits for `what`, and charge the time.
+    def waiting(self, what: str, charge: Charge = "handler", *, is_charged: bool = True) -> Iterator[None]:
+        """Show, while the block runs, that the job waits for `what`, and charge the time, unless no budget has it.
 
         Blocks may be nested, and be in several tasks of the job at once: at any moment the one begun last is shown, and
         charged.
         """
         key = object()
         self._settle()
-        self._waits[key] = (what, charge)
+        self._waits[key] = (what, charge, is_charged)
         try:
             yield
         finally:
@@ -71,6 +79,7 @@ class Activity:
 
     def _settle(self) -> None:
         now_s = trio.current_time()
-        charge = next(reversed(self._waits.values()), ("", self._own))[1]
-        self._spent_s[charge] = self._spent_s.get(charge, 0.0) + now_s - self._settled_s
+        _, charge, is_charged = self._wait
+        if is_charged:
+            self._spent_s[charge] = self._spent_s.get(charge, 0.0) + now_s - self._settled_s
         self._settled_s = now_s

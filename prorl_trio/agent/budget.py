@@ -28,6 +28,10 @@ class AgentBudget:
         self._context = context
         self._clock = AgentClock(budget_s)
         self.scope = trio.CancelScope()
+        self.updates_in_tools = 0
+        """Updates of the policy that came while tools were at work: their time made the rollout older, not ours."""
+        self._at_work = 0
+        self._version = ""
 
     @property
     def used_up(self) -> bool:
@@ -44,20 +48,38 @@ class AgentBudget:
         self._context.leave_uncharged(self._clock.produced(since_s, now_s))
         self.scope.deadline = self._clock.ends_s(now_s)
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not charge seconds that have just passed, in which the sandbox of a tool stood still."""
+        now_s = trio.current_time()
+        self._clock.leave_out(seconds, now_s)
+        self.scope.deadline = self._clock.ends_s(now_s)
+
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
         """Charge the time of the block. Blocks may overlap."""
         now_s = trio.current_time()
         self._clock.begin(now_s)
+        self._count_updates(+1)
         self.scope.deadline = self._clock.ends_s(now_s)
         at_most_s = self._clock.left_s(now_s)
+        self._context.on_standstill.append(self.leave_out)
         try:
             with self._context.standing_in_line(f"tool {name}", "agent_budget", at_most_s=at_most_s):
                 yield
         finally:
+            self._context.on_standstill.remove(self.leave_out)
             now_s = trio.current_time()
             self._clock.end(now_s)
+            self._count_updates(-1)
             self.scope.deadline = self._clock.ends_s(now_s)
+
+    def _count_updates(self, tools: int) -> None:
+        """Note that `tools` more tools are at work from now on. What comes while several are counts once."""
+        backends = self._context.resources.backends
+        if self._at_work:
+            self.updates_in_tools += backends.versions.updates(self._version, backends.policy_version)
+        self._version = backends.policy_version
+        self._at_work += tools
 
 
 class ToolTime:

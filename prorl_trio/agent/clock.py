@@ -46,6 +46,12 @@ class AgentClock:
         self._counted_until_s = max(self._counted_until_s, now_s)
         return added_s
 
+    def leave_out(self, seconds: float, now_s: float) -> None:
+        """Do not count seconds that have just passed, in which no tool could work."""
+        if self._tools:
+            self._settle(now_s)
+            self._used_s = max(0.0, self._used_s - seconds)
+
     def left_s(self, now_s: float) -> float:
         """Seconds of the budget that are left, at least 0."""
         if self._tools:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import trio
 
@@ -14,7 +15,9 @@ from prorl_trio.agent.bounded_text import BoundedText
 from prorl_trio.agent.dialogues import MAX_DIALOGUES, Dialogues
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.token_memory import RolloutTokens, TokenMemory
+from prorl_trio.sandbox.host import MAX_PAUSE_S
 from prorl_trio.sandbox.images.store import is_reference
+from prorl_trio.sandbox.use import Use
 from prorl_trio.types.errors import BudgetExceeded, SandboxUnavailable, TooManyDialogues
 from prorl_trio.types.models import Trajectory
 
@@ -80,7 +83,8 @@ class RolloutContext:
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `sandboxes`, `stage_scope` and
     `uncharged_s` are the pipeline's: where sandboxes come from, the scope of the stage the job is in, and the seconds
-    of it that no budget is charged for.
+    of it that no budget is charged for. `on_standstill` are called with seconds in which a sandbox of the job stood
+    still: each agent whose tools work leaves them out of its own budget.
     """
 
     spec: JobSpec
@@ -100,6 +104,11 @@ class RolloutContext:
     sandboxes: SandboxHost | None = None
     stage_scope: trio.CancelScope | None = None
     uncharged_s: float = 0.0
+    on_standstill: list[Callable[[float], None]] = field(default_factory=list)
+    _tools_at_work: int = 0
+    _stage: Literal["run", "eval"] = "run"
+    _agents_s: float = math.inf
+    _agents_used_s: float = 0.0
     _lines: int = 0
     _line_since_s: float = 0.0
     _line_deadline_s: float = math.inf
@@ -116,7 +125,8 @@ class RolloutContext:
         """Open a sandbox beside the agent's, which nobody has used; on leaving the block nothing of it is left.
 
         For evaluators: the agent has left nothing in it. Open it when the agent is done, and has given an answer at
-        all: one that waits while RUN goes on doubles what is live, to save the half second of a start.
+        all: one that waits while RUN goes on doubles what is live, to save the half second of a start. A program that
+        is run there counts as the agent's, with its time and what it leaves, but in a `waiting` for the evaluator.
 
         Raises:
             SandboxUnavailable: it does not start.
@@ -134,9 +144,16 @@ class RolloutContext:
         if is_reference(spec.image):
             at_most_s = self.resources.config.sandbox.images.timeout_s
             with self.standing_in_line(f"image {spec.image}", "sandbox", at_most_s=at_most_s):
-                await self.sandboxes.wait_image(spec.image)
+                try:
+                    await self.sandboxes.wait_image(spec.image)
+                except SandboxUnavailable as exc:
+                    if not exc.of_machine:  # else `open` asks again, when the machine can start something
+                        raise
+        in_line = partial(self.standing_in_line, charge="sandbox", at_most_s=MAX_PAUSE_S)
         with self.waiting(f"sandbox start (image {spec.image})", "sandbox"):
-            sandbox = await self.sandboxes.open(spec)
+            sandbox = await self.sandboxes.open(spec, in_line)
+        sandbox.on_standstill(self._stood_still)
+        sandbox.use = Use(self)
         self.activity.progress()
         return sandbox
 
@@ -156,7 +173,7 @@ class RolloutContext:
         if scope is not None:
             scope.deadline = max(scope.deadline, self._line_deadline_s + (now_s - self._line_since_s) + at_most_s)
         try:
-            with self.waiting(what, charge):
+            with self.activity.waiting(what, charge, is_charged=False):
                 yield
         finally:
             self._lines -= 1
@@ -172,6 +189,16 @@ class RolloutContext:
             self.uncharged_s += seconds
             if self.stage_scope is not None:
                 self.stage_scope.deadline += seconds
+
+    def _stood_still(self, seconds: float) -> None:
+        """Move all budgets by seconds in which a sandbox of the job stood still: they are nobody's."""
+        if self._lines:
+            if self.stage_scope is not None:
+                self.stage_scope.deadline += seconds
+        else:
+            self.leave_uncharged(seconds)
+        for leave_out in set(self.on_standstill):
+            leave_out(seconds)
 
     @contextmanager
     def evaluating(self, what: str) -> Iterator[None]:
@@ -202,6 +229,55 @@ class RolloutContext:
         if scope.cancelled_caught:
             raise BudgetExceeded("eval", budget_s, took_s - waited_s, "evaluator")
 
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """Have a tool of the policy at work during the block: what is sent to sandboxes meanwhile is the policy's."""
+        self._tools_at_work += 1
+        try:
+            yield
+        finally:
+            self._tools_at_work -= 1
+
+    @property
+    def is_acting(self) -> bool:
+        """See `sandbox.use.Account`."""
+        return self._tools_at_work > 0
+
+    @property
+    def may_run_answers(self) -> bool:
+        """See `sandbox.use.Account`."""
+        charge = self.activity.waiting_charge
+        return charge == "agent_budget" or (charge is None and bool(self.turns))
+
+    @contextmanager
+    def on_agents_time(self, what: str) -> Iterator[None]:
+        """Charge the block to the policy and not to the stage. In a stage, as much as its budget is there for that.
+
+        Nothing is done where the time is accounted for already (`standing_in_line`): by the agent's own budget, say.
+
+        Raises:
+            BudgetExceeded: all of it is used up. The block was cancelled.
+        """
+        if self._lines or self.stage_scope is None:
+            yield
+            return
+        since_s, left_s = trio.current_time(), self._agents_s - self._agents_used_s
+        line = self.standing_in_line(what, "agent_budget", at_most_s=left_s)
+        with line, trio.CancelScope(deadline=since_s + left_s) as scope:
+
+            def leave_out(seconds: float) -> None:
+                self._agents_used_s -= seconds
+                scope.deadline += seconds
+
+            self.on_standstill.append(leave_out)
+            try:
+                yield
+            finally:
+                self.on_standstill.remove(leave_out)
+                self._agents_used_s += trio.current_time() - since_s
+        if scope.cancelled_caught:
+            raise BudgetExceeded(self._stage, self._agents_s, self._agents_used_s, "agent_budget")
+
     def stage_left_s(self) -> float:
         """Return the seconds that are left of the stage's budget; infinite outside of a stage."""
         return math.inf if self.stage_scope is None else self.stage_scope.deadline - trio.current_time()
@@ -209,6 +285,8 @@ class RolloutContext:
     def begin_stage(self, scope: trio.CancelScope, own: Charge) -> None:
         """Count the time of a new stage from zero; time in which the job waits for nothing else is charged to `own`."""
         self.stage_scope, self.uncharged_s, self._lines = scope, 0.0, 0
+        self._stage = "eval" if own == "evaluator" else "run"
+        self._agents_s, self._agents_used_s = self.stage_left_s(), 0.0
         self.activity.begin_stage(own)
 
     def log_evaluation(self, text: str) -> None:

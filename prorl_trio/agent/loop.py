@@ -20,6 +20,7 @@ from prorl_trio.agent.style import PLAIN
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.threads import run_sync
 from prorl_trio.tools.base import Observation
 from prorl_trio.tools.fitting import fit_texts
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded, StaleTrajectory
@@ -109,17 +110,19 @@ async def run_agent(
     All calls of the task go to one backend, leased for the whole loop and released whatever happens; no budget is
     charged for the wait for one. Sets `context.stop_reason`, and `context.answer` if the agent gave one. When the
     budget `agent_s` is used up (see `agent.clock`), the loop ends with `agent_budget`: the call in flight is aborted,
-    and what was recorded is the agent's work, the tokens of that call included. Cancellation, too, aborts it and leaves
-    what was recorded.
+    and what was recorded is the agent's work, the tokens of that call included. It ends in the same way before a turn
+    that would be too stale because of the time that the agent's tools have taken. Cancellation, too, aborts it and
+    leaves what was recorded.
 
     Raises:
         ContextLengthExceeded: the first prompt does not fit, so there is nothing to record; or one of `before_turn`.
-        StaleTrajectory: the weights changed too often meanwhile.
+        StaleTrajectory: the weights changed too often meanwhile, and not for the time of the agent's tools; or there
+            are tokens already that are too stale.
         BackendError, SandboxLost, TokenDrift: infrastructure failed.
     """
     resources = context.resources
     context.tools = tools.schemas()
-    conversation = await trio.to_thread.run_sync(Conversation, resources.chat_format, messages, context.tools)
+    conversation = await run_sync(Conversation, resources.chat_format, messages, context.tools)
     async with AsyncExitStack() as stack:
         lease = await lease_backend(context, stack)
         if (bound := resources.config.agent.staleness_bound(context.spec)) is not None:
@@ -132,6 +135,10 @@ async def run_agent(
                 context.stop_reason = await agent.work(context.spec.max_turns)
             if budget.scope.cancelled_caught:
                 context.stop_reason = "agent_budget"
+        except StaleTrajectory as exc:
+            if exc.cause != "agent_budget" or agent.has_stale_tokens(exc.max_staleness):
+                raise
+            context.stop_reason = "agent_budget"
         finally:
             context.answer = agent.answer
 
@@ -161,7 +168,7 @@ async def run_sub_agent(
     if asker is None or asker.context is not context:
         raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
     chat_format = context.resources.chat_format
-    conversation = await trio.to_thread.run_sync(Conversation, chat_format, messages, tools.schemas())
+    conversation = await run_sync(Conversation, chat_format, messages, tools.schemas())
     agent = _Agent(context, asker.lease, asker.budget, conversation, tools, style, before_turn, None, said=messages)
     agent.begin(asker.dialogue)
     try:
@@ -360,7 +367,7 @@ class _Agent:
         characters = sum(len(observation.text) for observation in observations)
         if characters < LONG_REPLY_CHARS and len(self.conversation) < LONG_DIALOGUE_TOKENS:
             return self._reply_now(calls, observations)
-        return await trio.to_thread.run_sync(self._reply_now, calls, observations)
+        return await run_sync(self._reply_now, calls, observations)
 
     def _reply_now(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
         """Say to the policy what came of its turn: results, or a reminder.
@@ -416,7 +423,7 @@ class _Agent:
         if len(completion.token_ids) < LONG_TURN_TOKENS:
             return add()
         with trio.move_on_after(KEEP_S, shield=True):
-            return await trio.to_thread.run_sync(add)
+            return await run_sync(add)
         return add()  # no thread became free
 
     def _record(
@@ -492,7 +499,13 @@ class _Agent:
             for newer in (newest, backends.policy_version):
                 updates = backends.versions.updates(older, newer)
                 if updates > bound:
-                    raise StaleTrajectory(older, newer, updates, bound)
+                    is_agents = updates - self.budget.updates_in_tools <= bound
+                    raise StaleTrajectory(older, newer, updates, bound, is_agents=is_agents)
+
+    def has_stale_tokens(self, bound: int) -> bool:
+        """Return whether more than `bound` updates lie between two tokens that were sampled."""
+        versions, sampled = self.context.resources.backends.versions, self.context.dialogues.policy_versions
+        return any(versions.updates(older, newer) > bound for older in sampled for newer in sampled)
 
     async def _act(self, calls: Sequence[ToolCall], observations: list[Observation]) -> None:
         """Carry the calls out in order, each result into `observations`; none after one that ends the episode."""
@@ -501,7 +514,7 @@ class _Agent:
             if self.answer is not None:
                 observations.append(Observation(text="Not run: the task had ended.", outcome="not_run"))
                 continue
-            with self.budget.tool(call.name) as self.tool_time:
+            with self.budget.tool(call.name) as self.tool_time, context.acting():
                 observation = await self.tools.call(
                     call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s
                 )

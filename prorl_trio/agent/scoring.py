@@ -7,6 +7,7 @@ limits of its own (`config.ScoringConfig`), because it reads the policy's text.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import struct
@@ -18,19 +19,26 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
+from ipc.envelope import UNDECODABLE
 from ipc.portable_text import portable
 from prorl_trio.config import ScoringConfig
-from prorl_trio.types.errors import EvaluationError, HostileAnswer
+from prorl_trio.sandbox.silence import is_held
+from prorl_trio.types.errors import EvaluationError, HostileAnswer, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
 __all__ = ["NotScored", "ScoreCall", "ScoreReply", "ScorerPool", "open_scorer_pool"]
 
+logger = logging.getLogger(__name__)
+
 MAX_REPLY_BYTES: Final = 4 * 1024 * 1024
 START_TIMEOUT_S: Final = 60.0
 MAX_STARTS: Final = 5
 """Starts of a process for one call, where those before it were killed meanwhile."""
+REFUSED_DELAY_S: Final = 0.5
+"""Wait after the machine has refused a process; doubled each time, up to `MAX_REFUSED_DELAY_S`."""
+MAX_REFUSED_DELAY_S: Final = 16.0
 KILL_TIMEOUT_S: Final = 5.0
 HEADER: Final = struct.Struct("<I")
 
@@ -59,6 +67,10 @@ class NotScored(EvaluationError):
 
 class _WorkerKilled(NotScored):
     """The scoring process was killed (SIGKILL): by its machine, or because of what it scored. Nobody can tell."""
+
+
+class _StoodStill(NotScored):
+    """The scoring process did not run: it was stopped or frozen, or waited for a disk. No answer brings that about."""
 
 
 class _NotStarted(NotScored):
@@ -106,6 +118,11 @@ class _Worker:
         """Return whether its process has not ended yet, as far as is known."""
         return self._process.poll() is None
 
+    @property
+    def is_held(self) -> bool:
+        """Return whether its process cannot run now, see `prorl_trio.sandbox.silence.is_held`."""
+        return is_held(self._process.pid)
+
     async def ask(self, name: str, payload: Mapping[str, Any]) -> ScoreReply:
         try:
             raw = msgspec.msgpack.encode(ScoreCall(name=name, payload=dict(payload)))
@@ -128,7 +145,7 @@ class _Worker:
             )
         try:
             return msgspec.msgpack.decode(await self._read_exactly(size), type=ScoreReply)
-        except msgspec.DecodeError as exc:
+        except UNDECODABLE as exc:
             raise EvaluationError(f"the scorer's reply is malformed: {exc}", error_code="evaluator_malformed") from exc
 
     async def _read_exactly(self, size: int) -> bytes:
@@ -194,10 +211,11 @@ class ScorerPool:
         Raises:
             HostileAnswer: there is no score of `payload`, but one of `harmless`: what the policy answered is at fault.
             EvaluationError: the scorer raised, timed out, died, or cannot be loaded. The message tells which.
+            SandboxUnavailable: the machine refuses a process for the scorer.
         """
         try:
             return await self._score(function, payload, timeout_s)
-        except _NotStarted:
+        except (_NotStarted, _StoodStill):
             raise
         except EvaluationError as exc:
             if harmless is None:
@@ -212,21 +230,21 @@ class ScorerPool:
     async def _score(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         try:
             return await self._score_once(function, payload, timeout_s)
-        except _WorkerKilled:  # once more: if it is killed again, it may be by what it scores
+        except (_WorkerKilled, _StoodStill):  # once more: if it is killed again, it may be by what it scores
             return await self._score_once(function, payload, timeout_s)
 
     async def _score_once(self, function: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         module, _, name = function.partition(":")
         async with self._limiter:
             worker = await self._take_idle(module) or await self._start(module)
-            try:
-                async with worker.killed_on_error():
-                    with trio.fail_after(timeout_s):
-                        reply = await worker.ask(name, payload)
-            except trio.TooSlowError:
-                raise EvaluationError(
-                    f"scorer {function} gave no score within {timeout_s:g} s", error_code="evaluator_timeout"
-                ) from None
+            async with worker.killed_on_error():
+                with trio.move_on_after(timeout_s) as patience:
+                    reply = await worker.ask(name, payload)
+                if patience.cancelled_caught:
+                    late = _StoodStill if worker.is_held else EvaluationError
+                    raise late(
+                        f"scorer {function} gave no score within {timeout_s:g} s", error_code="evaluator_timeout"
+                    )
             self._idle.setdefault(module, []).append(worker)
         if reply.result is None:
             raise EvaluationError(
@@ -258,18 +276,26 @@ class ScorerPool:
 
         Raises:
             _NotStarted: it cannot be loaded, took too long, or was killed each time.
+            SandboxUnavailable: the machine refuses a process for some 30 s.
         """
         while sum(map(len, self._idle.values())) + self._limiter.borrowed_tokens > self._limiter.total_tokens:
             idle = next(filter(None, self._idle.values()), None)
             if idle is None:
                 break
             await idle.pop().kill()
-        failure = ""
-        for _ in range(MAX_STARTS):
+        failure, kills, delay_s = "", 0, REFUSED_DELAY_S
+        while kills < MAX_STARTS:
             try:
                 return await _Worker.start(module, self._limits)
             except _WorkerKilled as exc:
+                kills += 1
                 failure = f"scorer {module} cannot be started: {exc}"
+            except OSError as exc:
+                if delay_s > MAX_REFUSED_DELAY_S:
+                    raise SandboxUnavailable.refused(f"scorer {module} cannot be started", exc) from exc
+                logger.warning("scorer %s cannot be started, again in %g s: %s", module, delay_s, exc)
+                await trio.sleep(delay_s)
+                delay_s *= 2
         raise _NotStarted(failure)
 
     async def aclose(self) -> None:

@@ -6,16 +6,21 @@ More commands come from the entry-point group `prorl_trio.commands` of other pac
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ipc.portable_text import printable
 from prorl_trio.cli.exit_codes import EXIT_INTERNAL, EXIT_INTERRUPTED
 from prorl_trio.cli.lazy_group import LazyGroup
 from prorl_trio.observe.logs import LOG_FORMATS, open_logging
 from prorl_trio.types.errors import ConfigError, InternalError, ProrlError
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from prorl_trio.observe.logs import LogFormat
 
 __all__ = ["main"]
@@ -43,7 +48,7 @@ class _Commands(LazyGroup):
             for handler in logging.getLogger().handlers:
                 handler.flush()  # what ended the command is its last line
             for error in errors:
-                click.secho(f"error: {error}", fg="red", err=True)
+                click.secho(printable(f"error: {error}"), fg="red", err=True)
         except* KeyboardInterrupt:
             click.secho("interrupted", fg="yellow", err=True)
             code = EXIT_INTERRUPTED
@@ -52,10 +57,20 @@ class _Commands(LazyGroup):
     def _invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as exc:
+            raise click.UsageError(printable(exc.format_message()), ctx=exc.ctx) from exc
+        except click.ClickException as exc:
+            raise click.ClickException(printable(exc.message)) from exc
         except OSError as exc:
             if exc.filename is None:
                 raise
             raise ConfigError(f"{exc.filename}: {exc.strerror}") from exc
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an exception that nobody expected: its message may quote anybody."""
+    del kind
+    sys.stderr.write(printable("".join(traceback.format_exception(error.with_traceback(trace)))))
 
 
 @click.group(
@@ -92,3 +107,4 @@ def main(context: click.Context, verbose: bool, log_level: str | None, log_forma
     default = "warning" if context.invoked_subcommand in ASKING else "info"
     level = logging.DEBUG if verbose else logging.getLevelNamesMapping()[(log_level or default).upper()]
     context.with_resource(open_logging(level, log_format))
+    sys.excepthook = _print_traceback

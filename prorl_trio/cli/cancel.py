@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prorl_trio.cli.connection import connection_options, with_client
+from prorl_trio.client.terminal import say
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,12 +73,12 @@ def cancel(
             job_ids, reason, group_id=group, session_id=session, tags=tags, everything=everything
         )
         for job_id in answer.cancelled:
-            click.echo(f"cancelled {job_id}")
+            say(f"cancelled {job_id}")
         for job_id in answer.ended:
-            click.echo(f"had ended {job_id}")
+            say(f"had ended {job_id}")
         if answer.unknown:
             raise ConfigError(f"unknown to this node (over, or never submitted): {', '.join(answer.unknown)}")
         if not answer.cancelled and not answer.ended:
-            click.echo("no such job is live", err=True)
+            say("no such job is live", err=True)
 
     with_client(node, work)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
-from rich.console import Console
 
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.exit_codes import EXIT_INTERRUPTED, EXIT_JOBS_CUT
@@ -22,6 +21,7 @@ from prorl_trio.client.evaluation.plan import EvaluationPlan
 from prorl_trio.client.evaluation.run import do_missing
 from prorl_trio.client.evaluation.shown import print_report, print_unsolved, write_report
 from prorl_trio.client.recording import run_folder
+from prorl_trio.client.terminal import Console, say_json
 from prorl_trio.types.errors import ServiceError
 from prorl_trio.types.models import SamplingParams
 
@@ -131,7 +131,7 @@ def eval(
         scores, encoded = write_report(folder)
         print_report(folder, scores, people)
         if as_json:
-            click.echo(encoded)
+            say_json(encoded)
         if not is_over:
             _say_how_to_go_on(folder, people)
             sys.exit(EXIT_INTERRUPTED)

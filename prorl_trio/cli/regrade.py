@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
-from rich.console import Console
 
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.exit_codes import EXIT_INTERRUPTED, EXIT_JOBS_CUT
@@ -28,7 +26,7 @@ from prorl_trio.client.recording import (
     write_json,
 )
 from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.terminal import one_line
+from prorl_trio.client.terminal import Console, one_line, say_json
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,7 +79,7 @@ def regrade(node: Node, run: Path, tasks: str | None, out: Path | None, as_json:
     _record(run, folder, regrading.merged(), instances, people)
     _print(summary, folder, people)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(summary), indent=2))
+        say_json(summary)
     if not is_over:
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(EXIT_JOBS_CUT if summary.not_regraded else 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -11,7 +13,9 @@ import msgspec
 import trio
 
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
+from prorl_trio.client.terminal import say
 from prorl_trio.config import OnHangup, load_config
+from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.serve import serve_node
 from prorl_trio.service.endpoints import endpoint_url
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
     from prorl_trio.config import NodeConfig
 
 __all__ = ["serve"]
+
+logger = logging.getLogger(__name__)
 
 
 def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values: Sequence[str]) -> dict[str, float]:
@@ -41,8 +47,8 @@ def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values:
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
 @click.option(
     "--token",
-    envvar="PRORL_TOKEN",
-    help="The trainer's password, in place of the file's. Better set PRORL_TOKEN: others can see command lines.",
+    help="The trainers' password, instead of the file's. Better set PRORL_TOKEN: others can see command lines. A token "
+    "in the file that differs from PRORL_TOKEN is an error.",
 )
 @click.option("--rest-port", type=click.IntRange(0, 65_535), help="Serve REST, too, at this port (0: any free one).")
 @click.option(
@@ -94,6 +100,10 @@ def serve(
 
     def load() -> NodeConfig:
         config = load_config(config_path)
+        if config.listen.token and config_path.stat().st_mode & 0o077:
+            logger.warning(
+                "%s has the token, and others can read it; chmod 600 it, or use listen.token_file", config_path
+            )
         if backends:
             chosen = msgspec.structs.replace(config.backends, urls=list(backends), weights=backends)
             config = msgspec.structs.replace(config, backends=chosen)
@@ -102,9 +112,10 @@ def serve(
         if rest_port is not None:
             rest = msgspec.structs.replace(config.rest, enabled=True, port=rest_port)
             config = msgspec.structs.replace(config, rest=rest)
-        if not token:
+        given = token or agreed_token(config.listen, os.environ.get(TOKEN_VARIABLE, ""))
+        if not given or (config.listen.token_file and not token):  # in a file it may change
             return config
-        listen = msgspec.structs.replace(config.listen, token=token, token_file="")
+        listen = msgspec.structs.replace(config.listen, token=given, token_file="")
         return msgspec.structs.replace(config, listen=listen)
 
     config = load()
@@ -124,4 +135,4 @@ class _Ready:
         self._secure = secure
 
     def started(self, value: Any = None) -> None:
-        click.echo(f"READY {endpoint_url(value, secure=self._secure)}")
+        say(f"READY {endpoint_url(value, secure=self._secure)}")

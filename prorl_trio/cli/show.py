@@ -12,6 +12,7 @@ from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client.progress import page
 from prorl_trio.client.recording import read_outcomes, read_run_info
 from prorl_trio.client.report import outcome_list, render_trajectory, timing_line, token_lines, turn_table
+from prorl_trio.client.terminal import say
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,6 +58,6 @@ def _chat_format(file: Path, model: Path | None) -> ChatFormat | None:
         return ChatFormat.load(model)
     info = read_run_info(file.parent)
     if info is None or not info.model or not Path(info.model).is_dir():
-        click.echo("the run's model folder is not known: no tokens, but each turn's text; name it by --model", err=True)
+        say("the run's model folder is not known: no tokens, but each turn's text; name it by --model", err=True)
         return None
     return ChatFormat.load(Path(info.model))

@@ -12,6 +12,7 @@ import msgspec
 from rich.table import Table
 
 from prorl_trio.client.progress import console
+from prorl_trio.client.terminal import say_json
 from prorl_trio.simulation.config import SimulationConfig, load_simulation
 from prorl_trio.simulation.run import SimulationReport, run_simulation
 from prorl_trio.simulation.sweep import SIZES, Sized, double_each, enough, resized, sweep
@@ -79,7 +80,7 @@ def simulate(
 
 def _show_sweep(tried: Sequence[Sized], *, as_json: bool) -> None:
     if as_json:
-        click.echo(msgspec.json.encode(tried))
+        say_json(msgspec.json.encode(tried))
         return
     best = enough(tried)
     console.print(_sized_table(tried, "jobs an hour, against what is enough", best.report.jobs_per_h, best))
@@ -91,7 +92,7 @@ def _show_sweep(tried: Sequence[Sized], *, as_json: bool) -> None:
 
 def _show_one(config: SimulationConfig, report: SimulationReport, *, as_json: bool) -> None:
     if as_json:
-        click.echo(msgspec.json.encode(report))
+        say_json(msgspec.json.encode(report))
         return
     for table in (_use_table(report), _wait_table(report)):
         console.print(table)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from prorl_trio.cli.connection import connection_options, with_client
+from prorl_trio.client.terminal import say_json
 
 if TYPE_CHECKING:
     from prorl_trio.cli.connection import Node
@@ -23,6 +23,6 @@ def status(node: Node) -> None:
 
     async def work(client: RolloutClient) -> None:
         report = await client.status()
-        click.echo(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        say_json(report)
 
     with_client(node, work)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from prorl_trio.client.task_sets import TASK_SETS, open_task_set, skipped
+from prorl_trio.client.terminal import say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,5 +38,5 @@ def load_tasks(
     """
     found = open_task_set(tasks, specs=specs, solutions=solutions, skip_bad=skip_bad, limit=limit)
     if found.refused:
-        click.echo(skipped(tasks, found), err=True)
+        say(skipped(tasks, found), err=True)
     return found

@@ -10,6 +10,7 @@ import msgspec
 import trio
 from rich.live import Live
 
+from ipc.portable_text import printable_json
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.top_report import SORTS, Rates, TopOptions, render_top
 from prorl_trio.client.progress import console
@@ -53,7 +54,7 @@ async def run_top(status: Callable[[], Awaitable[Mapping[str, Any]]], console: C
         while True:
             report = await status()
             if options.as_json:
-                console.file.write(msgspec.json.encode(report).decode() + "\n")
+                console.file.write(printable_json(msgspec.json.encode(report).decode()) + "\n")
                 console.file.flush()
             else:
                 console.print(render_top(report, rates.update(report), options, console.width))

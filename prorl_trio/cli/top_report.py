@@ -71,7 +71,9 @@ def render_top(
         parts.append(_sessions(sessions))
         lines += len(sessions) + 1
     rows = None if height is None else max(1, height - lines - CHROME_LINES)
-    parts.append(_jobs(report.get("jobs", []), options, width, rows))
+    jobs = report.get("jobs", [])
+    left_out = max(0, _part(report, "pipeline").get("jobs", 0) - len(jobs))
+    parts.append(_jobs(jobs, left_out, options, width, rows))
     return Group(*parts)
 
 
@@ -153,7 +155,10 @@ def _matters(session: Mapping[str, Any]) -> bool:
     return any(session.get(name) for name in ("connected", "running", "undelivered"))
 
 
-def _jobs(jobs: list[Mapping[str, Any]], options: TopOptions, width: int, rows: int | None) -> RenderableType:
+def _jobs(
+    jobs: list[Mapping[str, Any]], left_out: int, options: TopOptions, width: int, rows: int | None
+) -> RenderableType:
+    """The table of jobs. `left_out` of the queued ones are not in the report."""
     stuck = [job for job in jobs if job.get("stuck")]
     shown = sorted(stuck if options.only_stuck else jobs, key=lambda job: _key(job, options.sort))
     wide = width >= NARROW_COLUMNS
@@ -176,12 +181,13 @@ def _jobs(jobs: list[Mapping[str, Any]], options: TopOptions, width: int, rows: 
             cells[2:2] = [one_line(job.get("session_id", ""))]
             cells[-1:-1] = [str(job.get("turns", 0))]
         table.add_row(*cells, style="red" if bad else "")
-    queued = sum(job.get("status") == "queued" for job in jobs)
-    said = f"{len(jobs)} jobs, {len(stuck)} stuck"
+    total, queued = len(jobs) + left_out, left_out + sum(job.get("status") == "queued" for job in jobs)
+    said = f"{total} jobs, {len(stuck)} stuck"
     if queued:
-        said += f"; {len(jobs) - queued} at work, {queued} queued"
-    if len(shown) > table.row_count:
-        said += f"; {len(shown) - table.row_count} more not shown"
+        said += f"; {total - queued} at work, {queued} queued"
+    more = len(shown) - table.row_count + (0 if options.only_stuck else left_out)
+    if more:
+        said += f"; {more} more not shown"
     return Group(Text(said, style="bold red" if stuck else "bold"), table)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, S
 import trio
 from outcome import Error, capture
 
+from ipc.clock import RunningClock
 from ipc.nursery import only_cancelled, single_exception
 from prorl_trio.client.client import RolloutClient
 from prorl_trio.client.connection import connect
@@ -434,7 +435,10 @@ class _Loop:
             raise ConnectionLost("the client is closed") from None
 
     def _run(self) -> None:
-        ended = capture(trio.run, self._main)
+        def run() -> None:
+            trio.run(self._main, clock=RunningClock())
+
+        ended = capture(run)
         if isinstance(ended, Error) and not self._client.done():
             self._client.set_exception(ended.error)  # `start` raises it.
         else:

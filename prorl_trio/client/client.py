@@ -37,7 +37,8 @@ from prorl_trio.client.state import ClientState
 from prorl_trio.client.streams import EventStream, ObservedStream
 from prorl_trio.client.transport import Patience, Transport
 from prorl_trio.client.weights.store import WeightStores
-from prorl_trio.types.errors import AdmissionRejected, ConfigError
+from prorl_trio.config.secrets import check_token
+from prorl_trio.types.errors import AdmissionRejected, ConfigError, Unauthorized
 from prorl_trio.types.field_errors import unsendable
 
 if TYPE_CHECKING:
@@ -411,9 +412,14 @@ async def connect_node(
     max_unacked_bytes: int = 0,
     observe_all: bool = False,
     observe_group: str = "",
+    read_token: Callable[[], Awaitable[str]] | None = None,
 ) -> AsyncIterator[RolloutClient]:
-    """Open a session on one node. See `prorl_trio.client.connect`, which this does for a node."""
+    """Open a session on one node. See `prorl_trio.client.connect`, which this does for a node, and `Transport`."""
     where = _where(url, endpoint_file)
+    try:
+        token = check_token(token, "the token given to the client")
+    except ConfigError as exc:
+        raise Unauthorized(str(exc)) from None
     may_be_secure = isinstance(where, EndpointFile) or where.secure
     tls = await trio.to_thread.run_sync(_tls_context, tls_ca) if may_be_secure else None
     state = ClientState(session_id or uuid.uuid4().hex, resume_after)
@@ -433,7 +439,9 @@ async def connect_node(
         observe_all=observe_all,
         observe_group=observe_group,
     )
-    transport = Transport(where, hello, state, limits, patience, tls=tls, shared_memory=shared_memory)
+    transport = Transport(
+        where, hello, state, limits, patience, tls=tls, shared_memory=shared_memory, read_token=read_token
+    )
     with single_exception():
         async with trio.open_nursery() as nursery:
             client = RolloutClient(state, max_message_bytes, nursery)

@@ -64,8 +64,9 @@ async def connect(
         resume_after: the `RolloutClient.cursor` of the last outcome that the caller has: the outcomes up to it are not
             sent again, and are acknowledged. Not for a fleet: there what was not acknowledged comes again.
         connect_timeout_s: how long to try for the first connection.
-        reconnect_timeout_s: how long to try when a connection is lost. A fleet's node whose heartbeat is missing, or
-            whose process has ended, is given up before; a fleet without any node, after so long.
+        reconnect_timeout_s: how long to try when a connection is lost. An error page of a proxy does not end the
+            attempts. A fleet's node whose heartbeat is missing, or whose process has ended, is given up before; a fleet
+            without any node, after so long.
         max_message_bytes: limit of one message in either direction; at most the limit in the node's configuration.
         heartbeat_interval_s: how often to send a heartbeat.
         heartbeat_timeout_s: after so long without any frame, the connection is lost.
@@ -83,7 +84,8 @@ async def connect(
 
     Raises:
         ConnectionLost: no connection within `connect_timeout_s`.
-        Unauthorized: wrong token.
+        Unauthorized: wrong token, or text that cannot be one. Calls of the client raise it, too, when the node's token
+            is replaced; a fleet's client without a `token` of its own takes the new one from the folder.
         ProtocolError: the other side is no node, or a node of another version; its certificate is not trusted; or
             `endpoint_file` was not written by a node.
         AdmissionRejected: the node has too many sessions.

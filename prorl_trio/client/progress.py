@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import trio
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from prorl_trio.client.collect import collect, describe_rejection
 from prorl_trio.client.recording import TRAJECTORIES, RunInfo
 from prorl_trio.client.report import errors, group_table, summary_table
-from prorl_trio.client.terminal import one_line
+from prorl_trio.client.terminal import Console, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

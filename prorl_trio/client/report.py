@@ -10,7 +10,8 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from prorl_trio.client.terminal import one_line, plain
+from ipc.portable_text import printable
+from prorl_trio.client.terminal import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,14 +153,14 @@ def render_trajectory(outcome: Outcome, chat_format: ChatFormat | None) -> Text:
     """Return the trajectory as text, with a colour each for sampled, observed (tool output) and masked tokens.
 
     Without the model's `chat_format` the tokens cannot be decoded: then the recorded text of each turn is shown.
-    Control characters are replaced by visible ones.
+    Characters without a shape, such as control characters, are written as escapes.
     """
     text = Text()
     trajectory = outcome.trajectory
     details = msgspec.json.encode(outcome.details).decode()
-    text.append(plain(f"{outcome.job_id}  {outcome.status}  reward {outcome.reward}  {details}\n"), style="bold")
+    text.append(printable(f"{outcome.job_id}  {outcome.status}  reward {outcome.reward}  {details}\n"), style="bold")
     if outcome.error:
-        text.append(plain(f"{outcome.cause}: {outcome.error}\n"), style="red")
+        text.append(printable(f"{outcome.cause}: {outcome.error}\n"), style="red")
     if trajectory is None:
         text.append("no trajectory was recorded\n")
         return text
@@ -213,7 +214,7 @@ def token_lines(trajectory: Trajectory, chat_format: ChatFormat | None) -> Text:
             token_id, logprob = int(segment.token_ids[position]), float(segment.logprobs[position])
             said = "" if chat_format is None else repr(chat_format.decode([token_id]))
             style = next(style for bound, style in _LOGPROB_STYLES if logprob >= bound)
-            text.append(f"{index:7}  {position:8}  {token_id:6}  {logprob:8.4f}  {plain(said)}\n", style=style)
+            text.append(f"{index:7}  {position:8}  {token_id:6}  {logprob:8.4f}  {printable(said)}\n", style=style)
     return text
 
 
@@ -225,9 +226,9 @@ def _mean_logprob(segments: Sequence[Segment]) -> str:
 
 def _append_turns(text: Text, trajectory: Trajectory) -> None:
     for turn in trajectory.turns:
-        text.append(plain(turn.text.rstrip()) + "\n", style=SAMPLED)
+        text.append(printable(turn.text.rstrip()) + "\n", style=SAMPLED)
         for observation in turn.observations:
-            text.append(plain(observation.rstrip()) + "\n", style=OBSERVED)
+            text.append(printable(observation.rstrip()) + "\n", style=OBSERVED)
 
 
 def _append_tokens(text: Text, trajectory: Trajectory, chat_format: ChatFormat) -> None:
@@ -237,5 +238,5 @@ def _append_tokens(text: Text, trajectory: Trajectory, chat_format: ChatFormat) 
         starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(ids)]
         for start, end in zip(starts, ends, strict=True):
             style = SAMPLED if mask[start] else OBSERVED if start else MASKED
-            text.append(plain(chat_format.decode(ids[start:end].tolist())), style=style)
+            text.append(printable(chat_format.decode(ids[start:end].tolist())), style=style)
         text.append("\n")

@@ -22,14 +22,15 @@ from ipc.session import (
     SessionWelcome,
 )
 from ipc.tls import open_tls
-from ipc.websocket import CloseCode, LinkClosed, LinkLimits, WebSocketLink, open_client_link
+from ipc.websocket import CloseCode, HandshakeAnswered, LinkClosed, LinkLimits, WebSocketLink, open_client_link
 from prorl_trio.client.address import Address
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.state import ClientState, refusal
-from prorl_trio.types.errors import ProtocolError, ServiceError
+from prorl_trio.types.errors import ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Awaitable, Callable
 
     from ipc.session import SessionHello
     from prorl_trio.client.address import EndpointFile
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY_S: Final = 0.05
 MAX_DELAY_S: Final = 5.0
 ATTEMPT_TIMEOUT_S: Final = 10.0
+
+PASSING_STATUSES: Final = frozenset({429, 502, 503, 504})
+"""HTTP statuses by which a proxy says that its server is not there at the moment. Before the first session all others
+mean that no node is behind the address. Once a session was open, whatever answers may be gone a moment later."""
 
 _decode = msgspec.msgpack.Decoder(ServerMessage).decode
 
@@ -68,15 +73,18 @@ class Transport:
         *,
         tls: ssl.SSLContext | None = None,
         shared_memory: bool = False,
+        read_token: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         """Store the settings; `run` connects.
 
         `hello` opens each connection, with the cursor of that moment. `tls` is needed where the address is secure.
-        `shared_memory`: map the node's arena, if possible.
+        `shared_memory`: map the node's arena, if possible. `read_token` returns the node's present token: it is called
+        when the node refuses the one that opened the session, because it may have been replaced.
         """
         self._where = where
         self._tls = tls
         self._shared_memory = shared_memory
+        self._read_token = read_token
         self._hello = hello
         self._state = state
         self._limits = limits
@@ -143,6 +151,7 @@ class Transport:
         Raises:
             ServiceError: another link is not worth trying.
             LinkClosed: the link could not be opened.
+            HandshakeAnswered: something else than a node answered, while a node may come back there.
             OSError: the address could not be reached, or the endpoint file not be read.
             trio.TooSlowError: the attempt took too long.
         """
@@ -158,6 +167,10 @@ class Transport:
                 return await self._use(link, welcome)
         except ProtocolViolation as exc:
             raise ProtocolError(f"{address}: {exc}") from None
+        except HandshakeAnswered as exc:
+            if self._state.welcome is None and exc.status not in PASSING_STATUSES:
+                raise ProtocolError(f"{address}: not a node: {exc}") from None
+            raise
 
     async def _shake_hands(self, stream: trio.abc.Stream, address: Address) -> trio.abc.Stream:
         """Return `stream` with TLS.
@@ -179,11 +192,26 @@ class Transport:
         await link.send(msgspec.structs.replace(self._hello, resume_after=state.inbox.received))
         frame = await link.receive()
         if isinstance(frame, SessionRefused):
-            raise refusal(frame)
+            raise await self._refused(frame)
         if not isinstance(frame, SessionWelcome):
             raise ProtocolError(f"{self._where} answered the handshake with {type(frame).__name__}")
         link.batches = True
         return frame
+
+    async def _refused(self, frame: SessionRefused) -> ServiceError | LinkClosed:
+        """Return the error for a refusal. `LinkClosed`: another attempt is worth it, with a new token."""
+        error = refusal(frame)
+        if not isinstance(error, Unauthorized) or self._state.welcome is None:
+            return error
+        if self._read_token is None:
+            return Unauthorized(
+                f"{self._where}: the node has another token now; connect again with that one and session "
+                f"{self._state.session_id!r}, whose jobs go on"
+            )
+        with trio.move_on_after(ATTEMPT_TIMEOUT_S):
+            token = await self._read_token()
+            self._hello = msgspec.structs.replace(self._hello, token=token)
+        return LinkClosed(CloseCode.POLICY_VIOLATION, f"the node's token was replaced: {error}")
 
     async def _use(self, link: WebSocketLink[ServerFrame], welcome: SessionWelcome) -> str:
         state = self._state

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from prorl_trio.config.quantities import Amount, Count, Seconds
+from prorl_trio.config.quantities import Amount, Count, Seconds, Tokens
 from prorl_trio.config.table import Table
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class AgentConfig(Table, frozen=True):
     stop_at_tool_call: bool = False
     max_staleness: Amount | None = None
     rollouts_per_update: Amount = 0
-    max_trajectory_tokens: Amount = 0
+    max_trajectory_tokens: Tokens = 0
     max_nudges: Amount = 1
     tool_timeout_s: Seconds = 30.0
     max_observation_chars: Count = 8_000

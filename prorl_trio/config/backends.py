@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import ipaddress
+from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
-from prorl_trio.config.quantities import Amount, Count, Seconds, SecondsOrZero
+from prorl_trio.config.quantities import Amount, Connections, Count, Seconds, SecondsOrZero, Tokens, Weight
 from prorl_trio.config.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["BackendConfig", "HealthConfig", "LoadConfig", "Strategy"]
 
@@ -32,8 +37,8 @@ class HealthConfig(Table, frozen=True):
     """
 
     interval_s: SecondsOrZero = 15.0
-    open_after_failures: int = 3
-    close_after_successes: int = 2
+    open_after_failures: Count = 3
+    close_after_successes: Count = 2
 
     def __post_init__(self) -> None:
         for name in ("open_after_failures", "close_after_successes"):
@@ -65,9 +70,9 @@ class LoadConfig(Table, frozen=True):
     skew_margin_s: SecondsOrZero = 2.0
     skew_ratio: Annotated[float, msgspec.Meta(ge=1, le=1e6)] = 1.5
     max_kv_usage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
-    decrease_factor: float = 0.8
-    increase_tasks: int = 1
-    min_tasks: int = 4
+    decrease_factor: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.8
+    increase_tasks: Count = 1
+    min_tasks: Count = 4
 
     def __post_init__(self) -> None:
         for name in ("interval_s", "skew_margin_s", "max_kv_usage"):
@@ -85,6 +90,10 @@ class BackendConfig(Table, frozen=True):
 
     Attributes:
         urls: `http://HOST:PORT` of each.
+        allowed: addresses of further engines that may be added while the node runs: `HOST` or `HOST:PORT`, where HOST
+            is a name, `*.DOMAIN`, an IP address, a network as `10.0.0.0/8` (`[fd00::/8]`), or `*`. A network allows no
+            names. Empty: trainers that have the token may add any; through the endpoints of the ProRL Agent server,
+            only `urls` and loopback addresses can be added.
         weights: shares of the rollouts, by URL: a backend of weight 2 gets twice as many as one of 1, which others
             have.
         engine: what the servers are: `vllm`, `sglang` (tested against a look-alike only), `prorl` (a trainer's own, as
@@ -113,15 +122,16 @@ class BackendConfig(Table, frozen=True):
     """
 
     urls: list[str] = msgspec.field(default_factory=list)
-    weights: dict[str, float] = msgspec.field(default_factory=dict)
+    allowed: list[str] = msgspec.field(default_factory=list)
+    weights: dict[str, Weight] = msgspec.field(default_factory=dict)
     engine: str = "auto"
-    max_model_len: Amount = 0
+    max_model_len: Tokens = 0
     stream: bool = False
-    slice_tokens: Amount = 256
+    slice_tokens: Tokens = 256
     required: bool = False
     probe_timeout_s: Seconds = 60.0
     request_timeout_s: Seconds = 600.0
-    max_connections_per_backend: Count = 512
+    max_connections_per_backend: Connections = 512
     max_tasks_per_backend: Amount = 0
     lease_timeout_s: SecondsOrZero = 900.0
     strategy: Strategy = "least_in_flight"
@@ -134,3 +144,68 @@ class BackendConfig(Table, frozen=True):
                 raise ValueError(f"weights: {url} is not among the urls")
             if not 0 < weight < float("inf"):
                 raise ValueError(f"weights: that of {url} must be > 0, got {weight}")
+        for pattern in self.allowed:
+            _Pattern.parse(pattern)
+
+    def allows(self, url: str, default: Iterable[str] = ("*",)) -> bool:
+        """Return whether an engine at `url` may be contacted: it is one of `urls`, or matches one of `allowed`.
+
+        `default` is used if `allowed` is empty.
+        """
+        origin = url.rstrip("/")
+        if origin in {known.rstrip("/") for known in self.urls}:
+            return True
+        try:
+            parts = urlsplit(origin)
+            host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            return False
+        return bool(host) and any(
+            _Pattern.parse(pattern).matches(host or "", port) for pattern in self.allowed or default
+        )
+
+
+class _Pattern(msgspec.Struct, frozen=True):
+    """A pattern of `BackendConfig.allowed`. `port` None: any."""
+
+    host: str
+    port: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> _Pattern:
+        """Parse `HOST[:PORT]`. Raise ValueError if it is something else."""
+        wrong = f"allowed: {text!r} is not HOST or HOST:PORT, as gpu1:8000, *.cluster.local or 10.0.0.0/8"
+        host, port = text.strip().lower(), ""
+        if host.startswith("["):
+            host, bracket, port = host[1:].partition("]")
+            if not bracket or (port and not port.startswith(":")):
+                raise ValueError(wrong)
+            port = port[1:]
+        elif host.count(":") == 1:
+            host, _, port = host.partition(":")
+        if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 65_536):
+            raise ValueError(wrong)
+        if "/" in host:
+            try:
+                ipaddress.ip_network(host)
+            except ValueError as exc:
+                raise ValueError(f"{wrong}: {exc}") from None
+        elif not host or ("*" in host and host != "*" and not (host.startswith("*.") and host.count("*") == 1)):
+            raise ValueError(wrong)
+        return cls(host, int(port) if port else None)
+
+    def matches(self, host: str, port: int) -> bool:
+        """Return whether the pattern has this host, in lower case, and port."""
+        if self.port not in (None, port):
+            return False
+        if self.host in ("*", host):
+            return True
+        if self.host.startswith("*."):
+            return host.endswith(self.host[1:])
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        if "/" not in self.host:
+            return self.host == str(address)
+        return address in ipaddress.ip_network(self.host)

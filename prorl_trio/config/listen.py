@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
 import msgspec
 
-from prorl_trio.config.quantities import Amount, Count, Port, Seconds, SecondsOrZero
+from prorl_trio.config.quantities import (
+    Connections,
+    Count,
+    MessageBytes,
+    Port,
+    ProcessesOrZero,
+    Seconds,
+    SecondsOrZero,
+)
 from prorl_trio.config.table import Table
 
 __all__ = ["ListenConfig", "RestConfig"]
+
+HostName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")]
+"""A host name without scheme and port."""
 
 
 class ListenConfig(Table, frozen=True):
@@ -19,12 +30,17 @@ class ListenConfig(Table, frozen=True):
     Attributes:
         host: address or name to listen on.
         port: 0 takes a free one.
-        token: the secret that trainers show. It, or `token_file`, is required.
-        token_file: file that holds the token, of mode 0600.
+        token: the secret that trainers show: one line of printable ASCII. It, or `token_file`, is required. A new token
+            ends the connections that showed the former one; their sessions and jobs go on.
+        token_file: file that holds the token, of mode 0600. It is read again at SIGHUP.
         endpoint_file: written once the node listens: `{"url": "ws://..."}`; empty: none.
         unix_socket: path of one more listener, for trainers on the same host (`unix://PATH`), never with TLS; through
             the socket beside it they map the arena. Its folder must have mode 0700, and is made so if it is missing.
             `auto`: in a folder beside the endpoint file, if there is one; empty: none.
+        hosts: host names by which proxies and clients without the token address this node, as
+            `["rollouts.example.com"]`, and whose pages may use it from a browser. IP addresses, `localhost`, the
+            machine's name and the names in `listen.host`, `rest.host` and `fleet.advertise` need not be listed.
+            Requests that have the token, and programs that use the WebSocket, may use any name.
         tls_cert, tls_key: PEM files, the key of mode 0600. With both the WebSocket is `wss://`; see `rest.tls`.
         max_message_bytes: longest message of a connection, and so the largest outcome.
         max_sessions: sessions with a connection, and sessions that hold nothing: of the latter the one that was left
@@ -39,10 +55,11 @@ class ListenConfig(Table, frozen=True):
     token_file: str = ""
     endpoint_file: str = ""
     unix_socket: str = "auto"
+    hosts: list[HostName] = msgspec.field(default_factory=list)
     tls_cert: str = ""
     tls_key: str = ""
-    max_message_bytes: Count = 64 * 1024 * 1024
-    max_sessions: Count = 64
+    max_message_bytes: MessageBytes = 64 * 1024 * 1024
+    max_sessions: Connections = 64
     heartbeat_interval_s: Seconds = 10.0
     heartbeat_timeout_s: Seconds = 30.0
 
@@ -80,9 +97,9 @@ class RestConfig(Table, frozen=True):
         event_buffer_events: events that a listener may lag behind.
         event_heartbeat_interval_s: time between two comments in an event stream.
         prorl_compat: serve the endpoints of the ProRL Agent server, too.
-        prorl_compat_token: make them ask for the token, which that server's clients do not send. `auto`: only where
-            somebody else than this host's users could come: `host` is no loopback address, or sandboxes have a network.
-            `false` is refused there.
+        prorl_compat_token: require the token for them. That server's clients have no field for it, but take it in a URL
+            (`http://any:TOKEN@HOST:PORT`). `false` lets every user of this machine use them, and is refused if others
+            could come: `host` is not a loopback address, or sandboxes have a network.
         prorl_compat_timeout_s: their `/process` answers by then; the job goes on.
         data_sources: for `prorl_compat`, which handler works on an instance of a `data_source`.
     """
@@ -91,8 +108,8 @@ class RestConfig(Table, frozen=True):
     host: str = "127.0.0.1"
     port: Port = 8701
     tls: bool = True
-    max_connections: Count = 256
-    max_body_bytes: Count = 64 * 1024 * 1024
+    max_connections: Connections = 256
+    max_body_bytes: MessageBytes = 64 * 1024 * 1024
     idle_timeout_s: Seconds = 15.0
     body_timeout_s: Seconds = 60.0
     send_timeout_s: Seconds = 60.0
@@ -100,12 +117,12 @@ class RestConfig(Table, frozen=True):
     results_retention_s: Seconds = 86_400.0
     max_jobs_per_request: Count = 10_000
     max_results_per_reply: Count = 256
-    max_reply_bytes: Count = 256 * 1024 * 1024
-    max_event_streams: Amount = 16
+    max_reply_bytes: MessageBytes = 256 * 1024 * 1024
+    max_event_streams: ProcessesOrZero = 16
     event_buffer_events: Count = 4096
     event_heartbeat_interval_s: Seconds = 15.0
     prorl_compat: bool = False
-    prorl_compat_token: bool | Literal["auto"] = "auto"
+    prorl_compat_token: bool = True
     prorl_compat_timeout_s: Seconds = 7200.0
     data_sources: dict[str, str] = msgspec.field(
         default_factory=lambda: {"deepscaler": "math", "gsm8k": "math", "math": "math"}

@@ -7,6 +7,8 @@ from typing import Final
 __all__ = ["LIVE", "is_live"]
 
 LIVE: Final = (
+    "listen.token",
+    "listen.token_file",
     "stages.init_workers",
     "stages.run_workers",
     "stages.eval_workers",

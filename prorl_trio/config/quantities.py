@@ -1,6 +1,7 @@
-"""The numbers a configuration may hold, so that a wrong one is told with its field when the file is read.
+"""The numbers a configuration may hold, so that a wrong one is reported with its field when the file is read.
 
-A duration is finite: there is no way to have no limit, but a year is one.
+Every number has an upper bound that one machine can bear: a typo must not hang a node, at its start or at a reload. A
+duration is finite: there is no way to have no limit, but a year is one.
 """
 
 from __future__ import annotations
@@ -9,15 +10,53 @@ from typing import Annotated, Final
 
 import msgspec
 
-__all__ = ["YEAR_S", "Amount", "Count", "Port", "Seconds", "SecondsOrZero"]
+__all__ = [
+    "MAX_BYTES",
+    "MAX_OPEN_FILES",
+    "YEAR_S",
+    "Amount",
+    "Bytes",
+    "BytesOrZero",
+    "Connections",
+    "Count",
+    "MessageBytes",
+    "Port",
+    "Processes",
+    "ProcessesOrZero",
+    "Seconds",
+    "SecondsOrZero",
+    "Tokens",
+    "Weight",
+    "Workers",
+]
 
 YEAR_S: Final = 366 * 24 * 3600.0
+MAX_BYTES: Final = 2**50
+"""1 PiB: above any disk or memory of one machine, and far from what overflows when sizes are added up."""
+MAX_OPEN_FILES: Final = 1_048_576
+"""The usual `fs.nr_open` of Linux, above which no process may set its own limit."""
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-"""A number of workers, places or bytes: at least one."""
-Amount = Annotated[int, msgspec.Meta(ge=0)]
-"""The same where 0 has a meaning, which the field says."""
+Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+"""A number of jobs, results or attempts. A job that waits takes 5 KB, so that a million fill 5 GB."""
+Amount = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+"""The same where 0 has a meaning, which the field states."""
+Workers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+"""A number of rollouts in progress. Each has a task, a sandbox with five descriptors, and connections: the node checks
+the sum against the machine's limit of descriptors as well."""
+Processes = Annotated[int, msgspec.Meta(ge=1, le=1_000)]
+"""A number of processes or threads that may start at any moment, some 50 MB each."""
+ProcessesOrZero = Annotated[int, msgspec.Meta(ge=0, le=1_000)]
+Connections = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+"""A number of connections at once, with a descriptor and buffers each."""
+Bytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
+BytesOrZero = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+MessageBytes = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
+"""The size of one message, which is in memory as a whole, and which msgpack counts with 32 bits."""
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""A number of tokens or characters: positions are int32. 0 has a meaning, which the field states."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=YEAR_S)]
+Weight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+"""A share relative to 1: one side gets a million times as much at most."""
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 """0: any that is free."""

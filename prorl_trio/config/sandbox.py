@@ -8,7 +8,17 @@ from typing import Annotated
 import msgspec
 
 from ipc.limits import SandboxLimits
-from prorl_trio.config.quantities import Amount, Count, Seconds, SecondsOrZero
+from prorl_trio.config.quantities import (
+    MAX_BYTES,
+    MAX_OPEN_FILES,
+    YEAR_S,
+    BytesOrZero,
+    Count,
+    Processes,
+    ProcessesOrZero,
+    Seconds,
+    SecondsOrZero,
+)
 from prorl_trio.config.table import Table
 
 __all__ = ["ImagesConfig", "SandboxConfig", "ScoringConfig"]
@@ -32,12 +42,12 @@ class ImagesConfig(Table, frozen=True):
     """
 
     pull: bool = True
-    max_concurrent_pulls: Count = 4
-    max_concurrent_layers: Count = 4
+    max_concurrent_pulls: Processes = 4
+    max_concurrent_layers: Processes = 4
     timeout_s: Seconds = 3600.0
     patience_s: Seconds = 900.0
-    max_store_bytes: Amount = 0
-    min_free_bytes: Amount = 1024 * 1024 * 1024
+    max_store_bytes: BytesOrZero = 0
+    min_free_bytes: BytesOrZero = 1024 * 1024 * 1024
     plain_http: tuple[str, ...] = ()
 
 
@@ -74,10 +84,10 @@ class SandboxConfig(Table, frozen=True):
     network: bool = False
     fakeroot: bool = False
     start_timeout_s: Seconds = 60.0
-    max_concurrent_starts: Count = 4
-    max_concurrent_starts_per_image: Count = 4
-    max_warm: Amount = 8
-    max_warm_per_image: Amount = 8
+    max_concurrent_starts: Processes = 4
+    max_concurrent_starts_per_image: Processes = 4
+    max_warm: ProcessesOrZero = 8
+    max_warm_per_image: ProcessesOrZero = 8
     max_warm_idle_s: SecondsOrZero = 120.0
     limits: SandboxLimits = SandboxLimits()
     runtime_dir: str = ""
@@ -85,7 +95,7 @@ class SandboxConfig(Table, frozen=True):
     @property
     def run_path(self) -> Path | None:
         """The `runtime_dir`, None where it is empty."""
-        return Path(self.runtime_dir) if self.runtime_dir else None
+        return Path(self.runtime_dir).absolute() if self.runtime_dir else None
 
 
 class ScoringConfig(Table, frozen=True):
@@ -100,9 +110,9 @@ class ScoringConfig(Table, frozen=True):
         max_file_bytes: size of a file.
     """
 
-    cpu_s: Annotated[int, msgspec.Meta(ge=1)] = 10
-    memory_bytes: Annotated[int, msgspec.Meta(ge=256 * 1024 * 1024)] = 1024 * 1024 * 1024
-    stack_bytes: Annotated[int, msgspec.Meta(ge=1024 * 1024)] = 16 * 1024 * 1024
+    cpu_s: Annotated[int, msgspec.Meta(ge=1, le=int(YEAR_S))] = 10
+    memory_bytes: Annotated[int, msgspec.Meta(ge=256 * 1024 * 1024, le=MAX_BYTES)] = 1024 * 1024 * 1024
+    stack_bytes: Annotated[int, msgspec.Meta(ge=1024 * 1024, le=MAX_BYTES)] = 16 * 1024 * 1024
     max_processes: Count = 256
-    max_open_files: Annotated[int, msgspec.Meta(ge=64)] = 256
-    max_file_bytes: Amount = 64 * 1024 * 1024
+    max_open_files: Annotated[int, msgspec.Meta(ge=64, le=MAX_OPEN_FILES)] = 256
+    max_file_bytes: BytesOrZero = 64 * 1024 * 1024

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from prorl_trio.config.quantities import Count, Seconds
+from prorl_trio.config.quantities import Count, MessageBytes, Processes, Seconds
 from prorl_trio.config.table import Table
 from prorl_trio.types.errors import ConfigError
 
@@ -49,7 +49,7 @@ class SearchConfig(Table, frozen=True):
     corpus: str = ""
     index_dir: str = ""
     index_timeout_s: Seconds = 3600.0
-    max_line_bytes: Count = 16 * 1024 * 1024
+    max_line_bytes: MessageBytes = 16 * 1024 * 1024
     url: str = ""
     api_key_file: str = ""
     api_key_env: str = ""
@@ -60,9 +60,9 @@ class SearchConfig(Table, frozen=True):
     attempt_timeout_s: Seconds = 15.0
     search_timeout_s: Seconds = 60.0
     max_attempts: Count = 4
-    max_concurrent_searches: Count = 16
+    max_concurrent_searches: Processes = 16
     max_waiting_searches: Count = 1_000
-    max_response_bytes: Count = 8 * 1024 * 1024
+    max_response_bytes: MessageBytes = 8 * 1024 * 1024
     probe_query: str = "water"
 
     def __post_init__(self) -> None:

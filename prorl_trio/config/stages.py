@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from prorl_trio.config.quantities import Count, Seconds
+from prorl_trio.config.quantities import Bytes, Count, Processes, Seconds, Workers
 from prorl_trio.config.table import Table
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ class StagesConfig(Table, frozen=True):
         eval_queue: jobs that may wait for EVAL; a full queue holds RUN up.
     """
 
-    init_workers: Count = 4
-    run_workers: Count = 32
-    eval_workers: Count = 4
+    init_workers: Processes = 4
+    run_workers: Workers = 32
+    eval_workers: Processes = 4
     init_queue: Count = 10_000
-    ready_queue: Count = 16
+    ready_queue: Workers = 16
     eval_queue: Count = 1_000
 
 
@@ -58,7 +58,7 @@ class AdmissionConfig(Table, frozen=True):
     max_live: Count = 20_000
     max_live_per_session: Count = 20_000
     max_undelivered: Count = 200_000
-    max_undelivered_bytes: Count = 16 * 1024 * 1024 * 1024
+    max_undelivered_bytes: Bytes = 16 * 1024 * 1024 * 1024
 
     def __post_init__(self) -> None:
         for session_id, weight in self.session_weights.items():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from ipc.arena_socket import MAX_ARENA_READERS
-from prorl_trio.config.quantities import Amount, Count, SecondsOrZero
+from prorl_trio.config.quantities import MAX_BYTES, Bytes, BytesOrZero, Connections, Count, SecondsOrZero
 from prorl_trio.config.table import Table
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class LedgerConfig(Table, frozen=True):
     dir: str = "auto"
     on_restart: Literal["retry", "fail"] = "retry"
     max_attempts: Count = 5
-    log_bytes: Annotated[int, msgspec.Meta(ge=64 * 1024)] = 64 * 1024 * 1024
-    reserve_bytes: Amount = 128 * 1024 * 1024
-    max_bytes: Count = 16 * 1024 * 1024 * 1024
+    log_bytes: Annotated[int, msgspec.Meta(ge=64 * 1024, le=MAX_BYTES)] = 64 * 1024 * 1024
+    reserve_bytes: BytesOrZero = 128 * 1024 * 1024
+    max_bytes: Bytes = 16 * 1024 * 1024 * 1024
     tombstone_s: SecondsOrZero = 3600.0
-    hot_outcome_bytes: Amount = 256 * 1024 * 1024
+    hot_outcome_bytes: BytesOrZero = 256 * 1024 * 1024
 
     def folder(self, node_id: str, environ: Mapping[str, str]) -> Path | None:
         """Return the folder of the ledger, or None if it is in memory."""
@@ -72,7 +72,7 @@ class ArenaConfig(Table, frozen=True):
     """
 
     enabled: bool = True
-    size_bytes: Amount = 0
-    shared_bytes: Amount = 0
+    size_bytes: BytesOrZero = 0
+    shared_bytes: BytesOrZero = 0
     room_timeout_s: SecondsOrZero = 60.0
-    max_readers: Count = MAX_ARENA_READERS
+    max_readers: Connections = MAX_ARENA_READERS

@@ -17,6 +17,7 @@ from prorl_trio.grading.drivers.values import decode, decode_line, encode, encod
 from prorl_trio.grading.lines import CandidateEnded, Lines, open_candidate
 from prorl_trio.grading.verdict import TestResult, Verdict
 from prorl_trio.grading.verifier import KILLED, MAX_OUTPUT_BYTES, backstop_s, driver_argv, open_verifier
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def _is_any(encoded: Any, right: list[Any], tolerance: Tolerance | None) -> bool
 
 async def _compare(compare: Callable[..., bool], *arguments: Any) -> bool:
     """Compare in a thread: what the candidate gave may be long."""
-    return await trio.to_thread.run_sync(compare, *arguments)
+    return await run_sync(compare, *arguments)
 
 
 # ---------------------------------------------------------------- assertions

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
+from ipc.envelope import UNDECODABLE
+
 __all__ = ["MAX_REWARD_BYTES", "REWARD_FILES", "parse_rewards", "scalar_reward"]
 
 REWARD_FILES: Final = ("reward.json", "reward.txt")
@@ -26,7 +28,7 @@ def parse_rewards(name: str, content: bytes) -> dict[str, float]:
     if name.endswith(".json"):
         try:
             value = msgspec.json.decode(content)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except UNDECODABLE as exc:
             raise ValueError(f"{name} is no JSON: {exc}") from exc
     else:
         try:

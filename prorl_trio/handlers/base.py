@@ -91,7 +91,9 @@ class AgentHandler(abc.ABC):
         """Score what `run` left in the context.
 
         What the agent did not do, or spoilt, is a low score and no error: catch FileNotFoundError of a file that it
-        should have left. Time that its own code takes here is best spent in `context.waiting(..., "agent_budget")`.
+        should have left. Time in the agent's sandbox is charged to the agent, and so is that of programs in one from
+        `context.open_sandbox`; what else its code takes is best spent in `context.waiting(..., "agent_budget")`. Run
+        the handler's own preparations in `context.waiting(..., "evaluator")`.
 
         Raises:
             EvaluationError: there is no score. Never return 0 in its place.

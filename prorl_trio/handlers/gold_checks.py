@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from prorl_trio.agent.scoring import NotScored
-from prorl_trio.types.errors import EvaluationError, MalformedJob, ServiceError
+from prorl_trio.types.errors import EvaluationError, MalformedJob, SandboxUnavailable, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -139,7 +139,11 @@ class GoldChecks:
     async def _verdict(self, handler: AgentHandler, payload: Mapping[str, Any]) -> MalformedJob | None:
         try:
             found = await self._scorers.score(handler.gold_check, {"payload": dict(payload)}, timeout_s=CALL_TIMEOUT_S)
-        except (NotScored, OSError) as exc:  # no process, or no descriptor for one: nobody's fault here
+        except (
+            NotScored,
+            SandboxUnavailable,
+            OSError,
+        ) as exc:  # no process: nobody's fault here
             logger.warning("handler %s: a gold answer is not checked: %s", handler.name, exc)
             self.unchecked += 1
             return None

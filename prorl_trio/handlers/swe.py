@@ -254,14 +254,23 @@ class _SweStyle(AgentStyle):
 async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool) -> tuple[bytes, dict[str, Any]]:
     """Return what differs from the base, and for `Outcome.details` the paths that were left out, with the reasons.
 
-    The difference is taken with an index of its own: the agent may have staged or committed anything.
+    The difference is taken in a repository of its own, with the objects of the agent's: the agent may have staged,
+    committed and configured anything.
 
     Raises:
         ValueError: git failed, or there is more than `MAX_PATCH_BYTES`.
         OSError, SandboxCallFailed: git could not be started.
         ProgramKilled: git was killed, and there is another try.
     """
-    env = {**GIT_ENV, "GIT_INDEX_FILE": f"/tmp/index-{secrets.token_hex(8)}"}
+    git_dir = f"/tmp/changes-{secrets.token_hex(8)}.git"
+    env = {
+        **GIT_ENV,
+        "GIT_DIR": git_dir,
+        "GIT_WORK_TREE": base.repo_dir,
+        "GIT_INDEX_FILE": f"{git_dir}/index",
+        "HOME": git_dir,  # for a git that does not know GIT_CONFIG_GLOBAL
+        "XDG_CONFIG_HOME": git_dir,
+    }
     job = {
         "git": GIT,
         "base": BASE,

@@ -27,6 +27,7 @@ from prorl_trio.ledger.limits import LedgerLimits
 from prorl_trio.ledger.operations import LAZY, Call, Finish
 from prorl_trio.ledger.store import Store, WaitForRoom
 from prorl_trio.supervision import service_task
+from prorl_trio.threads import run_sync
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -74,10 +75,10 @@ class DiskLedger(Ledger):
             self._arrived.set()
 
     async def read(self, ref: Ref) -> bytes:
-        return await trio.to_thread.run_sync(self._store.read, ref.job_id, ref.cursor, limiter=self._reading)
+        return await run_sync(self._store.read, ref.job_id, ref.cursor, limiter=self._reading)
 
     async def lookup(self, job_ids: Sequence[str]) -> dict[str, KnownJob]:
-        found = await trio.to_thread.run_sync(self._store.lookup, job_ids, limiter=self._reading)
+        found = await run_sync(self._store.lookup, job_ids, limiter=self._reading)
         known = {}
         for job_id, job in found.items():
             if isinstance(job, Job):
@@ -105,7 +106,7 @@ class DiskLedger(Ledger):
             freed = self._store.freed
             try:
                 operations = [call.operation for call in group]
-                answers = await trio.to_thread.run_sync(self._store.commit, operations, limiter=self._writing)
+                answers = await run_sync(self._store.commit, operations, limiter=self._writing)
             except BaseException:
                 # Nobody was answered: `_close` tells them that the ledger is gone, whatever has reached the disk.
                 self._calls.extendleft(reversed(group))
@@ -184,7 +185,7 @@ async def open_ledger(
     """
     limits = limits or LedgerLimits()
     writing = trio.CapacityLimiter(1)
-    store, recovered = await trio.to_thread.run_sync(_open, folder, limits, disk or Disk(), limiter=writing)
+    store, recovered = await run_sync(_open, folder, limits, disk or Disk(), limiter=writing)
     ledger = DiskLedger(store, recovered, limits, writing)
     try:
         async with open_single_nursery() as nursery:
@@ -194,7 +195,7 @@ async def open_ledger(
     finally:
         ledger._close()
         with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-            await trio.to_thread.run_sync(store.close, limiter=writing)
+            await run_sync(store.close, limiter=writing)
 
 
 def _open(folder: Path, limits: LedgerLimits, disk: Disk) -> tuple[Store, Recovered]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -21,6 +20,7 @@ import trio
 from ipc.nursery import open_single_nursery
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import AsyncIterator, Iterator
 
     from prorl_trio.config import OnHangup
@@ -122,8 +122,8 @@ class Drainable(Protocol):
     async def cancel_all(self, reason: str) -> None:
         """Accept no more jobs; cancel every live job and return when they have ended."""
 
-    def live_jobs(self) -> list[dict[str, object]]:
-        """Return every live job as a dict, with its `status`."""
+    def live_by_status(self) -> Counter[str]:
+        """Return the number of live jobs in each status."""
         ...
 
 
@@ -157,7 +157,7 @@ async def drain(node: Drainable, signals: AsyncIterator[int], timeout_s: float) 
     if not patience.cancelled_caught:
         logger.info("drained: every job had its own outcome")
         return 0
-    cut = len(node.live_jobs())
+    cut = node.live_by_status().total()
     logger.warning("cancelling %s", _left(node))
     async with open_single_nursery() as tasks:
         tasks.start_soon(_die_on_next, signals)
@@ -174,7 +174,7 @@ async def _report(node: Drainable, patience: trio.CancelScope) -> None:
 
 
 def _left(node: Drainable) -> str:
-    by_status = Counter(str(job["status"]) for job in node.live_jobs())
+    by_status = node.live_by_status()
     if not by_status:
         return "no jobs left"
     stages = ", ".join(f"{count} {status}" for status, count in by_status.items())

@@ -6,14 +6,15 @@ import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
 from ipc.arena_socket import serve_arena
 from ipc.nursery import open_single_nursery
+from prorl_trio.config.secrets import load_token
 from prorl_trio.node.membership import Endpoints, open_membership
-from prorl_trio.service.auth import load_token
+from prorl_trio.service.auth import Door
 from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
 from prorl_trio.service.prorl_compat import configured_endpoints
 from prorl_trio.service.rest.edge import serve_rest
@@ -26,23 +27,65 @@ from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    import ssl
+    from collections.abc import AsyncIterator, Sequence
 
     from ipc.arena import Arena
     from prorl_trio.config import NodeConfig
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.node.node import Node
+    from prorl_trio.service.rest.call import Endpoint
     from prorl_trio.service.rest.events import EventFeed
     from prorl_trio.service.sessions.session_table import SessionTable
 
-__all__ = ["open_edges"]
+__all__ = ["Edges", "open_edges", "prepare_edges"]
 
 logger = logging.getLogger(__name__)
 
 
+class Edges(NamedTuple):
+    """The credentials of a node's edges.
+
+    Attributes:
+        door: decides who may come in.
+        tls: the certificate, or None.
+        more: endpoints of REST besides its own.
+    """
+
+    door: Door
+    tls: ssl.SSLContext | None
+    more: Sequence[Endpoint]
+
+
+def prepare_edges(config: NodeConfig, handlers: Sequence[str]) -> Edges:
+    """Read all secrets, and check the configuration of the edges as far as that is possible before they are opened.
+
+    Called before anything of the node starts. `handlers` are the names of those that the node has. Blocks on the disk.
+
+    Raises:
+        ConfigError: a token, a certificate or a key cannot be used or is open to others, or fields contradict each
+            other.
+    """
+    listen, rest = config.listen, config.rest
+    token, tls = load_token(listen), load_tls(listen)
+    if rest.prorl_compat and not rest.enabled:
+        raise ConfigError("rest.prorl_compat needs REST, which is off; set rest.enabled to true")
+    unknown = {source: name for source, name in rest.data_sources.items() if name not in handlers}
+    if rest.prorl_compat and unknown:
+        wrong = ", ".join(f"{source} = {name!r}" for source, name in unknown.items())
+        raise ConfigError(f"rest.data_sources: no such handler: {wrong}; this node has: {', '.join(handlers)}")
+    named = [host for host in (listen.host, rest.host, config.fleet.advertise) if host]
+    return Edges(Door(token, listen.hosts, named), tls, configured_endpoints(config))
+
+
 @asynccontextmanager
 async def open_edges(
-    node: Node, sessions: SessionTable, arena: Arena | None, feed: EventFeed | None, monitoring: Monitoring
+    node: Node,
+    edges: Edges,
+    sessions: SessionTable,
+    arena: Arena | None,
+    feed: EventFeed | None,
+    monitoring: Monitoring,
 ) -> AsyncIterator[tuple[str, int]]:
     """Bind all addresses, restore the sessions of a former process, then let trainers in; yield the WebSocket address.
 
@@ -64,15 +107,24 @@ async def open_edges(
             stack.callback(release_local_sockets, listen, local)
         accept = await stack.enter_async_context(open_single_nursery())
         if local is not None and arena is not None:
-            await _open_arena_socket(config, arena, local.arena, accept)
-        serve = partial(serve_websocket, node, listen, sessions=sessions, local=local, listener=bound)
-        address = await accept.start(service_task(serve, "WebSocket"))
+            await _open_arena_socket(config, edges.door, arena, local.arena, accept)
+        serve = partial(
+            serve_websocket,
+            node,
+            listen,
+            edges.door,
+            sessions=sessions,
+            tls=edges.tls,
+            local=local,
+            listener=bound,
+        )
+        address = await accept.start(service_task(serve, "WebSocket", restarts=False))
         endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
         if local is not None:
             endpoints["unix_url"] = f"unix://{local.node}"
         rest_address = None
         if feed is not None:
-            rest_address = await _open_rest(node, sessions, feed, monitoring, accept, rest_bound)
+            rest_address = await _open_rest(node, edges, sessions, feed, monitoring, accept, rest_bound)
             endpoints["rest_url"] = rest_url(rest_address, secure=_rest_secure(config))
             logger.info("REST at %s", endpoints["rest_url"])
         if listen.endpoint_file:
@@ -84,13 +136,14 @@ async def open_edges(
             rest_secure=_rest_secure(config),
             unix_url=endpoints.get("unix_url", ""),
         )
-        async with open_membership(node, found_at, lambda: sessions.undelivered()[0] + sessions.left):
+        async with open_membership(node, edges.door, found_at, lambda: sessions.undelivered()[0] + sessions.left):
             yield address
         accept.cancel_scope.cancel("shutdown")
 
 
 async def _open_rest(
     node: Node,
+    edges: Edges,
     sessions: SessionTable,
     feed: EventFeed,
     monitoring: Monitoring,
@@ -98,22 +151,20 @@ async def _open_rest(
     listener: trio.SocketListener | None,
 ) -> tuple[str, int]:
     """Serve REST in `accept`; return its (host, port) once it listens."""
-    listen, rest = node.config.listen, node.config.rest
-    token = await trio.to_thread.run_sync(load_token, listen)
-    tls = await trio.to_thread.run_sync(load_tls, listen) if rest.tls else None
+    rest = node.config.rest
     serve = partial(
         serve_rest,
         node,
         rest,
-        token,
+        edges.door,
         sessions=sessions,
         feed=feed,
-        tls=tls,
+        tls=edges.tls if rest.tls else None,
         metrics=monitoring.metrics.render,
         listener=listener,
-        more=configured_endpoints(rest, sandbox_network=node.config.sandbox.network),
+        more=edges.more,
     )
-    address: tuple[str, int] = await accept.start(service_task(serve, "REST"))
+    address: tuple[str, int] = await accept.start(service_task(serve, "REST", restarts=False))
     return address
 
 
@@ -121,15 +172,14 @@ def _rest_secure(config: NodeConfig) -> bool:
     return config.rest.tls and bool(config.listen.tls_cert)
 
 
-async def _open_arena_socket(config: NodeConfig, arena: Arena, path: Path, accept: trio.Nursery) -> None:
+async def _open_arena_socket(config: NodeConfig, door: Door, arena: Arena, path: Path, accept: trio.Nursery) -> None:
     """Serve the arena's socket in `accept`, so that trainers on this host can map the arena; return once it listens.
 
     Raises:
         ConfigError: the socket cannot be bound.
     """
-    token = await trio.to_thread.run_sync(load_token, config.listen)
     try:
-        serve = partial(serve_arena, arena, path, token=token.decode(), max_readers=config.arena.max_readers)
-        await accept.start(service_task(serve, "arena"))
+        serve = partial(serve_arena, arena, path, admits=door.admits, max_readers=config.arena.max_readers)
+        await accept.start(service_task(serve, "arena", restarts=False))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"listen.unix_socket: {exc}") from exc

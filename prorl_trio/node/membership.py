@@ -19,15 +19,16 @@ from prorl_trio.rendezvous.entry import Capacity, NodeEntry, slurm_step
 from prorl_trio.rendezvous.folder import claim_folder, read_entry, remove_entry, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
-from prorl_trio.service.auth import load_token
 from prorl_trio.service.endpoints import endpoint_url, rest_url
 from prorl_trio.supervision import service_task
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from prorl_trio.node.node import Node
+    from prorl_trio.service.auth import Door
 
 __all__ = ["Endpoints", "advertised_host", "open_membership"]
 
@@ -52,7 +53,9 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def open_membership(node: Node, endpoints: Endpoints, unfinished: Callable[[], int]) -> AsyncIterator[None]:
+async def open_membership(
+    node: Node, door: Door, endpoints: Endpoints, unfinished: Callable[[], int]
+) -> AsyncIterator[None]:
     """Keep the node's entry in its fleet's folder during the block. Does nothing for a node without a fleet.
 
     At the end the entry is removed; where unfinished work is left to the node's next start (`restart_within_s`), it
@@ -60,6 +63,7 @@ async def open_membership(node: Node, endpoints: Endpoints, unfinished: Callable
 
     Args:
         node: the node.
+        door: has the token, which the entry tells trainers. A new one is written at once.
         endpoints: where it listens.
         unfinished: returns how many outcomes wait for their trainer, and jobs that were cut for the next start.
 
@@ -72,8 +76,7 @@ async def open_membership(node: Node, endpoints: Endpoints, unfinished: Callable
         return
     disk = _Disk()
     folder = await disk.run(lambda: claim_folder(node.config.fleet.dir))
-    token = await disk.run(lambda: load_token(node.config.listen).decode())
-    entry = _entry(node, endpoints, token)
+    entry = _entry(node, endpoints, door.token.decode())
     await _claim(folder, entry, disk)
     try:
         await disk.run(lambda: write_entry(folder, entry))
@@ -81,7 +84,7 @@ async def open_membership(node: Node, endpoints: Endpoints, unfinished: Callable
         raise ConfigError(f"fleet.dir: {folder} cannot be written: {exc.strerror}; make room, or name another") from exc
     logger.info("node %s is in the fleet of %s, at %s", entry.node_id, folder, entry.url)
     async with open_single_nursery() as tasks:
-        tasks.start_soon(service_task(_beat, "fleet heartbeat"), node, folder, entry, disk)
+        tasks.start_soon(service_task(_beat, "fleet heartbeat"), node, door, folder, entry, disk)
         try:
             yield
         finally:
@@ -99,7 +102,7 @@ class _Disk:
         self._turn = trio.CapacityLimiter(1)
 
     async def run(self, fn: Callable[[], _T]) -> _T:
-        return await trio.to_thread.run_sync(fn, limiter=self._turn, abandon_on_cancel=True)
+        return await run_sync(fn, limiter=self._turn, abandon_on_cancel=True)
 
 
 def advertised_host(advertise: str, listening: str) -> str:
@@ -197,13 +200,14 @@ def _time_of(folder: Path, node_id: str) -> int:
     return 0
 
 
-async def _beat(node: Node, folder: Path, entry: NodeEntry, disk: _Disk) -> None:
+async def _beat(node: Node, door: Door, folder: Path, entry: NodeEntry, disk: _Disk) -> None:
     """Renew the entry for ever. A disk that is full or away is logged, and tried again."""
     written = entry
     trouble = ""
     while True:
-        await trio.sleep(entry.heartbeat_interval_s)
-        now = _now(node, entry)
+        with trio.move_on_after(entry.heartbeat_interval_s):
+            await door.wait_replaced()
+        now = msgspec.structs.replace(_now(node, entry), token=door.token.decode())
         try:
             written = await disk.run(partial(_renew, folder, written, now))
         except (OSError, ConfigError) as exc:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -25,13 +26,16 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.registry import HandlerRegistry
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.end_of_time import EndOfTime
+    from prorl_trio.pipeline.observer import JobView
     from prorl_trio.pipeline.pipeline import JobSink, Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
-    from prorl_trio.types.models import JobSpec, ToolCall
+    from prorl_trio.types.models import JobSpec, Status, ToolCall
 
 __all__ = ["Node", "Outbox"]
 
+MAX_SHOWN_JOBS: Final = 1_000
+"""Jobs that the status of the node has at most. How many there are is in the pipeline's part."""
 GOLD_CHECKS_TIMEOUT_S: Final = 30.0
 """Limit of the wall time that a submit waits for checks of gold answers. What is left is accepted unchecked."""
 
@@ -79,7 +83,7 @@ class Node:
             "pipeline": pipeline.statistics,
             "jobs": self.live_jobs,
             "backends": backends.statistics,
-            "sandboxes": lambda: {"provider": provider.name, **sandboxes.statistics()},
+            "sandboxes": lambda: {"provider": provider.name, "paused": sandboxes.paused, **sandboxes.statistics()},
             "scorers": resources.scorers.statistics,
             "arena": resources.tokens.statistics,
         }
@@ -216,7 +220,8 @@ class Node:
     def unreadiness(self) -> str:
         """Return why a job submitted now would not be worked on; empty if it would.
 
-        Looks at service tasks, the drain, the ledger and the backends: neither a full queue nor a pause counts.
+        Looks at service tasks, the drain, the ledger, sandbox starts and the backends: neither a full queue nor a pause
+        counts.
         """
         if task := vanished_task():
             return f"the node is ending: its service task {task!r} is gone"
@@ -224,6 +229,8 @@ class Node:
             return "the node is draining"
         if refusal := self._outbox.refusal:
             return refusal
+        if reason := self._sandboxes.paused:
+            return f"sandbox starts are paused: {reason}"
         return "" if self.backends.accepting else "no backend takes tasks; add one"
 
     @property
@@ -254,8 +261,29 @@ class Node:
         return len(self._pipeline)
 
     def live_jobs(self) -> list[dict[str, object]]:
-        """Return every live job as a plain dict, oldest first: the fields of `observer.JobView`."""
-        return [msgspec.structs.asdict(view) for view in self._pipeline.live_jobs()]
+        """Return live jobs as plain dicts: the fields of `observer.JobView`.
+
+        They are `MAX_SHOWN_JOBS` at most, oldest first; jobs that only wait for INIT are left out first.
+        """
+        jobs = self._pipeline.jobs()
+        if len(jobs) > MAX_SHOWN_JOBS:
+            jobs.sort(key=lambda job: job.lifecycle.status == "queued")
+        return [msgspec.structs.asdict(job.view()) for job in jobs[:MAX_SHOWN_JOBS]]
+
+    def live_by_status(self) -> Counter[str]:
+        """Return the number of live jobs in each status."""
+        return Counter(job.lifecycle.status for job in self._pipeline.jobs())
+
+    def find_jobs(self, matches: Callable[[JobSpec, str, Status], bool], limit: int) -> tuple[int, list[JobView]]:
+        """Return the number of live jobs that match, and the first `limit` of these. See `NodeApi.find_jobs`."""
+        jobs = self._pipeline.jobs()
+        found = [job for job in jobs if matches(job.spec, job.session_id, job.lifecycle.status)]
+        return len(found), [job.view() for job in found[:limit]]
+
+    def find_job(self, job_id: str) -> JobView | None:
+        """Return a live job as it is now. See `NodeApi.find_job`."""
+        job = self._pipeline.job(job_id)
+        return None if job is None else job.view()
 
     async def cancel_all(self, reason: str) -> None:
         """Accept no more jobs; cancel every live job and return when they have ended."""

@@ -6,6 +6,8 @@ import logging
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
+import trio
+
 from ipc.arena import open_arena
 from ipc.nursery import open_single_nursery
 from prorl_trio.http.client import split_origin
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from ipc.arena import Arena
     from prorl_trio.config import ArenaConfig, BackendConfig, ImagesConfig, SandboxConfig
     from prorl_trio.inference.engines.http_engine import OnCall
-    from prorl_trio.inference.engines.protocol import ClientFinder
+    from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient
     from prorl_trio.inference.pool.same_model import ModelProof
     from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
@@ -42,7 +44,7 @@ def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_position
     """Return a function that makes the client of a backend's URL, for the configured kind of engine.
 
     `on_call` is called for every call of a backend. `max_positions` is the model's own longest context in tokens, 0 if
-    it is not known.
+    it is not known. A URL that `config` does not allow is not contacted: the function raises BackendError.
 
     Raises:
         ConfigError: there is no such kind of engine, or a configured URL is not valid, or occurs twice.
@@ -58,12 +60,20 @@ def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_position
             raise ConfigError(f"backends.urls: {url} is there twice; for more rollouts, give it a weight in [backends]")
         known.add(origin)
 
-    return EngineRegistry.from_entry_points().finder(
+    find = EngineRegistry.from_entry_points().finder(
         config.engine,
         context_tokens=config.max_model_len or max_positions,
         max_connections=config.max_connections_per_backend,
         on_call=on_call,
     )
+
+    async def find_allowed(url: str, timeout_s: float) -> EngineClient:
+        if not config.allows(url):
+            await trio.lowlevel.checkpoint()
+            raise BackendError(f"{url}: this node's backends.allowed does not have that address", retryable=False)
+        return await find(url, timeout_s)
+
+    return find_allowed
 
 
 @asynccontextmanager
@@ -138,8 +148,14 @@ def open_node_arena(config: ArenaConfig) -> Iterator[Arena | None]:
 
 
 def warn_of_image(config: SandboxConfig) -> None:
-    """Log a warning if the configured image is not on this machine: it may be pulled later. Blocks on the disk."""
-    if config.image == "host" or config.provider == "process":
+    """Log a warning if the configured image has no effect, or is not on this machine: it may be pulled later.
+
+    Blocks on the disk.
+    """
+    if config.image == "host":
+        return
+    if config.provider == "process":
+        logger.warning("sandbox.image has no effect: the provider `process` uses this machine, not %r", config.image)
         return
     try:
         locate_root(config.image)

@@ -11,10 +11,15 @@ import trio
 
 from prorl_trio.config import NodeConfig
 from prorl_trio.config.live import is_live
+from prorl_trio.config.secrets import load_token
+from prorl_trio.node.descriptors import check_descriptors
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from prorl_trio.service.auth import Door
 
 __all__ = ["Change", "ReloadPlan", "plan_reload", "serve_reloads"]
 
@@ -58,13 +63,14 @@ def plan_reload(old: NodeConfig, new: NodeConfig) -> ReloadPlan:
     """
     changes = list(_changes(old, new))
     live = [change for change in changes if is_live(change.path)]
-    for change in live:
-        minimum = 1 if change.path.startswith("stages.") else 0
-        if isinstance(change.new, int | float) and change.new < minimum:
-            raise ConfigError(f"{change.path} must be at least {minimum}, got {change.new}")
     config = old
     for change in live:
         config = _replaced(config, change.path.split("."), change.new)
+    try:
+        msgspec.convert(msgspec.to_builtins(config), NodeConfig)  # also where no file was read
+    except msgspec.ValidationError as exc:
+        raise ConfigError(str(exc)) from exc
+    check_descriptors(config)
     return ReloadPlan(config=config, live=live, fixed=[change for change in changes if change not in live])
 
 
@@ -72,26 +78,37 @@ async def serve_reloads(
     load: Callable[[], NodeConfig],
     current: Callable[[], NodeConfig],
     apply: Callable[[NodeConfig], None],
+    door: Door,
     *,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """At each SIGHUP, call `load` in a thread, and `apply` with the fields that can change live.
 
-    The rest stays as `current` returns it, and is logged. A file that cannot be used changes nothing, and is logged as
+    `door` gets the token that the configuration has now, also if it is a file whose content alone has changed. The rest
+    stays as `current` returns it, and is logged. A file that cannot be used changes nothing, and is logged as
     an error. Runs until cancelled, in the main thread.
     """
     with trio.open_signal_receiver(signal.SIGHUP) as signals:
         task_status.started()
         async for _ in signals:
             try:
-                plan = plan_reload(current(), await trio.to_thread.run_sync(load))
+                config, token = await run_sync(_load_with_token, load)
+                plan = plan_reload(current(), config)
             except ConfigError as exc:
                 logger.error("reload: the configuration stays as it is: %s", exc)
                 continue
             apply(plan.config)
-            logger.info("reload: %s", "; ".join(map(str, plan.live)) or "nothing has changed that can change live")
+            changes = [*map(str, plan.live)]
+            if door.replace_token(token):
+                changes.append("the token is replaced; connections that showed the former one end, their jobs go on")
+            logger.info("reload: %s", "; ".join(changes) or "nothing has changed that can change live")
             if plan.fixed:
                 logger.warning("reload: these need a restart, and stay: %s", "; ".join(map(str, plan.fixed)))
+
+
+def _load_with_token(load: Callable[[], NodeConfig]) -> tuple[NodeConfig, bytes]:
+    config = load()
+    return config, load_token(config.listen)
 
 
 def _changes(old: msgspec.Struct, new: msgspec.Struct, path: str = "") -> Iterator[Change]:

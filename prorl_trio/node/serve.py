@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
+from ipc.clock import use_running_clock
 from ipc.nursery import open_single_nursery
 from prorl_trio.chat.token_memory import TokenMemory
+from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.core import open_node
+from prorl_trio.node.descriptors import check_descriptors, raise_descriptor_limit
 from prorl_trio.node.drain import drain, open_end_signals, until_started
-from prorl_trio.node.edges import open_edges
+from prorl_trio.node.edges import open_edges, prepare_edges
 from prorl_trio.node.monitoring import open_monitoring
 from prorl_trio.node.parts import open_node_arena
 from prorl_trio.node.reload import serve_reloads
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from prorl_trio.config import NodeConfig
-    from prorl_trio.handlers.registry import HandlerRegistry
     from prorl_trio.node.drain import EndSignals
+    from prorl_trio.node.edges import Edges
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.node.node import Node
     from prorl_trio.sandbox.provider import SandboxProvider
@@ -67,6 +70,8 @@ async def serve_node(
     end is near, see `drain`. That one, and one that SIGTERM begins, by which Slurm warns, last until the end in place
     of `drain_timeout_s`.
 
+    The loop that runs it gets a clock that stands while this process does not run (`use_running_clock`).
+
     Reports the listener's (host, port) through `task_status`. Returns True if every job ended by itself and no write to
     the ledger failed. After the drain, waits up to `DELIVERY_TIMEOUT_S` for trainers to take their outcomes. `provider`
     replaces the sandbox provider of the configuration.
@@ -76,15 +81,21 @@ async def serve_node(
         BackendError: backends are `required`, and one did not pass its probe.
     """
     clean = True
+    use_running_clock()
+    raise_descriptor_limit()
+    check_descriptors(config)
+    handlers = handlers or HandlerRegistry.from_entry_points()
+    edges = await trio.to_thread.run_sync(prepare_edges, config, handlers.names)
     with open_end_signals(config.on_hangup, reloads=load is not None) as signals:
         async with until_started(signals) as starting:
             async with (
-                _open_whole(config, handlers, provider, starting) as (node, sessions, monitoring, address),
+                _open_whole(config, edges, handlers, provider, starting) as (node, sessions, monitoring, address),
                 open_single_nursery() as reloads,
             ):
                 if load is not None and not signals.hangup:
                     apply = partial(_apply, node, monitoring)
-                    await reloads.start(service_task(serve_reloads, "reload"), load, lambda: node.config, apply)
+                    serve = service_task(serve_reloads, "reload")
+                    await reloads.start(serve, load, lambda: node.config, apply, edges.door)
                 task_status.started(address)
                 began = await _wait_end(signals, node)
                 if not config.fleet.leaves_jobs:
@@ -99,7 +110,11 @@ async def serve_node(
 
 @asynccontextmanager
 async def _open_whole(
-    config: NodeConfig, handlers: HandlerRegistry | None, provider: SandboxProvider | None, starting: trio.CancelScope
+    config: NodeConfig,
+    edges: Edges,
+    handlers: HandlerRegistry | None,
+    provider: SandboxProvider | None,
+    starting: trio.CancelScope,
 ) -> AsyncIterator[tuple[Node, SessionTable, Monitoring, tuple[str, int]]]:
     """Open all parts of a node, each after those it needs.
 
@@ -126,7 +141,7 @@ async def _open_whole(
                     monitoring.watch(node, sessions)
                     if shared is not None:
                         node.describe("arena", lambda: {**tokens.statistics(), "shared": shared.statistics()})
-                    async with open_edges(node, sessions, arena, feed, monitoring) as address:
+                    async with open_edges(node, edges, sessions, arena, feed, monitoring) as address:
                         yield node, sessions, monitoring, address
 
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TextIO
 
 import msgspec
 
+from ipc.portable_text import portable, printable, printable_json
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -33,6 +35,8 @@ MAX_QUEUED_RECORDS: Final = 10_000
 FLUSH_TIMEOUT_S: Final = 2.0
 """Longest the end waits for what is queued to be written."""
 MAX_ERROR_CHARS: Final = 300
+INDENT: Final = "    "
+"""Before each line of a record but its first, where logs are text."""
 _CHATTY: Final = ("trio-websocket", "hypercorn", "urllib3", "markdown_it")
 """Libraries whose debug records are about each frame, and may show what is in it."""
 _OWN_WORDS: Final = ("sandbox", "inference", "node", "cancelled")
@@ -206,19 +210,23 @@ class _QueueHandler(logging.Handler):
 
 
 class _Text(logging.Formatter):
-    """A formatter of lines, with the job in brackets if the message does not name it."""
+    """A formatter of lines, with the job in brackets if the message does not name it.
+
+    Messages and tracebacks may quote anybody, so they are made printable, and all lines but the first are indented: no
+    text looks like another record.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         job: _JobContext | None = getattr(record, "job", None)
-        if job is None or job.job_id in record.getMessage():
-            return text
-        first, separator, rest = text.partition("\n")
-        return f"{first} [{job.stage} of job {job.job_id}]{separator}{rest}"
+        if job is not None and job.job_id not in record.getMessage():
+            first, separator, rest = text.partition("\n")
+            text = f"{first} [{job.stage} of job {job.job_id}]{separator}{rest}"
+        return printable(text).replace("\n", f"\n{INDENT}")
 
 
 class _Json(logging.Formatter):
-    """A formatter of JSON objects, one a line.
+    """A formatter of JSON objects, one a line, all of it printable.
 
     Time (UTC), level, logger and message, then what is known of the job and the event's own fields.
     """
@@ -237,4 +245,8 @@ class _Json(logging.Formatter):
         line.update(getattr(record, "fields", {}))
         if record.exc_text:
             line["exception"] = record.exc_text
-        return msgspec.json.encode(line).decode()
+        try:
+            encoded = msgspec.json.encode(line)
+        except UnicodeEncodeError:  # a lone surrogate: a path of the system's, say
+            encoded = msgspec.json.encode(portable(line))
+        return printable_json(encoded.decode())

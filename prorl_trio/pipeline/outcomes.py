@@ -11,7 +11,7 @@ import msgspec
 from ipc.errors import CallFailed
 from ipc.nursery import leaves
 from prorl_trio.handlers.base import Evaluation
-from prorl_trio.sandbox.sandbox import ShellBusy
+from prorl_trio.sandbox.use import is_spoilt
 from prorl_trio.types.errors import (
     AgentFault,
     BudgetExceeded,
@@ -19,9 +19,10 @@ from prorl_trio.types.errors import (
     HandlerError,
     InternalError,
     JobCancelled,
+    NodeExhausted,
     RolloutError,
-    SandboxCallFailed,
     SandboxLost,
+    is_exhaustion,
 )
 from prorl_trio.types.models import AttemptRecord, Outcome
 
@@ -91,17 +92,12 @@ def raise_bugs(failure: BaseException | None) -> None:
 def blame(failure: BaseException, *, has_acted: bool) -> BaseException:
     """Return the error that ends the job: `failure`, or an `AgentFault` if the policy brought it about.
 
-    Before the policy has acted, nothing is its doing. Afterwards it is: a sandbox that was ended from inside; one that
-    lives, but cannot do any more what it did (no thread, no shell, no space left, a pipe in place of a file), or whose
-    shell is still busy with what the policy left running. A missing file may as well be one whose name the handler has
-    misspelt, so it counts as the handler's.
+    Before the policy has acted, nothing is its doing. Afterwards it is: a sandbox that was ended from inside, and
+    whatever one that the policy has used does not do (`prorl_trio.sandbox.use`). The same error in a sandbox that it
+    has not used is the handler's, or the infrastructure's.
     """
-    if not has_acted:
-        return failure
-    spoilt = isinstance(failure, SandboxCallFailed | ShellBusy)
     lost = isinstance(failure, SandboxLost) and failure.from_inside
-    refused = isinstance(failure, OSError) and isinstance(failure.__cause__, CallFailed)
-    if not (spoilt or lost or (refused and not isinstance(failure, FileNotFoundError))):
+    if not has_acted or not (lost or is_spoilt(failure)):
         return failure
     fault = AgentFault(f"what the policy ran left its sandbox unusable: {failure}")
     fault.__cause__ = failure
@@ -191,7 +187,9 @@ def _classify(job: Job, stage: Stage, failure: BaseException) -> RolloutError:
         failure = next((cause for cause in causes if not isinstance(cause, AgentFault)), causes[0])
     if not isinstance(failure, RolloutError):
         logger.error("job %s, stage %s", job.spec.job_id, stage, exc_info=failure)
-        kind = EvaluationError if stage == "eval" else HandlerError
+        kind: type[RolloutError] = EvaluationError if stage == "eval" else HandlerError
+        if any(is_exhaustion(leaf) and not isinstance(leaf.__cause__, CallFailed) for leaf in leaves(failure)):
+            kind = NodeExhausted
         failure = kind(f"{type(failure).__name__} in stage {stage}: {failure}")
     try:
         return job.handler.on_error(job.context, stage, failure)

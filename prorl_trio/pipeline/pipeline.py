@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import Resources
     from prorl_trio.chat.token_memory import RolloutTokens
-    from prorl_trio.pipeline.observer import JobView, Observer
+    from prorl_trio.pipeline.observer import Observer
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.types.errors import ErrorCode
     from prorl_trio.types.models import Outcome, Stage, Status, TerminalStatus
@@ -205,10 +205,6 @@ class Pipeline:
             "prefix_breaks": self._prefix_breaks,
             "fates": self.fates.statistics(),
         }
-
-    def live_jobs(self) -> list[JobView]:
-        """Every live job as it is now, oldest first."""
-        return [job.view() for job in self._jobs.values()]
 
     # ------------------------------------------------------------ stages
 

@@ -87,7 +87,7 @@ class WorkStage:
         assert self._nursery is not None
         while self._staff < workers:
             self._staff += 1
-            worker = service_task(self._work, f"{self.name} worker", may_return=True)
+            worker = service_task(self._work, f"{self.name} worker", may_return=True, restarts=False)
             self._nursery.start_soon(worker, self._new_idle(), name=f"{self.name} worker")
         while self._staff > workers and self._idle:
             self._staff -= 1

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import trio
 
-from ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError
+from ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError, Unencodable
 from ipc.sandbox_calls import BashResult, CellResult, ExecResult
 from prorl_trio.sandbox.sandbox import Sandbox, ShellBusy, ShellIdle
+from prorl_trio.sandbox.silence import MAX_STANDSTILL_S
 from prorl_trio.types.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from ipc.rpc import RpcClient
     from ipc.sandbox_calls import SandboxCall
     from prorl_trio.sandbox.program import OnOutput
+    from prorl_trio.sandbox.silence import Silence
 
 __all__ = ["DaemonSandbox"]
 
@@ -39,6 +42,7 @@ class DaemonSandbox(Sandbox):
         next_breach: the limit that the kernel kept for the sandbox as a whole since it was last asked, and a sentence
             about it; both empty if none.
         ended_from_inside: asked when it is lost: whether what runs inside brought that about. By default nobody knows.
+        silence: sees whether it could run while it was silent. By default its silence is never excused.
     """
 
     def __init__(
@@ -48,16 +52,16 @@ class DaemonSandbox(Sandbox):
         explain: Callable[[str], str],
         next_breach: Callable[[], tuple[Breach, str]] | None = None,
         ended_from_inside: Callable[[], Awaitable[bool]] | None = None,
+        silence: Silence | None = None,
     ) -> None:
         super().__init__(sandbox_id)
         self._rpc = rpc
         self._explain = explain
         self._next_breach = next_breach or _no_breach
         self._ended_from_inside = ended_from_inside or _nobody_knows
+        self._silence = silence
         self._lost = ""
         self._lost_from_inside = False
-        self._has_served = False
-        """Something was run in it, so that it is not the image that lacks what does not start."""
 
     def __repr__(self) -> str:
         return f"<DaemonSandbox {self.sandbox_id}: {f'lost: {self._lost}' if self._lost else 'live'}>"
@@ -69,26 +73,55 @@ class DaemonSandbox(Sandbox):
         self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
     ) -> T:
         if self._lost:
-            raise SandboxLost(self._lost, from_inside=self._lost_from_inside)
+            raise SandboxLost(self._lost, from_inside=self._lost_from_inside, before_the_call=True)
+        was_gone = self._rpc.closed
         try:
-            reply = await self._rpc.call(request, reply_type, timeout_s=timeout_s, on_chunk=on_output)
+            reply = await self._rpc.call(
+                request, reply_type, timeout_s=timeout_s, on_chunk=on_output, on_silence=self._excuses()
+            )
         except CallFailed as exc:
             raise self._error_of(exc) from exc
-        except (FrameTooLarge, UnicodeEncodeError) as exc:
+        except (FrameTooLarge, Unencodable) as exc:
             raise ValueError(f"sandbox {self.sandbox_id}: {exc}") from exc
         except IpcError as exc:
             failure = exc
         else:
             return self._with_breach(reply)
         what = "did not keep to its deadline" if isinstance(failure, CallTimedOut) else "is gone"
+        if self._silence is not None and self._silence.is_too_long:
+            what = f"stood still for {MAX_STANDSTILL_S:g} s"
         breach, breach_text = self._next_breach()
         self._lost = self._explain(f"sandbox {self.sandbox_id} {what}: {failure}{breach_text and f'; {breach_text}'}")
-        self._lost_from_inside = breach == "memory" or await self._ended_from_inside()
-        raise SandboxLost(self._lost, from_inside=self._lost_from_inside) from failure
+        self._lost_from_inside = breach == "memory" or await self._was_lost_from_inside()
+        raise SandboxLost(self._lost, from_inside=self._lost_from_inside, before_the_call=was_gone) from failure
+
+    async def _was_lost_from_inside(self) -> bool:
+        silence = self._silence
+        if silence is not None and silence.is_too_long:  # at once: no budget is to run out in the meantime
+            return False
+        return await self._ended_from_inside() and not (silence is not None and await silence.stands_still())
+
+    def on_standstill(self, uncount: Callable[[float], None]) -> None:
+        if self._silence is not None:
+            self._silence.on_standstill = uncount
+
+    def _excuses(self) -> Callable[[], Awaitable[float]] | None:
+        """Return what a call asks while it has no answer, see `RpcClient.call`."""
+        silence = self._silence
+        if silence is None:
+            return None
+        known_s = silence.total_s
+
+        async def excused_s() -> float:
+            nonlocal known_s
+            await silence.look()
+            before_s, known_s = known_s, silence.total_s
+            return -math.inf if silence.is_too_long else known_s - before_s
+
+        return excused_s
 
     def _with_breach(self, reply: T) -> T:
         if isinstance(reply, BashResult | CellResult | ExecResult):
-            self._has_served = True
             breach, breach_text = self._next_breach()
             if breach and not reply.breach:
                 return msgspec.structs.replace(reply, breach=breach, breach_text=breach_text)
@@ -110,16 +143,16 @@ class DaemonSandbox(Sandbox):
                 return FileExistsError(errno.EEXIST, failure.message)
             case "io":
                 return OSError(errno.EIO, failure.message)
-            case "not_absolute" | "too_large" | "unsafe" | "bad_request":
+            case "not_absolute" | "too_large" | "unsafe" | "bad_request" | "no_user":
                 return ValueError(failure.message)
             case "busy":
                 return ShellBusy(message)
             case "not_running":
                 return ShellIdle(message)
-            case "no_kernel":
+            case "no_kernel" | "no_shell" | "no_ipython":
                 return SandboxUnavailable(message)
-            case "no_shell" | "no_ipython":
-                return SandboxCallFailed(message) if self._has_served else SandboxUnavailable(message)
+            case "shell_lost" | "ipython_lost":
+                return SandboxCallFailed(message)
             case _:
                 logger.error("sandbox %s: its daemon lives, but failed: %s", self.sandbox_id, failure)
                 return SandboxCallFailed(f"sandbox {self.sandbox_id}: its daemon lives, but failed: {failure}")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
+from ipc.channel import wait_or_sleep
 from ipc.fork_calls import MAX_FORK_BYTES, Forked, ForkSandbox
 from prorl_trio.sandbox.limits.pid_limit import namespace_limits
 from prorl_trio.sandbox.process_tree import open_process_tree
@@ -126,8 +127,7 @@ class ForkServer:
     async def _ask(self, request: ForkSandbox, fds: Sequence[int]) -> ForkedLeader | None:
         try:
             socket.send_fds(self._control, [msgspec.msgpack.encode(request)], list(fds))
-            await trio.lowlevel.wait_readable(self._control)
-            answer = self._receive()
+            answer = await self._wait_answer()
         except OSError as exc:
             self._give_up(str(exc))
             return None
@@ -136,6 +136,13 @@ class ForkServer:
             return None
         self.forked_total += 1
         return ForkedLeader(answer.pid)
+
+    async def _wait_answer(self) -> Forked | None:
+        """Return the answer to a request. Nothing else may start the sandbox once the server was asked to."""
+        while True:
+            await wait_or_sleep(trio.lowlevel.wait_readable, self._control)
+            with contextlib.suppress(BlockingIOError):
+                return self._receive()
 
     def _receive(self) -> Forked | None:
         packet = self._control.recv(MAX_FORK_BYTES)

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import msgspec
 import trio
 
-from ipc.nursery import single_exception
+from ipc.nursery import leaves, single_exception
+from prorl_trio.sandbox.images.locate import HOST, locate_root
 from prorl_trio.sandbox.images.puller import ImagePuller
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.run_dir import remains_count
 from prorl_trio.sandbox.sandbox import Sandbox
 from prorl_trio.sandbox.start_gates import StartGates
+from prorl_trio.sandbox.threads import run_blocking
 from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
-from prorl_trio.supervision import service_task
-from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
+from prorl_trio.supervision import contained, service_task
+from prorl_trio.types.errors import InternalError, SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.images.puller import PullLimits
     from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.sandbox.use import Use
 
-__all__ = ["HostedSandbox", "OnOpen", "SandboxHost", "Start", "open_sandbox_host"]
+__all__ = ["MAX_PAUSE_S", "HostedSandbox", "InLine", "OnOpen", "SandboxHost", "Start", "open_sandbox_host"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +43,20 @@ Start = Literal["cold", "warm"]
 OnOpen = Callable[[str, Start, float], None]
 """Called with the provider's name, how the sandbox was started, and the seconds somebody waited for it, gates included.
 Must not raise."""
+InLine = Callable[[str], AbstractContextManager[None]]
+"""Makes the block in which a caller waits for what is named, while starts are paused."""
 
 MAX_START_ATTEMPTS: Final = 3
 START_BACKOFF_S: Final = 0.25
 """Before the second attempt; doubled before each later one."""
+
+MAX_PAUSE_S: Final = 3600.0
+"""Longest that one caller waits for paused starts. Then its start has failed."""
+MAX_REFUSALS: Final = 5
+"""Starts for one caller that the machine refuses while a trial start passes. More may be what the caller asks for."""
+TRIAL_DELAY_S: Final = 1.0
+"""Wait between the first two trial starts of a pause; doubled each time, up to `MAX_TRIAL_DELAY_S`."""
+MAX_TRIAL_DELAY_S: Final = 30.0
 
 CLOSE_TIMEOUT_S: Final = 20.0
 """Longest `aclose` waits. Above what a provider may take to end a sandbox."""
@@ -62,6 +75,8 @@ class HostedSandbox(Sandbox):
         super().__init__(sandbox.sandbox_id)
         self._sandbox = sandbox
         self._on_overdue = on_overdue
+        self.use: Use | None = None
+        """Set where a rollout owns it."""
         self._closing = trio.Event()
         self._gone = trio.Event()
 
@@ -72,10 +87,21 @@ class HostedSandbox(Sandbox):
     async def call(
         self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None
     ) -> T:
-        return await self._sandbox.call(request, reply_type, timeout_s, on_output)
+        with self.use.calling(request) if self.use is not None else nullcontext():
+            return await self._sandbox.call(request, reply_type, timeout_s, on_output)
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.use)
+
+    def _timing(self, *, runs: bool) -> AbstractContextManager[None]:
+        return self.use.timing(runs=runs) if self.use is not None else nullcontext()
 
     async def wait_lost(self) -> None:
         await self._sandbox.wait_lost()
+
+    def on_standstill(self, uncount: Callable[[float], None]) -> None:
+        self._sandbox.on_standstill(uncount)
 
     @property
     def gone(self) -> bool:
@@ -131,6 +157,19 @@ class SandboxHost:
         self._warm_dead_total = 0
         self._warm_evicted_total = 0
         self._overdue_total = 0
+        self._proven: SandboxSpec | None = None
+        """A specification that has started here: if it does not any more, the machine is the cause."""
+        self._doubted = SandboxSpec()
+        """The specification of the latest failed start."""
+        self._doubt = trio.Event()
+        self._verdict = trio.Event()
+        self._entered_total = 0
+        """Starts that have succeeded, trials among them."""
+
+    @property
+    def paused(self) -> str:
+        """Return why no sandbox can be started now; empty if one can."""
+        return self._gates.paused
 
     def statistics(self) -> dict[str, float]:
         """Numbers now, and `*_total` since the beginning.
@@ -138,7 +177,7 @@ class SandboxHost:
         `live` are in use and `warm` wait for their first user. `starting` includes those waiting for a gate, and those
         that will be warm. `warm_dead_total` died before their first user came, or did not answer when they were to be
         handed out. `close_overdue_total` took more than `CLOSE_TIMEOUT_S` to close; of `remains`, something is still
-        there after that, and is being ended.
+        there after that, and is being ended. `starts_paused` is 1 while the machine can start none.
         """
         return {
             "live": len(self._in_use),
@@ -147,6 +186,8 @@ class SandboxHost:
             "started_total": self._started_total,
             "start_seconds_total": round(self._start_seconds_total, 6),
             "failed_total": self._failed_total,
+            "starts_paused": int(bool(self._gates.paused)),
+            "start_pauses_total": self._gates.pauses_total,
             "warm_taken_total": self._warm_taken_total,
             "warm_dead_total": self._warm_dead_total,
             "warm_evicted_total": self._warm_evicted_total,
@@ -168,14 +209,15 @@ class SandboxHost:
         else:
             await self._puller.wait_image(image)
 
-    async def open(self, spec: SandboxSpec) -> HostedSandbox:
+    async def open(self, spec: SandboxSpec, in_line: InLine = lambda _what: nullcontext()) -> HostedSandbox:
         """Return a sandbox that nobody has used: a warm one that answers, or a new one.
 
         It lives until `aclose`, or the host's end. A new one waits for the start gates first, and is tried again, a few
-        times, if its failure is `retryable`. After a cancel, nothing of it is left.
+        times, if its failure is `retryable`. While the machine can start none at all, this waits for up to
+        `MAX_PAUSE_S`, in a block of `in_line`. After a cancel, nothing of it is left.
 
         Raises:
-            SandboxUnavailable: see `SandboxProvider.open_sandbox`.
+            SandboxUnavailable: see `SandboxProvider.open_sandbox`. Whatever else a start raises becomes one, too.
         """
         key, began_s = msgspec.json.encode(spec, order="deterministic"), trio.current_time()
         start: Start = "warm"
@@ -183,12 +225,114 @@ class SandboxHost:
             hosted = await self._take_warm(key, spec.image)
             if hosted is None:
                 start = "cold"
-                hosted = await self._nursery.start(self._own_new, key, spec, name="sandbox owner")
+                hosted = await self._open_new(key, spec, in_line)
             if self._on_open is not None:
                 self._on_open(self._provider.serving(spec).name, start, trio.current_time() - began_s)
             return hosted
         finally:
             self._pool_changed.set()  # only now: a start in advance is not to slow the one down that is waited for
+
+    async def _open_new(self, key: bytes, spec: SandboxSpec, in_line: InLine) -> HostedSandbox:
+        refusals = 0
+        own = contained(self._own_new, "the owner of a sandbox")
+        while True:
+            await self._wait_resumed(in_line)
+            before = self._entered_total
+            try:
+                hosted: HostedSandbox = await self._nursery.start(own, key, spec, name="sandbox owner")
+            except SandboxUnavailable as exc:
+                if self._gates.paused or await self._is_machines(exc, spec, before):
+                    continue
+                refusals += 1
+                if not exc.of_machine or refusals >= MAX_REFUSALS:
+                    raise
+            else:
+                return hosted
+
+    async def _wait_resumed(self, in_line: InLine) -> None:
+        await trio.lowlevel.checkpoint()
+        if reason := self._gates.paused:
+            with in_line("sandbox starts, which are paused"), trio.move_on_after(MAX_PAUSE_S) as patience:
+                await self._gates.wait_resumed()
+            if patience.cancelled_caught:
+                raise SandboxUnavailable(
+                    f"no sandbox could be started for {MAX_PAUSE_S:g} s: {self._gates.paused or reason}",
+                    of_machine=True,
+                )
+
+    async def _is_machines(self, failure: SandboxUnavailable, spec: SandboxSpec, before: int) -> bool:
+        """Return whether the machine, and not `spec`, is the cause of a failed start.
+
+        It is if nothing has started since there were `before` successful starts, and a trial start fails as well.
+        """
+        if self._entered_total > before or not self._raise_doubt(failure, spec):
+            await trio.lowlevel.checkpoint()
+            return False
+        await self._verdict.wait()
+        return bool(self._gates.paused)
+
+    def _raise_doubt(self, failure: SandboxUnavailable, spec: SandboxSpec) -> bool:
+        """Have a trial start judge, if there is anything that it could show."""
+        if self._proven is None and not failure.of_machine:
+            return False
+        self._doubted = spec
+        if not self._doubt.is_set():
+            self._doubt.set()
+            self._verdict = trio.Event()
+        return True
+
+    async def _try_starts(self) -> None:
+        """Whenever a start has failed, find out whether the machine can start any. While it cannot, starts pause."""
+        if not self.paused:
+            await self._doubt.wait()
+        delay_s = TRIAL_DELAY_S
+        while problem := await self._find_problem():
+            self._gates.pause(problem)
+            self._verdict.set()
+            await trio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_TRIAL_DELAY_S)
+        self._gates.resume()
+        self._verdict.set()
+        self._doubt = trio.Event()
+
+    async def _watch_starts(self) -> None:
+        while True:
+            await self._try_starts()
+
+    async def _find_problem(self) -> str:
+        """Start a sandbox and end it; return what shows that the machine can start none, or nothing."""
+        proven = self._proven
+        try:
+            if proven is not None and proven.image != HOST:
+                await run_blocking(locate_root, proven.image)
+        except SandboxUnavailable:  # that image has been removed since, which shows nothing
+            proven = self._proven = None
+        except (OSError, RuntimeError) as exc:
+            return f"images cannot be looked at: {exc}"
+        try:
+            async with AsyncExitStack() as stack:
+                await self._enter(proven or self._doubted, stack)
+        except SandboxUnavailable as exc:
+            return str(exc) if proven is not None or exc.of_machine else ""
+        return ""
+
+    async def _enter(self, spec: SandboxSpec, stack: AsyncExitStack) -> Sandbox:
+        """Start a sandbox into `stack`. Whatever a start raises is `SandboxUnavailable`."""
+        try:
+            sandbox = await stack.enter_async_context(self._provider.open_sandbox(spec))
+        except Exception as exc:
+            if any(isinstance(leaf, InternalError) for leaf in leaves(exc)):
+                raise
+            unavailable = SandboxUnavailable.of("a sandbox cannot be started", exc)
+            if unavailable is exc:
+                raise
+            if not unavailable.of_machine:
+                logger.error("a sandbox cannot be started", exc_info=exc)
+            raise unavailable from exc
+        self._entered_total += 1
+        if not spec.layers and (self._proven is None or spec.image == HOST or self._proven.image != HOST):
+            self._proven = spec
+        return sandbox
 
     async def wait_stocked(self) -> None:
         """Return when no start in advance is going on or due. For those who measure, or fill the stock beforehand."""
@@ -231,6 +375,7 @@ class SandboxHost:
         await self._own(spec, MAX_START_ATTEMPTS, hand_out)
 
     async def _own_warm(self, key: bytes) -> None:
+        spec = msgspec.json.decode(key, type=SandboxSpec)
         in_stock = False
 
         def put_in_stock(hosted: HostedSandbox, start_s: float) -> None:
@@ -243,10 +388,12 @@ class SandboxHost:
         try:
             with single_exception():
                 async with trio.open_nursery() as nursery:
-                    await self._own(msgspec.json.decode(key, type=SandboxSpec), 1, put_in_stock)
+                    await self._gates.wait_resumed()
+                    await self._own(spec, 1, put_in_stock)
                     nursery.cancel_scope.cancel()
         except SandboxUnavailable as exc:
             logger.warning("a sandbox could not be started in advance: %s", exc)
+            self._raise_doubt(exc, spec)
         finally:
             if not in_stock:
                 self._pool.failed(key, trio.current_time())
@@ -288,8 +435,10 @@ class SandboxHost:
             for attempt in range(1, max_attempts + 1):
                 try:
                     async with self._gates.enter(spec.image):
+                        if self._gates.paused:
+                            raise SandboxUnavailable(self._gates.paused)
                         began = trio.current_time()
-                        sandbox = await stack.enter_async_context(self._provider.open_sandbox(spec))
+                        sandbox = await self._enter(spec, stack)
                         start_s = trio.current_time() - began
                 except SandboxUnavailable as exc:
                     self._failed_total += 1
@@ -316,7 +465,8 @@ class SandboxHost:
                 self._warm_evicted_total += 1
                 hosted._closing.set()
             for key in plan.start:
-                self._nursery.start_soon(self._own_warm, key, name="warm sandbox owner")
+                own = contained(self._own_warm, "the owner of a warm sandbox")
+                self._nursery.start_soon(own, key, name="warm sandbox owner")
             with trio.move_on_at(self._pool.next_change_s(now_s)):
                 await self._pool_changed.wait()
 
@@ -343,6 +493,7 @@ async def open_sandbox_host(
             puller = None if pulls is None else ImagePuller(pulls, nursery)
             host = SandboxHost(provider, nursery, gates, pool, on_open, puller)
             try:
+                nursery.start_soon(service_task(host._watch_starts, "trial starts of sandboxes"))
                 if pool.limits.max_warm > 0:
                     nursery.start_soon(service_task(host._follow_pool, "warm sandboxes"))
                 yield host

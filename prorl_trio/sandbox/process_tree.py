@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
+from ipc.channel import UNWATCHED_POLL_S
 from ipc.nursery import single_exception
 from ipc.sandbox_calls import OWN_ERROR_EXIT
 from prorl_trio.sandbox.reaper import (
@@ -27,6 +28,7 @@ from prorl_trio.sandbox.reaper import (
     write_record,
 )
 from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -122,8 +124,9 @@ class ProcessTree:
         self._stderr_ended = trio.Event()
         self._ready = False
         self._is_ending = False
-        first = identify(self.pid)
-        self._members: set[ProcessId] = set() if first is None else {first}
+        self._daemon: ProcessId | None = None
+        self._bounds_at_start: list[bytes] | None = None
+        self._members: set[ProcessId] = set()
 
     def __repr__(self) -> str:
         return f"<ProcessTree {self.pid}: {self.describe_exit()}>"
@@ -146,22 +149,33 @@ class ProcessTree:
         Waits up to `EVIDENCE_TIMEOUT_S` for its end. False as well if the node itself is ending the sandbox.
 
         In a PID namespace (`isolated`) the daemon is the first process: what runs beside it cannot kill or stop it,
-        only make it end by itself, or starve it. So a daemon that was killed (SIGKILL), or is stopped, points outside,
-        to the kernel perhaps, when the machine is out of memory. So does one that ended by an error of its own, which
-        it says by `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. Without
-        a namespace, a daemon that still runs counts as False, and one that has ended is judged by its exit code alone.
+        only make it end by itself, or starve it. So a daemon that was killed (SIGKILL) points outside, to the kernel
+        perhaps, when the machine is out of memory. So does one that ended by an error of its own, which it says by
+        `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. A killed daemon
+        whose limits or OOM adjustment are not those of its start was killed by what changed them, which is inside; only
+        the first process of a tree (`is_init`) can still be asked. One that still runs counts as True: whether it could
+        run is for `Silence` to find out. Without a namespace, a daemon that still runs counts as False, and one that
+        has ended is judged by its exit code alone.
         """
         await self._exits_within(EVIDENCE_TIMEOUT_S)
         code = self._exit_code()
         if self._is_ending:
             return False
         if code is None:
-            return isolated and not any(map(_is_stopped_first, [process.pid for process in self._members]))
+            return isolated
         if code < 0 and self.is_init:
             code = SIGNALLED - code  # as a launcher tells it of its daemon
-        if code == OWN_ERROR_EXIT:
-            return False
-        return 0 <= code != SIGNALLED + signal.SIGKILL
+        if code == SIGNALLED + signal.SIGKILL:
+            bounds = _bounds_of(self.pid) if isolated and self.is_init else None
+            return bounds is not None and bounds != self._bounds_at_start
+        return code >= 0 and code != OWN_ERROR_EXIT
+
+    def find_daemon(self) -> int | None:
+        """Return the process id of the first process of its PID namespace; None if it has ended, or there is none."""
+        if self._daemon is None or not is_alive(self._daemon):
+            alive = filter(is_alive, self._members)
+            self._daemon = next((process for process in alive if _is_first(process.pid)), None)
+        return None if self._daemon is None else self._daemon.pid
 
     def _exit_code(self) -> int | None:
         """Return the exit code of its first process: -n after signal n, None while it runs."""
@@ -181,25 +195,36 @@ class ProcessTree:
         """Return when the first process has ended. It is not reaped."""
         if self._leader.returncode is not None:
             return
-        try:
+        with contextlib.suppress(OSError):  # Linux before 5.3, or nothing is left to watch it with
             pidfd = os.pidfd_open(self.pid)
-        except OSError:  # Linux before 5.3
-            options = os.WEXITED | os.WNOWAIT
-            await trio.to_thread.run_sync(os.waitid, os.P_PID, self.pid, options, abandon_on_cancel=True)
-            return
-        try:
-            await trio.lowlevel.wait_readable(pidfd)
-        finally:
-            os.close(pidfd)
+            try:
+                await trio.lowlevel.wait_readable(pidfd)
+                return
+            finally:
+                os.close(pidfd)
+        options = os.WEXITED | os.WNOWAIT
+        await run_sync(os.waitid, os.P_PID, self.pid, options, abandon_on_cancel=True)
 
     async def _drain_stderr(self) -> None:
-        while chunk := await self._stderr.receive_some(READ_BYTES):
+        while True:
+            try:
+                chunk = await self._stderr.receive_some(READ_BYTES)
+            except OSError:  # epoll has no room for it
+                await trio.sleep(UNWATCHED_POLL_S)
+                continue
+            if not chunk:
+                break
             self._stderr_tail += chunk
             del self._stderr_tail[:-STDERR_TAIL_BYTES]
         self._stderr_ended.set()
 
     async def _become_ready(self, stdin_line: bytes, start_timeout_s: float) -> None:
-        await run_blocking(write_record, self._folder, self._members)
+        if (first := identify(self.pid)) is not None:
+            self._members.add(first)
+        try:
+            await run_blocking(write_record, self._folder, self._members)
+        except OSError as exc:
+            raise SandboxUnavailable.refused(f"a sandbox cannot be recorded in {self._folder}", exc) from exc
         answer = b""
         with trio.move_on_after(start_timeout_s) as patience, contextlib.suppress(trio.BrokenResourceError):
             await self._stdin.send_all(stdin_line)
@@ -220,7 +245,9 @@ class ProcessTree:
             ended = self._exit_code() is not None
             raise SandboxUnavailable(self.explain(f"it did not start: {self.describe_exit()}"), retryable=ended)
         self._ready = True
-        if not self.is_init:
+        if self.is_init:
+            self._bounds_at_start = _bounds_of(self.pid)
+        else:
             await run_blocking(self._record_family)
 
     def _record_family(self) -> None:
@@ -234,11 +261,18 @@ class ProcessTree:
 
     async def _end(self) -> None:
         self._is_ending = True
-        if self.is_init:
-            if self._leader.returncode is None:
+        try:
+            if not self.is_init:
+                await self._end_family()
+            elif self._leader.returncode is None:
                 os.kill(self.pid, signal.SIGKILL)
                 await self._exits_within(KILL_TIMEOUT_S)
-            return
+        except Exception as exc:  # no descriptor, or no thread, to look at its processes: what is certain is ended
+            logger.error("the processes of a sandbox cannot be looked at: %r", exc)
+            if self._leader.poll() is None:
+                self._signal_group(signal.SIGKILL)
+
+    async def _end_family(self) -> None:
         self._note_family()
         # A leader that died by itself, or was killed, may have left children that nobody has noted.
         left_orphans = self.describe_exit() != "running"
@@ -264,7 +298,7 @@ class ProcessTree:
         self._leader.poll()
         for stream in (self._stdin, self._stdout, self._stderr):
             stream.close()
-        survivors = sorted(process for process in self._members if is_alive(process))
+        survivors = sorted(filter(_may_live, self._members))
         if survivors:
             logger.error("processes of a closed sandbox are still alive (pid, start time): %s", survivors)
             with contextlib.suppress(OSError):
@@ -299,15 +333,35 @@ class ProcessTree:
             wait_gone(self._members, KILL_TIMEOUT_S)
 
 
-def _is_stopped_first(pid: int) -> bool:
-    """Return whether this is the first process of a PID namespace of its own, and stopped."""
+def _may_live(process: ProcessId) -> bool:
+    """Return whether it is alive, or the machine does not say."""
+    try:
+        return is_alive(process)
+    except OSError:
+        return True
+
+
+def _bounds_of(pid: int) -> list[bytes] | None:
+    """Return the limits and the OOM adjustment of a process that was not reaped; None if they cannot be read.
+
+    Without `RLIMIT_LOCKS`, which the daemon itself changes.
+    """
+    try:
+        with open(f"/proc/{pid}/limits", "rb", 0) as limits, open(f"/proc/{pid}/oom_score_adj", "rb", 0) as adjustment:
+            lines = limits.read().split(b"\n")
+            return [*(line for line in lines if not line.startswith(b"Max file locks")), adjustment.read()]
+    except OSError:
+        return None
+
+
+def _is_first(pid: int) -> bool:
+    """Return whether this is the first process of a PID namespace of its own."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            fields = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
+            pids = next((line.split()[1:] for line in file if line.startswith("NSpid:")), [])
     except OSError:
         return False
-    pids = fields.get("NSpid", "").split()
-    return len(pids) > 1 and pids[-1] == "1" and fields.get("State", "")[:1] in ("T", "t")
+    return len(pids) > 1 and pids[-1] == "1"
 
 
 _unreaped: list[Leader] = []

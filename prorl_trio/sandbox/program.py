@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
@@ -45,10 +45,13 @@ class Program:
     than `MAX_UNREAD_BYTES` which nobody received (`SandboxCallFailed`), and all else that `Sandbox.exec` names.
     """
 
-    def __init__(self, call: CallSandbox, request: Exec, timeout_s: float) -> None:
+    def __init__(
+        self, call: CallSandbox, request: Exec, timeout_s: float, timing: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._call = call
         self._request = request
         self._timeout_s = timeout_s
+        self._timing = timing
         self._pieces: list[bytes] = []
         self._unread_bytes = 0
         self._news = trio.Event()
@@ -86,7 +89,7 @@ class Program:
         is_taken = False
         if self._result is None and self._failure is None:
             # A piece that comes after the program's end would wait over there for a program of its number.
-            with suppress(SandboxLost), trio.CancelScope() as self._sending:
+            with suppress(SandboxLost), self._timing(), trio.CancelScope() as self._sending:
                 is_taken = (await self._call(piece, ExecInputTaken, self._timeout_s)).wanted
         if not is_taken:
             raise trio.BrokenResourceError(f"{self._request.argv[0]} reads no more")
@@ -111,7 +114,8 @@ class Program:
     async def _wait_news(self) -> None:
         self._raise_failure()
         self._news = trio.Event()
-        await self._news.wait()
+        with self._timing():
+            await self._news.wait()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -27,6 +27,7 @@ __all__ = [
     "CGROUP_PREFIX",
     "RECORD_NAME",
     "ProcessId",
+    "children",
     "descendants",
     "has_remains",
     "identify",
@@ -36,6 +37,7 @@ __all__ = [
     "reap_sandbox",
     "remove_cgroup",
     "session_members",
+    "stat_fields",
     "wait_gone",
     "write_cgroup_record",
     "write_record",
@@ -53,6 +55,7 @@ ORPHAN_GRACE_S = 1.5
 """The time that the processes of a dead node may take to end by themselves: their control channel has ended."""
 
 KILL_TIMEOUT_S = 2.0
+RETRY_INTERVAL_S = 1.0
 NO_PIDFD_POLL_S = 0.01
 
 
@@ -63,18 +66,27 @@ class ProcessId(NamedTuple):
     start_time: int
 
 
-def _stat_fields(pid: int) -> list[str] | None:
-    """/proc/PID/stat from the state on, or None if there is no such process."""
+_GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
+"""Errors by which /proc says that a process is not there, or not ours. Any other means that it could not be asked."""
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat from the state on; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()
-    except OSError:
+    except _GONE:
         return None
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Return the process that has this pid now; None if there is none, or a zombie."""
-    fields = _stat_fields(pid)
+    """Return the process that has this pid now; None if there is none, or a zombie.
+
+    Raises:
+        OSError: the machine does not say, as it has no descriptor or memory for that. So do all functions that ask
+            whether a process is alive: one that cannot be seen must not be taken for dead.
+    """
+    fields = stat_fields(pid)
     return None if fields is None or _has_ended(fields) else ProcessId(pid, int(fields[19]))
 
 
@@ -98,7 +110,7 @@ def descendants(pid: int) -> set[ProcessId]:
     waiting = [pid]
     while waiting:
         parent = waiting.pop()
-        for child in _children(parent):
+        for child in children(parent):
             process = identify(child)
             if process is not None and process not in found:
                 found.add(process)
@@ -106,13 +118,14 @@ def descendants(pid: int) -> set[ProcessId]:
     return found
 
 
-def _children(pid: int) -> list[int]:
-    children: list[int] = []
-    with contextlib.suppress(OSError):
+def children(pid: int) -> list[int]:
+    """Return the process ids of all children of a process, also of those that have ended and were not reaped."""
+    found: list[int] = []
+    with contextlib.suppress(*_GONE):
         for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
-                children.extend(map(int, file.read().split()))
-    return children
+            with contextlib.suppress(*_GONE), open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                found.extend(map(int, file.read().split()))
+    return found
 
 
 def session_members(session: int) -> set[ProcessId]:
@@ -120,7 +133,7 @@ def session_members(session: int) -> set[ProcessId]:
     members: set[ProcessId] = set()
     for name in os.listdir("/proc"):
         if name.isdigit():
-            fields = _stat_fields(int(name))
+            fields = stat_fields(int(name))
             if fields is not None and fields[3] == str(session) and not _has_ended(fields):
                 members.add(ProcessId(int(name), int(fields[19])))
     return members
@@ -164,7 +177,9 @@ def _wait_one(process: ProcessId, timeout_s: float) -> None:
 def write_record(folder: Path, processes: Iterable[ProcessId]) -> None:
     """Note who belongs to the sandbox of this folder, for the reaper."""
     text = "".join(f"{process.pid} {process.start_time}\n" for process in processes)
-    (folder / RECORD_NAME).write_text(text, encoding="ascii")
+    unfinished = folder / f"{RECORD_NAME}.new"
+    unfinished.write_text(text, encoding="ascii")  # a full disk must not cost the record that is there
+    unfinished.replace(folder / RECORD_NAME)
 
 
 def _read_records(run_dir: Path) -> set[ProcessId]:
@@ -174,7 +189,7 @@ def _read_records(run_dir: Path) -> set[ProcessId]:
 def _read_record(record: Path) -> set[ProcessId]:
     processes: set[ProcessId] = set()
     if record.exists():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*_GONE):
             for line in record.read_text(encoding="ascii").splitlines():
                 pid, _, start_time = line.partition(" ")
                 if pid.isdigit() and start_time.isdigit():  # the node may have been killed while it wrote
@@ -225,7 +240,7 @@ def _wait_until_empty(events: Path) -> None:
 
 
 def _recorded_cgroup(folder: Path) -> Path | None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(*_GONE, NotADirectoryError):
         cgroup = Path((folder / CGROUP_RECORD_NAME).read_text(encoding="utf-8"))
         if cgroup.is_absolute() and cgroup.name.startswith(CGROUP_PREFIX + folder.parent.name):
             return cgroup
@@ -251,10 +266,13 @@ def reap_sandbox(folder: Path) -> bool:
     Blocks, for twice `KILL_TIMEOUT_S` at most; may be tried again.
     """
     family = _read_record(folder / RECORD_NAME)
-    for process in tuple(family):
+    known = frozenset(family)
+    for process in known:
         if is_alive(process):
             family |= descendants(process.pid)
-    write_record(folder, family)
+    if family != known:
+        with contextlib.suppress(OSError):  # the record before this one stays, if there is no room for another
+            write_record(folder, family)
     kill(family)
     wait_gone(family, KILL_TIMEOUT_S)
     cgroup = _recorded_cgroup(folder)
@@ -291,7 +309,13 @@ def main(run_dir: Path) -> None:
     except FileNotFoundError:
         return
     fcntl.flock(lock, fcntl.LOCK_EX)
-    reap(run_dir)
+    while True:
+        try:
+            reap(run_dir)
+        except OSError:  # the machine has no descriptor or memory: nobody else cleans up here
+            time.sleep(RETRY_INTERVAL_S)
+        else:
+            return
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ __all__ = ["MAX_SOCKET_PATH_BYTES", "RunDir", "SandboxDir", "open_run_dir", "ope
 MAX_SOCKET_PATH_BYTES: Final = 107
 SOCKET_NAME: Final = "s"
 CLOSE_TIMEOUT_S: Final = 10.0
-REAPER_DELAY_S: Final = 0.1
-"""Before a reaper that ended is replaced; doubled each time, up to `MAX_REAPER_DELAY_S`."""
-MAX_REAPER_DELAY_S: Final = 60.0
+REMAINS_DELAY_S: Final = 0.1
+"""Wait between two tries to end what outlived its sandbox; doubled each time, up to `MAX_REMAINS_DELAY_S`."""
+MAX_REMAINS_DELAY_S: Final = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -78,25 +78,53 @@ class RunDir:
     """A locked folder of this process. Made by `open_run_dir`."""
 
     def __init__(self, base: Path) -> None:
-        # Until it is locked only its name can say whose it is: a pid, and what makes that pid one process for ever.
-        prefix = f"{_UNBORN_PREFIX}{_pid_namespace()}-{_start_time()}-"
-        unborn = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
-        self.path = base / (_PREFIX + os.path.basename(unborn).removeprefix(prefix))
-        self._lock = os.open(unborn, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        Path(unborn, MARKER_NAME).touch()
-        # Only now does it get the name under which others look for folders without an owner.
-        os.rename(unborn, self.path)
-        _locks.add(self._lock)
+        self._base = base
         self._reaper: trio.Process | None = None
-        self.root = self.path / "root"
-        """The empty root of the `host` image."""
-        self.lib = self.root / LIB_DIR.lstrip("/")
-        """The daemon's code."""
+        self._reaper_turn = trio.Lock()
         self.pid_limiter = PidLimiter()
         self.remains: set[Path] = set()
         """Folders of sandboxes of which something outlived their end."""
         self._remains_came = trio.Event()
+        self.is_lost = False
+        """The folder was not there when it was needed: somebody has removed it."""
+        self._claim()
+
+    def _claim(self) -> None:
+        """Make the folder, locked. Blocks."""
+        base = self._base
+        base.mkdir(parents=True, exist_ok=True)
+        # Until it is locked only its name can say whose it is: a pid, and what makes that pid one process for ever.
+        prefix = f"{_UNBORN_PREFIX}{_pid_namespace()}-{_start_time()}-"
+        unborn = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
+        path = base / (_PREFIX + os.path.basename(unborn).removeprefix(prefix))
+        with contextlib.ExitStack() as unless_made:
+            unless_made.callback(shutil.rmtree, unborn, ignore_errors=True)
+            lock = os.open(unborn, os.O_RDONLY | os.O_DIRECTORY)
+            unless_made.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            Path(unborn, MARKER_NAME).touch()
+            # Only now does it get the name under which others look for folders without an owner.
+            os.rename(unborn, path)
+            unless_made.pop_all()
+        _locks.add(lock)
+        self.path, self._lock = path, lock
+        self.root = self.path / "root"
+        """The empty root of the `host` image."""
+        self.lib = self.root / LIB_DIR.lstrip("/")
+        """The daemon's code."""
+
+    async def renew(self) -> None:
+        """Make another folder, after somebody has removed this one. Sandboxes that live go on; errors as of a start."""
+        logger.error("somebody has removed %s; another folder takes its place", self.path)
+        path, lock = self.path, self._lock
+        await run_blocking(self._claim)
+        _locks.discard(lock)
+        os.close(lock)  # the reaper of the old folder ends now, as nothing is there
+        await run_blocking(shutil.rmtree, path, True)  # it is there where this failed halfway before
+        if self._reaper is not None:
+            await self._reaper.wait()
+        await self._start()
+        self.is_lost = False
 
     async def _start(self) -> None:
         await self._start_reaper()
@@ -104,53 +132,62 @@ class RunDir:
         await run_blocking(build_skeleton, self.root)
 
     async def keep_reaper(self) -> None:
-        """Have a reaper, for ever: one that somebody ended (the kernel, when memory runs out) is started again."""
-        delay_s = REAPER_DELAY_S
-        while True:
-            assert self._reaper is not None, "it was started"
-            began_s = trio.current_time()
-            code = await self._reaper.wait()
-            if trio.current_time() - began_s > MAX_REAPER_DELAY_S:
-                delay_s = REAPER_DELAY_S
-            logger.error("the reaper of %s ended (exit status %s); another starts in %g s", self.path, code, delay_s)
-            await trio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_REAPER_DELAY_S)
-            await self._start_reaper()
+        """Start a reaper unless one runs, and wait for its end, which is an error. For a supervisor that repeats it.
+
+        Somebody may end a reaper (the kernel, when memory runs out).
+
+        Raises:
+            SandboxUnavailable: it has ended.
+            OSError: it cannot be started.
+        """
+        await self._start_reaper()
+        assert self._reaper is not None, "it was started"
+        code = await self._reaper.wait()
+        raise SandboxUnavailable(f"the reaper of {self.path} ended (exit status {code})")
 
     async def reap_remains(self) -> None:
         """End what outlived the end of its sandbox, again and again until it is gone, for ever."""
-        delay_s = REAPER_DELAY_S
+        delay_s = REMAINS_DELAY_S
         while True:
             await trio.lowlevel.checkpoint()
             if not self.remains:
-                delay_s = REAPER_DELAY_S
+                delay_s = REMAINS_DELAY_S
                 self._remains_came = trio.Event()
                 await self._remains_came.wait()
             for path in sorted(self.remains):
-                if await run_blocking(reaper.reap_sandbox, path):
-                    await run_blocking(shutil.rmtree, path, True)
+                if await run_blocking(_reap_and_remove, path):
                     self.remains.discard(path)
                     reap_leaders()
                     logger.warning("what was left of sandbox %s is gone", path.name)
             if self.remains:
                 await trio.sleep(delay_s)
-                delay_s = min(2 * delay_s, MAX_REAPER_DELAY_S)
+                delay_s = min(2 * delay_s, MAX_REMAINS_DELAY_S)
 
     async def _start_reaper(self) -> None:
-        command = [own_python(), "-I", "-S", reaper.__file__, str(self.path)]
-        self._reaper = await trio.lowlevel.open_process(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd="/",
-            env={},
-        )
+        """Start a reaper unless one runs."""
+        async with self._reaper_turn:
+            if self._reaper is not None and self._reaper.poll() is None:
+                return
+            command = [own_python(), "-I", "-S", reaper.__file__, str(self.path)]
+            self._reaper = await trio.lowlevel.open_process(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/",
+                env={},
+            )
 
     async def _aclose(self) -> None:
         await run_blocking(self.pid_limiter.close)
-        left = [path for path in sorted(self.remains) if not await run_blocking(reaper.reap_sandbox, path)]
+        left = []
+        for path in sorted(self.remains):
+            try:
+                if not await run_blocking(_reap_and_remove, path):
+                    left.append(path)
+            except OSError:
+                left.append(path)
         reap_leaders()
         if left:
             logger.error("left to the reaper: what is still there of %s", ", ".join(path.name for path in left))
@@ -170,14 +207,20 @@ class RunDir:
             try:
                 await run_blocking(_make_sandbox_dir, folder)
             except OSError as exc:
-                raise SandboxUnavailable.refused(f"cannot make the sandbox's folder {folder.path}", exc) from exc
+                self.is_lost = isinstance(exc, FileNotFoundError) and not self.path.exists()
+                raise SandboxUnavailable.refused(f"cannot make the folder of sandbox {folder.sandbox_id}", exc) from exc
             yield folder
         finally:
-            gone = False
+            gone, why = False, ""
             with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-                gone = await run_blocking(_remove_sandbox_dir, folder)
+                try:
+                    gone = await run_blocking(_remove_sandbox_dir, folder)
+                except Exception as exc:  # no descriptor, or no thread
+                    why = f" ({exc!r})"
             if not gone:
-                logger.error("something of sandbox %s outlived its end; the node goes on with it", folder.sandbox_id)
+                logger.error(
+                    "something of sandbox %s outlived its end%s; the node goes on with it", folder.sandbox_id, why
+                )
                 self.remains.add(folder.path)
                 self._remains_came.set()
 
@@ -185,10 +228,17 @@ class RunDir:
 def _remove_sandbox_dir(folder: SandboxDir) -> bool:
     """Remove it, unless what its records name is still there: they are needed then."""
     folder.held.close()
-    if reaper.has_remains(folder.path):
-        return False
-    shutil.rmtree(folder.path, ignore_errors=True)
-    return True
+    return not reaper.has_remains(folder.path) and _remove(folder.path)
+
+
+def _reap_and_remove(path: Path) -> bool:
+    return reaper.reap_sandbox(path) and _remove(path)
+
+
+def _remove(path: Path) -> bool:
+    """Return whether nothing of the folder is left: without a descriptor, say, it cannot be removed."""
+    shutil.rmtree(path, ignore_errors=True)
+    return not path.exists()
 
 
 def remains_count() -> int:
@@ -256,6 +306,11 @@ async def open_run_dir(base: Path | None) -> AsyncIterator[RunDir]:
         async with shared.lock:
             if shared.run_dir is None:
                 shared.run_dir = await _make(base)
+            elif shared.run_dir.is_lost:
+                try:
+                    await shared.run_dir.renew()
+                except OSError as exc:
+                    raise SandboxUnavailable.refused(f"another run folder cannot be made in {base}", exc) from exc
         yield shared.run_dir
     finally:
         shared.users -= 1
@@ -280,16 +335,17 @@ async def open_shared_run_dir(base: Path | None) -> AsyncIterator[None]:
 
 
 async def _make(base: Path) -> RunDir:
+    what = f"no folder for control sockets can be made in {base} (sandbox.runtime_dir)"
     try:
         run_dir = await run_blocking(_prepare, base)
     except OSError as exc:
-        raise SandboxUnavailable(
-            f"no folder for control sockets can be made in {base}: {exc.strerror}; set sandbox.runtime_dir"
-        ) from exc
+        raise SandboxUnavailable.refused(what, exc) from exc
     ready = False
     try:
         await run_dir._start()
         ready = True
+    except OSError as exc:
+        raise SandboxUnavailable.refused(what, exc) from exc
     finally:
         if not ready:
             with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
@@ -299,7 +355,6 @@ async def _make(base: Path) -> RunDir:
 
 def _prepare(base: Path) -> RunDir:
     check_base(base, Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape"))
-    base.mkdir(parents=True, exist_ok=True)
     sweep(base)
     return RunDir(base)
 
@@ -334,10 +389,11 @@ def sweep(base: Path) -> None:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            reaper.reap(entry)
         except BlockingIOError:
             pass
-        else:
-            reaper.reap(entry)
+        except OSError as exc:
+            logger.warning("what a dead node left in %s stays: %s", entry, exc)
         finally:
             os.close(lock)
 

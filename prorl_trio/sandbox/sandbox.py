@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import trio
 
+from ipc.errors import CallFailed
 from ipc.file_calls import EditFile, FileData, FileEdited, FileRead, FileWrite, FileWritten
 from ipc.nursery import open_single_nursery
 from ipc.sandbox_calls import (
@@ -30,12 +32,15 @@ from ipc.sandbox_calls import (
     Pong,
     SandboxCall,
 )
+from ipc.tree import TreeRefused
 from prorl_trio.sandbox.program import Program
 from prorl_trio.sandbox.transfer import DEFAULT_TRANSFER, download_tree, upload_tree
+from prorl_trio.sandbox.use import spoilt
 from prorl_trio.types.errors import HandlerError, SandboxLost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from prorl_trio.sandbox.program import OnOutput
@@ -65,6 +70,7 @@ RESTART_TIMEOUT_S: Final = 30.0
 PING_TIMEOUT_S: Final = 5.0
 
 T = TypeVar("T", bound=msgspec.Struct)
+E = TypeVar("E", bound=Exception)
 
 
 class ShellBusy(HandlerError):
@@ -111,6 +117,12 @@ class Sandbox(abc.ABC):
     async def wait_lost(self) -> None:
         """Return when the sandbox is known to be lost, or is closed, whether or not anybody acts on it."""
 
+    def on_standstill(self, uncount: Callable[[float], None]) -> None:  # noqa: B027 - a kind without it is whole
+        """Call `uncount` with the seconds of each standstill of the sandbox that a waiting call has found.
+
+        Its machine or container was stopped or frozen then: nothing inside ran. By default, none is found.
+        """
+
     async def bash(
         self,
         command: str,
@@ -137,7 +149,7 @@ class Sandbox(abc.ABC):
             max_output_bytes=max_output_bytes,
             raw=raw,
         )
-        return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S)
+        return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S, runs=True)
 
     async def bash_input(
         self,
@@ -163,7 +175,7 @@ class Sandbox(abc.ABC):
             max_output_bytes=max_output_bytes,
             raw=raw,
         )
-        return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S)
+        return await self._act(call, BashResult, timeout_s + ACTION_MARGIN_S, runs=True)
 
     async def restart_bash(self) -> None:
         """End the shell with everything that runs in it, and start a new one."""
@@ -186,7 +198,8 @@ class Sandbox(abc.ABC):
         """
         _check_limits(timeout_s, max_output_bytes)
         call = IpythonRun(code=code, timeout_s=timeout_s, max_output_bytes=max_output_bytes, kernel=kernel)
-        return await self._act(call, CellResult, timeout_s + (KERNEL_START_S if kernel else ACTION_MARGIN_S))
+        at_most_s = timeout_s + (KERNEL_START_S if kernel else ACTION_MARGIN_S)
+        return await self._act(call, CellResult, at_most_s, runs=True)
 
     async def restart_ipython(self, *, kernel: str = "") -> None:
         """Throw the state of a kernel's shell away. `kernel` and errors as in `ipython`."""
@@ -259,9 +272,9 @@ class Sandbox(abc.ABC):
             watch=list(watch),
         )
         if not call.input_id:
-            async with self._turn:
+            async with self._action(runs=True):
                 return await self.call(call, ExecResult, timeout_s + ACTION_MARGIN_S, on_output)
-        async with self._turn, open_single_nursery() as nursery:
+        async with self._action(runs=True), open_single_nursery() as nursery:
             nursery.start_soon(self._send_input, call.input_id, stdin, timeout_s + ACTION_MARGIN_S)
             result = await self.call(call, ExecResult, timeout_s + ACTION_MARGIN_S, on_output)
             nursery.cancel_scope.cancel()
@@ -299,7 +312,7 @@ class Sandbox(abc.ABC):
             lenient=lenient,
         )
         async with self._turn, open_single_nursery() as nursery:
-            program = Program(self.call, call, timeout_s + ACTION_MARGIN_S)
+            program = Program(self.call, call, timeout_s + ACTION_MARGIN_S, partial(self._timing, runs=True))
             nursery.start_soon(program.serve)
             try:
                 yield program
@@ -314,14 +327,15 @@ class Sandbox(abc.ABC):
             ValueError: it is larger than `max_bytes`.
         """
         content = bytearray()
-        async with self._turn:
+        async with self._action():
             while True:
                 call = FileRead(path=path, offset=len(content), max_bytes=FILE_PIECE_BYTES)
                 piece = await self.call(call, FileData, FILE_TIMEOUT_S)
                 content += piece.data
                 if max(len(content), piece.size_bytes) > max_bytes:
                     size = max(len(content), piece.size_bytes)
-                    raise ValueError(f"{path} has {size} bytes; the limit is {max_bytes}")
+                    message = f"{path} has {size} bytes; the limit is {max_bytes}"
+                    raise self._of_content(ValueError(message)) from CallFailed("too_large", message)
                 if piece.eof or not piece.data:
                     return bytes(content)
 
@@ -330,7 +344,7 @@ class Sandbox(abc.ABC):
 
         A file that may not be written (mode 0444, say) is a `PermissionError`, and stays as it is.
         """
-        async with self._turn:
+        async with self._action():
             for start in range(0, max(1, len(data)), FILE_PIECE_BYTES):
                 piece = data[start : start + FILE_PIECE_BYTES]
                 call = FileWrite(path=path, data=piece, append=start > 0, mode=mode)
@@ -365,7 +379,7 @@ class Sandbox(abc.ABC):
             FileNotFoundError, PermissionError, OSError: as seen here or inside; also outside of `remote_roots`.
             ValueError: a limit is exceeded; `remote` is not absolute; `local` is neither a file nor a folder.
         """
-        async with self._turn:
+        async with self._action():
             return await upload_tree(self.call, next(self._transfer_ids), local, remote, options, on_progress)
 
     async def download(
@@ -383,15 +397,41 @@ class Sandbox(abc.ABC):
         Raises:
             ValueError: besides the above: what came out of the sandbox is not a tree of files.
         """
-        async with self._turn:
-            return await download_tree(self.call, next(self._transfer_ids), remote, local, options, on_progress)
+        async with self._action():
+            try:
+                return await download_tree(self.call, next(self._transfer_ids), remote, local, options, on_progress)
+            except ValueError as exc:
+                if isinstance(exc.__cause__, TreeRefused):
+                    self._of_content(exc)
+                raise
 
     async def ping(self) -> Pong:
         """Return when the sandbox answers, after the action that is going on. It is no action itself."""
         return await self._act(Ping(), Pong, PING_TIMEOUT_S)
 
-    async def _act(self, request: SandboxCall, reply_type: type[T], timeout_s: float) -> T:
-        async with self._turn:
+    @property
+    def is_used(self) -> bool:
+        """Return True if a policy has acted in it, as far as is known. See `prorl_trio.sandbox.use`."""
+        return False
+
+    def _timing(self, *, runs: bool) -> AbstractContextManager[None]:
+        """Return a block that an action's time is charged in. `runs`: it runs a program."""
+        del runs
+        return nullcontext()
+
+    def _of_content(self, error: E) -> E:
+        """Return an error of what is in the sandbox: the policy's doing where it has acted."""
+        return spoilt(error) if self.is_used else error
+
+    @asynccontextmanager
+    async def _action(self, *, runs: bool = False) -> AsyncIterator[None]:
+        """Wait for the end of the action that goes on, and keep others waiting."""
+        with self._timing(runs=runs):
+            async with self._turn:
+                yield
+
+    async def _act(self, request: SandboxCall, reply_type: type[T], timeout_s: float, *, runs: bool = False) -> T:
+        async with self._action(runs=runs):
             return await self.call(request, reply_type, timeout_s)
 
     async def _send_input(self, input_id: int, stdin: bytes, timeout_s: float) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 from trio.lowlevel import RunVar
 
+from prorl_trio.threads import run_sync
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,4 +28,4 @@ async def run_blocking(function: Callable[..., T], *args: object) -> T:
     except LookupError:
         limiter = trio.CapacityLimiter(MAX_THREADS)
         _limiter.set(limiter)
-    return await trio.to_thread.run_sync(function, *args, limiter=limiter)
+    return await run_sync(function, *args, limiter=limiter)

@@ -148,7 +148,8 @@ async def download_tree(
         while True:
             piece = await call(DownloadParts(transfer_id=transfer_id), TreeParts, STEP_TIMEOUT_S)
             if not piece.parts and not piece.done:
-                raise ValueError(f"{remote}: the sandbox sends pieces without anything in them")
+                empty = TreeRefused("unsafe", f"{remote}: the sandbox sends pieces without anything in them")
+                raise ValueError(empty.message) from empty
             await _guarded(partial(writer.take, piece.parts))
             _tell(on_progress, writer.counts)
             if piece.done:

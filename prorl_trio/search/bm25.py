@@ -16,6 +16,7 @@ from prorl_trio.search.backend import Document, SearchBackend, SearchFailed
 from prorl_trio.search.corpus import read_line
 from prorl_trio.search.index import OFFSETS, IndexFacts, IndexReply
 from prorl_trio.search.words import words_of
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Bm25Backend(SearchBackend):
     async def search(self, query: str, *, max_results: int, timeout_s: float) -> list[Document]:
         """See `SearchBackend.search`; documents without a word of the query are not found."""
         del timeout_s
-        return await trio.to_thread.run_sync(self._search, words_of(query), max_results, limiter=self._limiter)
+        return await run_sync(self._search, words_of(query), max_results, limiter=self._limiter)
 
     async def aclose(self) -> None:
         """Close the corpus."""
@@ -118,7 +119,7 @@ async def open_bm25(config: SearchConfig, index_dir: Path) -> Bm25Backend:
     command = [sys.executable, "-m", "prorl_trio.search.index", str(corpus), str(index_dir), str(config.max_line_bytes)]
     with trio.move_on_after(config.index_timeout_s):
         done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
-        return await trio.to_thread.run_sync(_open, corpus, done.returncode, done.stdout, done.stderr)
+        return await run_sync(_open, corpus, done.returncode, done.stdout, done.stderr)
     raise ConfigError(
         f"search.corpus: the index of {corpus} was not made within {config.index_timeout_s:g} s "
         "(search.index_timeout_s): allow more"

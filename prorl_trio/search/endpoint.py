@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 import trio
 
+from ipc.envelope import UNDECODABLE
 from prorl_trio.http.client import HttpClient, HttpError, HttpLimits, TooManyWaiting
 from prorl_trio.http.retries import RETRYABLE_STATUSES
 from prorl_trio.search.backend import SearchBackend, SearchFailed
@@ -73,7 +74,7 @@ class EndpointBackend(SearchBackend):
             raise self._refused(response)
         try:
             return self._documents(response.body)[:max_results]
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        except UNDECODABLE as exc:
             raise SearchFailed(f"{self!r} answered in another form than documented: {exc}", retryable=False) from exc
 
     async def aclose(self) -> None:

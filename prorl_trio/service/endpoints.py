@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -33,12 +34,18 @@ def announce(endpoint_file: Path, endpoints: Mapping[str, str]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    draft = endpoint_file.with_name(endpoint_file.name + ".new")
+    # A name that nobody can guess, and O_EXCL: in a folder of many users, others may have put a link there.
+    draft = endpoint_file.with_name(f".{endpoint_file.name}.{secrets.token_hex(8)}")
     try:
         if endpoint_file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        draft.write_bytes(msgspec.json.encode(endpoints))
-        draft.replace(endpoint_file)
+        try:
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
+                file.write(msgspec.json.encode(endpoints))
+            draft.replace(endpoint_file)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
     except OSError as exc:
         raise ConfigError(
             f"listen.endpoint_file: {endpoint_file} cannot be written: {exc.strerror}; name a file in a folder that "

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.inference.pool.pool import Backends
+    from prorl_trio.pipeline.observer import JobView
     from prorl_trio.pipeline.pipeline import JobSink
-    from prorl_trio.types.models import JobSpec, ToolCall
+    from prorl_trio.types.models import JobSpec, Status, ToolCall
 
 __all__ = ["NodeApi", "Room"]
 
@@ -83,8 +84,15 @@ class NodeApi(Protocol):
         """Return the node's live state as values that msgpack can encode."""
         ...
 
-    def live_jobs(self) -> list[dict[str, object]]:
-        """Return every live job, oldest first, as a dict with the fields of `observer.JobView`."""
+    def find_jobs(self, matches: Callable[[JobSpec, str, Status], bool], limit: int) -> tuple[int, list[JobView]]:
+        """Return the number of live jobs that match, and the first `limit` of these, oldest first.
+
+        `matches` is called with each job's spec, session and status.
+        """
+        ...
+
+    def find_job(self, job_id: str) -> JobView | None:
+        """Return a live job as it is now; None if it is not live here."""
         ...
 
     def unreadiness(self) -> str:

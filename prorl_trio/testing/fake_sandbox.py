@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import math
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import msgspec
 import trio
 
+from ipc.errors import CallFailed
 from ipc.file_calls import DownloadBegin, EditFile, FileRead, FileWrite, UploadBegin
 from ipc.sandbox_calls import (
     BashInput,
@@ -41,7 +42,7 @@ from prorl_trio.testing.fake_shell import FakeShell, cap_bytes
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Sequence
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
     from ipc.sandbox_calls import SandboxCall, SandboxReply
     from prorl_trio.sandbox.program import OnOutput
@@ -143,9 +144,11 @@ class FakeSandbox(Sandbox):
         await self.call_gate.wait()
         self._raise_if_lost()
         if isinstance(request, Exec):
+            _check_program(request)
             reply: SandboxReply = await self._exec(request, on_output)
         else:
-            reply = await self._answer(request)
+            with _refusals():
+                reply = await self._answer(request)
         if not isinstance(reply, reply_type):
             raise TypeError(f"{type(request).__name__} is answered by {type(reply).__name__}")
         return reply
@@ -217,12 +220,8 @@ class FakeSandbox(Sandbox):
         return IpythonRestarted(pid=1)
 
     async def _exec(self, request: Exec, on_output: OnOutput | None) -> ExecResult:
-        if request.user:
-            raise PermissionError(errno.EACCES, f"user: {request.user!r} is another one than everything here runs as")
         program, *words = request.argv
         self.actions.append(" ".join(request.argv))
-        if program not in ("true", "false", "echo", "cat", "sleep"):
-            raise FileNotFoundError(errno.ENOENT, program)
         written = bytearray()
 
         def write(data: bytes) -> None:
@@ -256,6 +255,23 @@ class FakeSandbox(Sandbox):
             timed_out=patience.cancelled_caught,
             stdout_dropped_bytes=dropped,
         )
+
+
+def _check_program(request: Exec) -> None:
+    with _refusals():
+        if request.user:
+            raise PermissionError(errno.EACCES, f"user: {request.user!r} is another one than everything here runs as")
+        if request.argv[0] not in ("true", "false", "echo", "cat", "sleep"):
+            raise FileNotFoundError(errno.ENOENT, request.argv[0])
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Give errors the cause that those of a real sandbox have."""
+    try:
+        yield
+    except (OSError, ValueError) as exc:
+        raise exc from CallFailed("io" if isinstance(exc, OSError) else "bad_request", str(exc))
 
 
 def _files_of(layers: Sequence[str]) -> dict[str, bytes]:

@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar
+import logging
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import msgspec
+import trio
 
 from ipc.errors import IpcError
+from ipc.nursery import leaves
+from ipc.portable_text import portable_text
+from prorl_trio.chat.families.call_values import Malformed, check_portable
+from prorl_trio.sandbox.sandbox import ShellBusy, ShellIdle
 from prorl_trio.tools.arguments import read_arguments
-from prorl_trio.types.errors import SandboxCallFailed, TooManyDialogues
+from prorl_trio.types.errors import ProrlError, SandboxCallFailed, TooManyDialogues
 from prorl_trio.types.models import ToolOutcome, ToolResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from types import TracebackType
 
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import ToolCall
 
 __all__ = ["Observation", "Tool", "ToolSet"]
+
+logger = logging.getLogger(__name__)
+
+_FOR_THE_POLICY: Final = (SandboxCallFailed, TooManyDialogues, ShellBusy, ShellIdle)
+"""Errors of the node that tell of something the policy did."""
+_OF_THE_MACHINE: Final = (
+    ProrlError,
+    OSError,
+    MemoryError,
+    trio.TooSlowError,
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+)
+"""Errors that no argument causes, as far as a tool does what `Tool.call` says: they end the rollout by their cause."""
+_MAX_LOGGED_BUGS: Final = 1000
+_logged_bugs: set[tuple[str, type[BaseException], str, int]] = set()
+"""Bugs whose traceback was logged: the tool, and the kind and place of its error. Places are lines of code, so they
+are few."""
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +55,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     answer: str | None = None
     outcome: ToolOutcome = "ok"
-    exit_code: int | None = None
+    exit_code: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
 
     @classmethod
     def refused(cls, why: str, outcome: ToolOutcome = "error") -> Observation:
@@ -66,8 +91,15 @@ class Tool(abc.ABC):
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
         """Do it, and say how it went. What the policy did wrong is an observation (`Observation.refused`).
 
-        Only infrastructure errors are raised, and what `Sandbox` raises: a call that the sandbox did not take becomes
-        an observation in `ToolSet.call`, which has also read `arguments` by the schema (`read_arguments`).
+        `arguments` are values of JSON: valid Unicode, integers of 64 bits, finite numbers, at most 64 levels of lists
+        and objects. `ToolSet.call` has read them by the schema (`read_arguments`), as far as they fit it. It turns a
+        call that the sandbox did not take into an observation, so what `Sandbox` raises may fly.
+
+        Raises:
+            RolloutError: infrastructure failed; the rollout ends with the error's cause, and without a reward.
+            OSError, MemoryError, trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError: likewise.
+                Catch them where the policy's arguments can cause them.
+            Exception: anything else is a bug of the tool: an observation of the outcome `crashed`.
         """
 
 
@@ -103,27 +135,46 @@ class ToolSet:
         """Carry out one call of the policy.
 
         A malformed call, an unknown tool, and what the sandbox refuses, or cannot do any more, are observations, not
-        errors.
+        errors. So is a bug of the tool, which is logged with its traceback the first time, and has an outcome of its
+        own, `crashed`: the policy may have provoked it, and must not end its rollout by that.
+
+        Raises:
+            RolloutError, OSError, MemoryError, trio.TooSlowError: infrastructure failed, as in `Tool.call`.
         """
         if call.error:
-            return Observation.refused(call.error, "malformed")
+            return self._portable(Observation.refused(call.error, "malformed"))
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(sorted(self._tools))
-            return Observation.refused(f"there is no tool {call.name!r}. The tools are: {known}.", "unknown")
-        call = msgspec.structs.replace(call, arguments=read_arguments(call.arguments, tool.parameters))
-        missing = [key for key in tool.parameters.get("required", ()) if key not in call.arguments]
-        if missing:
-            return Observation.refused(f"{tool.name} needs the argument {missing[0]!r}.")
+            unknown = Observation.refused(f"there is no tool {call.name!r}. The tools are: {known}.", "unknown")
+            return self._portable(unknown)
         try:
-            observation = await tool.call(call.arguments, sandbox, timeout_s=timeout_s)
-        except (SandboxCallFailed, TooManyDialogues) as exc:
-            observation = Observation.refused(str(exc))
-        except (OSError, ValueError) as exc:
-            if not isinstance(exc.__cause__, IpcError | UnicodeEncodeError):  # of the tool's own code
+            check_portable(call.arguments)
+            arguments = read_arguments(call.arguments, tool.parameters)
+            missing = [key for key in tool.parameters.get("required", ()) if key not in arguments]
+            if missing:
+                return Observation.refused(f"{tool.name} needs the argument {missing[0]!r}.")
+            return self._portable(await tool.call(arguments, sandbox, timeout_s=timeout_s))
+        except Malformed as exc:
+            return Observation.refused(str(exc), "malformed")
+        except (Exception, SystemExit) as exc:  # whatever a policy's arguments provoke must not end its rollout
+            observation = _observation_of(tool.name, exc)
+            if observation is None:
                 raise
-            observation = Observation.refused(str(exc))
-        return observation.with_text(self._shorten(observation.text))
+            return self._portable(observation)
+
+    def _portable(self, observation: Observation) -> Observation:
+        """Return the observation as it can be shown and recorded, whatever a tool has put into it.
+
+        Raises:
+            TypeError, msgspec.ValidationError: it is none.
+        """
+        text, answer = observation.text, observation.answer
+        if not text.isascii() or len(text) > self._max_observation_chars:
+            text = self._shorten(portable_text(text))
+        if answer is not None and not answer.isascii():
+            answer = portable_text(answer)
+        return msgspec.convert({**msgspec.structs.asdict(observation), "text": text, "answer": answer}, Observation)
 
     def _shorten(self, text: str) -> str:
         limit = self._max_observation_chars
@@ -131,3 +182,50 @@ class ToolSet:
             return text
         half = limit // 2
         return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def _observation_of(tool: str, error: Exception | SystemExit) -> Observation | None:
+    """Return what the policy sees of a call that `error` ended; None where no argument can have caused that."""
+    causes = leaves(error)
+    if all(isinstance(cause, _FOR_THE_POLICY) or _is_refusal(cause) for cause in causes):
+        return Observation.refused(str(causes[0]))
+    if any(isinstance(cause, _OF_THE_MACHINE) for cause in causes):
+        return None
+    _report_bug(tool, causes[0])
+    return Observation.refused(
+        f"the tool {tool} itself failed ({type(causes[0]).__name__}), maybe with a part of its work done. "
+        "Try other arguments.",
+        "crashed",
+    )
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Return whether the sandbox refused the call, or the call could not be put into words for it."""
+    return isinstance(error, OSError | ValueError) and isinstance(error.__cause__, IpcError)
+
+
+def _report_bug(tool: str, bug: BaseException) -> None:
+    """Log a bug of a tool with its traceback, the first time that it occurs; the metric of tool calls counts all."""
+    file, line = _place_of(bug.__traceback__)
+    kind = (tool, type(bug), file, line)
+    if kind in _logged_bugs or len(_logged_bugs) >= _MAX_LOGGED_BUGS:
+        return
+    _logged_bugs.add(kind)
+    logger.error(
+        "the tool %s has a bug: %s in %s, line %d. The policy got an observation instead. Further ones are only "
+        "counted (prorl_tool_calls_total, result `crashed`)",
+        tool,
+        type(bug).__name__,
+        file,
+        line,
+        exc_info=bug,
+    )
+
+
+def _place_of(trace: TracebackType | None) -> tuple[str, int]:
+    """Return the file and the line where an error was raised."""
+    place = ("?", 0)
+    while trace is not None:
+        place = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return place

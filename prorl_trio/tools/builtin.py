@@ -166,7 +166,7 @@ class BashTool(Tool):
         if wanted_s is not None and not _is_positive_number(wanted_s):
             return Observation.refused("the argument 'timeout' must be a positive number of seconds.")
         quiet_timeout_s = self._quiet_timeout_s if wanted_s is None else None
-        timeout_s = timeout_s if wanted_s is None else min(timeout_s, float(wanted_s))
+        timeout_s = timeout_s if wanted_s is None else float(min(timeout_s, wanted_s))
         shell = _need(sandbox, self.name)
         try:
             if is_input:

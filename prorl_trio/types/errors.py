@@ -27,6 +27,7 @@ __all__ = [
     "InternalError",
     "JobCancelled",
     "MalformedJob",
+    "NodeExhausted",
     "NotRestorable",
     "PauseTimeout",
     "ProrlError",
@@ -45,6 +46,7 @@ __all__ = [
     "UnknownHandler",
     "UnknownJob",
     "UpdateRefused",
+    "is_exhaustion",
 ]
 
 FailureCause = Literal[
@@ -236,16 +238,23 @@ class TokenDrift(RolloutError):
 
 
 class StaleTrajectory(RolloutError):
-    """The weights have changed more often since the trajectory's first token than its `max_staleness` allows."""
+    """The weights have changed more often since the trajectory's first token than its `max_staleness` allows.
 
-    cause = "inference"
+    `is_agents`: it would not be so without the updates that came while the policy's tools were at work. Then it is the
+    policy's spending, and not the infrastructure's: else a policy that sleeps would choose to be dropped.
+    """
+
+    cause: FailureCause = "inference"
     error_code = "stale"
 
-    def __init__(self, oldest: str, newest: str, updates: int, max_staleness: int) -> None:
+    def __init__(self, oldest: str, newest: str, updates: int, max_staleness: int, *, is_agents: bool = False) -> None:
+        remedy = "allow more, update less often, or have it run again (retry.max_attempts)"
+        if is_agents:
+            self.cause = "agent_budget"
+            remedy = "its own tools took that time. Leave its tokens out of the loss, and its reward in the group"
         super().__init__(
             f"{updates} policy updates lie between its first tokens (version {oldest}) and the next ones (version "
-            f"{newest}); max_staleness is {max_staleness}: allow more, update less often, or have it run again "
-            "(retry.max_attempts)"
+            f"{newest}); max_staleness is {max_staleness}: {remedy}"
         )
         self.oldest = oldest
         self.newest = newest
@@ -278,35 +287,70 @@ _BUSY: Final = frozenset(
 """Error numbers of a lack that passes."""
 
 
+_EXHAUSTED: Final = _BUSY | {errno.EDQUOT, errno.EIO, errno.ENOBUFS, errno.ENOSPC, errno.EROFS}
+"""Error numbers by which the system says that the machine lacks something, or is broken."""
+
+
+class NodeExhausted(RolloutError):
+    """The node's machine refused something that a rollout needs: a descriptor, space, memory, a thread."""
+
+    cause = "node"
+    error_code = "node"
+
+
+def is_exhaustion(error: BaseException) -> bool:
+    """Return whether the system raised `error` because the machine lacks something."""
+    if isinstance(error, OSError):
+        return error.errno in _EXHAUSTED
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)  # Python has no other sign
+
+
 class SandboxUnavailable(RolloutError):
-    """A sandbox could not be started. Nothing of it is left. `retryable`: the machine may only have been too busy."""
+    """A sandbox, or another process that a rollout needs, could not be started. Nothing of it is left.
+
+    `retryable`: the machine may only have been too busy. `of_machine`: the system refused something that every start
+    needs (a descriptor, space, a process), so no job is at fault.
+    """
 
     cause = "sandbox"
     error_code = "sandbox_start"
 
-    def __init__(self, message: str, *, retryable: bool = False) -> None:
+    def __init__(self, message: str, *, retryable: bool = False, of_machine: bool = False) -> None:
         super().__init__(message)
         self.retryable = retryable
+        self.of_machine = of_machine
 
     @classmethod
     def refused(cls, what: str, error: OSError) -> SandboxUnavailable:
         """Return the failure of a start that the system has refused something: it passes, or not, as that does."""
-        return cls(f"{what}: {error.strerror}", retryable=error.errno in _BUSY)
+        where = f" ({error.filename})" if error.filename is not None else ""
+        return cls(f"{what}: {error.strerror or error}{where}", retryable=error.errno in _BUSY, of_machine=True)
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> SandboxUnavailable:
+        """Return `error`, whatever it is, as the failure of a start."""
+        if isinstance(error, SandboxUnavailable):
+            return error
+        if isinstance(error, OSError):
+            return cls.refused(what, error)
+        return cls(f"{what}: {error!r}", retryable=True)
 
 
 class SandboxLost(RolloutError):
     """A running sandbox died or its control channel broke. The action in flight may or may not have run.
 
     `from_inside`: it was ended by what runs in it, as far as can be told; see `sandbox.process_tree.ProcessTree`. Where
-    the policy has acted by then, that is the policy's doing (`outcomes.blame`).
+    the policy has acted by then, that is the policy's doing (`outcomes.blame`). `before_the_call`: it was gone already
+    when the call was to be sent.
     """
 
     cause = "sandbox"
     error_code = "sandbox_lost"
 
-    def __init__(self, message: str, *, from_inside: bool = False) -> None:
+    def __init__(self, message: str, *, from_inside: bool = False, before_the_call: bool = False) -> None:
         super().__init__(message)
         self.from_inside = from_inside
+        self.before_the_call = before_the_call
 
 
 class SandboxCallFailed(RolloutError):

@@ -207,9 +207,11 @@ class JobSpec(_Model, frozen=True):
     no backend has weights that are new enough, or (`agent.rollouts_per_update`) its trainer has too many ahead of it.
     What was not to be foreseen ends the attempt: before a completion that would exceed the bound, and after one that
     did, it is `failed`, with the cause `inference` and the code `stale`; `retry` says whether it is run again, then
-    with the new weights from the start. A rollout that is over waits as long as it has to: updates after its last token
-    do not end it. Versions that are integers lie as far apart as they say; others as many updates as the node was told
-    of between them.
+    with the new weights from the start. If it would not be so without the updates that came while its own tools were at
+    work, the agent's loop ends there (`stop_reason` `agent_budget`), and its work is graded; with a token that is too
+    stale already it is `failed`, with the cause `agent_budget`, the code `stale` and a reward of 0. A rollout that is
+    over waits as long as it has to: updates after its last token do not end it. Versions that are integers lie as far
+    apart as they say; others as many updates as the node was told of between them.
 
     `recorded`: nothing is sampled; what an earlier rollout of the instance left is graded again, by EVAL alone.
     """

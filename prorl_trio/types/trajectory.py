@@ -64,6 +64,7 @@ ToolOutcome = Literal[
     "unknown",  # there is no such tool
     "malformed",  # the call could not be parsed
     "not_run",  # the episode had ended
+    "crashed",  # the tool itself failed, by a bug: the node's log has its traceback
 ]
 """The result of a tool call, as a closed set."""
 

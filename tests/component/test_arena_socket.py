@@ -66,7 +66,7 @@ async def served(folder, **options):
     before = descriptors()
     with open_arena(MIB, block_tokens=1024) as arena:
         async with trio.open_nursery() as nursery:
-            await nursery.start(partial(serve_arena, arena, folder / "arena", token=TOKEN, **options))
+            await nursery.start(partial(serve_arena, arena, folder / "arena", admits=TOKEN.__eq__, **options))
             yield arena, folder / "arena"
             nursery.cancel_scope.cancel()
         assert arena.statistics().readers == 0
@@ -154,7 +154,7 @@ async def test_leaving_ends_the_pins_and_keeps_the_views(folder):
 async def test_a_reader_learns_that_the_node_is_gone(folder):
     with trio.fail_after(20), open_arena(MIB) as arena:
         async with trio.open_nursery() as nursery:
-            await nursery.start(partial(serve_arena, arena, folder / "arena", token=TOKEN))
+            await nursery.start(partial(serve_arena, arena, folder / "arena", admits=TOKEN.__eq__))
             async with open_mapped_arena(folder / "arena", token=TOKEN) as mapped:
                 nursery.cancel_scope.cancel()
                 with trio.CancelScope(shield=True):
@@ -167,7 +167,7 @@ async def test_the_socket_is_ours_alone(folder):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
         folder.chmod(0o755)
         with open_arena(MIB) as arena, pytest.raises(PermissionError, match="0700"):
-            await serve_arena(arena, folder / "arena", token=TOKEN)
+            await serve_arena(arena, folder / "arena", admits=TOKEN.__eq__)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections import Counter
 
 import pytest
 import trio
@@ -23,8 +24,8 @@ class Jobs:
         self.gate.set()
         self.cancelled = []
 
-    def live_jobs(self):
-        return list(self.jobs)
+    def live_by_status(self):
+        return Counter(job["status"] for job in self.jobs)
 
     async def drain(self):
         await self.done.wait()

@@ -14,10 +14,11 @@ from prorl_trio.client import address as address_module
 from prorl_trio.client import connect
 from prorl_trio.client.address import EndpointFile
 from prorl_trio.config import ListenConfig
+from prorl_trio.service.auth import Door
 from prorl_trio.service.endpoints import announce, endpoint_url
 from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.service.websocket.server import serve_websocket
-from prorl_trio.types.errors import ProtocolError
+from prorl_trio.types.errors import ConfigError, ProtocolError
 from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service
 from support.sessions import sessions_in
@@ -41,7 +42,9 @@ async def test_the_unix_socket_comes_first_and_its_folder_goes_with_the_node(lis
     local = claim_local_sockets(listen)
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:
-            serve = partial(serve_websocket, FakeNode(), listen, local=local, sessions=sessions_in(nursery))
+            serve = partial(
+                serve_websocket, FakeNode(), listen, Door(TOKEN.encode()), local=local, sessions=sessions_in(nursery)
+            )
             host_port = await nursery.start(serve)
             announce(endpoint, {"url": NOWHERE, "unix_url": f"unix://{local.node}"})
             async with connect(token=TOKEN, endpoint_file=endpoint) as client:
@@ -92,3 +95,40 @@ def test_a_folder_that_was_named_or_is_in_use_stays(listen, tmp_path):
     (local.node.parent / "kept").touch()
     release_local_sockets(listen, local)
     assert (local.node.parent / "kept").exists()
+
+
+def test_a_link_that_somebody_has_planted_is_not_followed(tmp_path):
+    victim, endpoint = tmp_path / "victim", tmp_path / "endpoint.json"
+    victim.write_text("precious")
+    endpoint.symlink_to(victim)
+    for name in ("endpoint.json.new", ".endpoint.json.new"):
+        (tmp_path / name).symlink_to(victim)
+    announce(endpoint, {"url": "ws://127.0.0.1:1"})
+    assert victim.read_text() == "precious"
+    assert not endpoint.is_symlink()
+    assert msgspec.json.decode(endpoint.read_bytes()) == {"url": "ws://127.0.0.1:1"}
+    assert len(list(tmp_path.iterdir())) == 4, "no draft is left"
+
+
+@pytest.mark.parametrize("planted", ["folder", "link"])
+def test_a_folder_for_sockets_that_belongs_to_somebody_else_is_refused(tmp_path, monkeypatch, planted):
+    folder = tmp_path / "sockets"
+    if planted == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    real = type(folder).lstat
+
+    def lstat(path):
+        found = real(path)
+        return os.stat_result((*found[:4], 4321, *found[5:])) if path == folder else found
+
+    monkeypatch.setattr(type(folder), "lstat", lstat)
+    with pytest.raises(ConfigError, match=f"listen.unix_socket: {folder} belongs to user 4321"):
+        claim_local_sockets(ListenConfig(unix_socket=str(folder / "node")))
+
+
+def test_a_relative_socket_is_refused_with_the_folder_that_is_meant(tmp_path, monkeypatch):
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"the folder {tmp_path} has mode 0755.*a folder of its own"):
+        claim_local_sockets(ListenConfig(unix_socket="a.sock"))

@@ -9,7 +9,7 @@ import trio.testing
 from ipc.session import Accepted, Rejected
 from prorl_trio.client import BlockingClient, ConnectionLost, connect
 from prorl_trio.client.fleet import roster
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.errors import ConfigError, Unauthorized
 from support.fake_fleet import fake_fleet_in_thread, open_fake_fleet
 from support.fake_node import make_outcome, make_spec
 from support.fake_service import TOKEN
@@ -242,8 +242,8 @@ async def test_nodes_of_several_models_and_other_tokens_are_told(tmp_path, caplo
             async with connect(fleet=tmp_path / "f", connect_timeout_s=0.3):
                 pass
         await fleet["other"].leave()
-        with pytest.raises(ConnectionLost, match="another token"):
-            async with connect(fleet=tmp_path / "f", token="wrong", connect_timeout_s=0.3):
+        with pytest.raises(Unauthorized, match=r"not that of any of the 1 nodes.*unset PRORL_TOKEN"):
+            async with connect(fleet=tmp_path / "f", token="wrong", connect_timeout_s=99):
                 pass
 
 

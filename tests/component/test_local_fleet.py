@@ -50,7 +50,7 @@ def on_term(_number, _frame):
         return
     sys.exit(0)
 signal.signal(signal.SIGTERM, on_term)
-print("a node begins", os.environ["PRORL_TOKEN"] != "", flush=True)
+print("a node begins", os.environ.get("PRORL_TOKEN") != "", flush=True)
 if {code}:
     sys.exit({code})
 entry = NodeEntry(

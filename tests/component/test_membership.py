@@ -11,12 +11,12 @@ import trio
 
 from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig
 from prorl_trio.config.fleet import FleetConfig
-from prorl_trio.config.listen import ListenConfig
 from prorl_trio.node import membership
 from prorl_trio.node.membership import Endpoints, advertised_host, open_membership
 from prorl_trio.rendezvous.folder import read_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
+from prorl_trio.service.auth import Door
 from prorl_trio.types.errors import ConfigError
 from support.hanging_disk import hanging_call
 
@@ -34,7 +34,6 @@ class Member:
         self.jobs = []
         self.config = NodeConfig(
             model=ModelConfig(path=model),
-            listen=ListenConfig(token="secret"),
             fleet=FleetConfig(dir=str(folder), **{"heartbeat_interval_s": 0.02, "stale_after_s": 0.3, **fleet}),
         )
 
@@ -50,7 +49,7 @@ class Member:
         return "the node is draining" if self.draining else ""
 
     def open(self, undelivered=0):
-        return open_membership(self, ENDPOINTS, lambda: undelivered)
+        return open_membership(self, Door(b"secret"), ENDPOINTS, lambda: undelivered)
 
 
 @pytest.fixture

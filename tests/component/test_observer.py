@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ import trio
 from prorl_trio.agent.activity import Activity
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.handlers.math import MathHandler
+from prorl_trio.node.node import Node
 from prorl_trio.pipeline.observer import Observers
 from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -79,7 +81,7 @@ async def test_a_live_job_says_what_it_waits_for(rig):
             rig.pipeline.submit(Job(rig.spec(name, tags={"k": "v"}), Waits(), rig.resources, rig.observer))
             await rig.observer.wait_status(name, status)
         await trio.testing.wait_all_tasks_blocked()
-        running, waiting = rig.pipeline.live_jobs()
+        running, waiting = [job.view() for job in rig.pipeline.jobs()]
         assert (running.status, running.waiting_on, running.stuck) == ("run", "tool bash", True)
         assert (running.session_id, running.handler, running.tags, running.attempt) == (
             "trainer",
@@ -114,3 +116,27 @@ async def test_one_that_raises_is_dropped_and_logged(caplog):
         observers.job_moved(lambda: type("View", (), {"status": "run"})(), "run", "")
     assert recorder.moves == ["init", "run"]
     assert "is dropped" in caplog.text
+
+
+class NumberView(msgspec.Struct):
+    number: int
+
+
+def test_the_status_of_a_node_with_many_jobs_stays_small():
+    """Jobs in stages are all there; those that only wait are counted."""
+    pipeline = SimpleNamespace(
+        jobs=lambda: [
+            SimpleNamespace(
+                lifecycle=SimpleNamespace(status="run" if number % 100 == 99 else "queued"),
+                view=lambda number=number: NumberView(number=number),
+            )
+            for number in range(30_000)
+        ]
+    )
+    node = Node.__new__(Node)
+    node._pipeline = pipeline
+    shown = [view["number"] for view in node.live_jobs()]
+    assert len(shown) == 1_000
+    assert shown[:300] == list(range(99, 30_000, 100))
+    assert shown[300:] == [number for number in range(1_000) if number % 100 != 99][:700]
+    assert node.live_by_status() == {"run": 300, "queued": 29_700}

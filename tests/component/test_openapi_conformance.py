@@ -9,6 +9,7 @@ import pytest
 import trio
 from hypothesis import HealthCheck, Phase, settings
 
+from prorl_trio.config import BackendConfig
 from prorl_trio.service.prorl_compat import compat_endpoints
 from prorl_trio.service.rest.app import ENDPOINTS
 from prorl_trio.service.rest.openapi import describe
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 BASE = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
-COMPATIBLE = {endpoint.path: endpoint for endpoint in compat_endpoints(free=False)}
+COMPATIBLE = {endpoint.path: endpoint for endpoint in compat_endpoints(BackendConfig(), free=False)}
 PAGE = msgspec.json.decode(describe([*ENDPOINTS, *COMPATIBLE.values()]))
 API = schemathesis.openapi.from_dict(PAGE).exclude(path="/v1/events")  # that answer never ends
 NOT_CHECKED = [

@@ -22,7 +22,7 @@ import pytest
 import trio
 
 from prorl_trio.cli import main
-from prorl_trio.config import NodeConfig, load_config
+from prorl_trio.config import BackendConfig, NodeConfig, load_config
 from prorl_trio.sandbox.sandbox import Sandbox
 from prorl_trio.service.prorl_compat import compat_endpoints
 from prorl_trio.service.rest.app import ENDPOINTS
@@ -318,7 +318,9 @@ def test_variables_of_the_environment_are_read_somewhere():
 
 
 def test_endpoints_exist():
-    there = {(endpoint.method, endpoint.path) for endpoint in (*ENDPOINTS, *compat_endpoints(free=True))}
+    there = {
+        (endpoint.method, endpoint.path) for endpoint in (*ENDPOINTS, *compat_endpoints(BackendConfig(), free=True))
+    }
     named = {pair for text in TEXTS.values() for pair in re.findall(r"`(GET|POST|DELETE|PUT) (/[\w/{}.]+)", text)}
     engines = {("POST", "/generate")}  # of engines, not ours
     assert named - engines <= there

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 
@@ -9,6 +10,8 @@ import pytest
 import trio
 
 from prorl_trio.config import (
+    AdmissionConfig,
+    AgentConfig,
     BackendConfig,
     BudgetConfig,
     HealthConfig,
@@ -22,9 +25,11 @@ from prorl_trio.config import (
     load_config,
 )
 from prorl_trio.config.live import LIVE
+from prorl_trio.node import descriptors
 from prorl_trio.node import reload as reload_module
 from prorl_trio.node.core import open_node
 from prorl_trio.node.reload import plan_reload, serve_reloads
+from prorl_trio.service.auth import Door
 from prorl_trio.testing.fake_engine import FakeEngine, open_look_alike
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError
@@ -51,20 +56,22 @@ async def test_what_can_change_live_is_taken_over_and_the_rest_is_named():
         ),
     )
     assert [change.path for change in plan.live] == [
+        "listen.token",
         "stages.run_workers",
         "budgets.run_s",
         "monitoring.stall_dump_after_s",
         "drain_timeout_s",
     ]
-    assert str(plan.live[0]) == "stages.run_workers: 32 -> 99"
-    assert [change.path for change in plan.fixed] == ["listen.port", "listen.token"]
+    assert str(plan.live[1]) == "stages.run_workers: 32 -> 99"
+    assert [change.path for change in plan.fixed] == ["listen.port"]
     assert plan.config == new(
         stages=StagesConfig(run_workers=99),
         budgets=BudgetConfig(run_s=7.0),
         monitoring=MonitoringConfig(stall_dump_after_s=2.0),
         drain_timeout_s=5.0,
+        listen=ListenConfig(token="psst"),
     )
-    assert str(plan.fixed[1]) == "listen.token (not shown)"
+    assert str(plan.live[0]) == "listen.token (not shown)"
 
 
 async def test_the_same_file_changes_nothing():
@@ -74,11 +81,26 @@ async def test_the_same_file_changes_nothing():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"stages": StagesConfig(run_workers=0)}, {"stages": StagesConfig(ready_queue=0)}, {"stuck_after_s": -1.0}],
+    [
+        {"stages": StagesConfig(run_workers=0)},
+        {"stages": StagesConfig(ready_queue=0)},
+        {"stages": StagesConfig(run_workers=3_000_000)},
+        {"stages": StagesConfig(init_queue=10**20)},
+        {"admission": AdmissionConfig(max_live=10**20)},
+        {"agent": AgentConfig(tool_timeout_s=math.inf)},
+        {"stuck_after_s": -1.0},
+        {"stuck_after_s": math.nan},
+    ],
 )
 async def test_what_cannot_be_used_is_refused_as_a_whole(fields):
-    with pytest.raises(ConfigError, match="must be at least"):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))}"):
         plan_reload(OLD, new(drain_timeout_s=1.0, **fields))
+
+
+async def test_more_workers_than_there_are_descriptors_for_are_refused(monkeypatch):
+    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _which: (1024, 1024))
+    with pytest.raises(ConfigError, match=r"^stages.run_workers: .* the limit is 1024"):
+        plan_reload(OLD, new(stages=StagesConfig(run_workers=1_000)))
 
 
 async def test_every_live_field_exists():
@@ -127,7 +149,7 @@ async def test_a_hangup_reads_the_file_again(tmp_path, said):
     head = '[model]\npath = "/m"\n[listen]\ntoken = "hush"\n'
     node = Node()
     async with trio.open_nursery() as nursery:
-        await nursery.start(serve_reloads, lambda: load_config(path), lambda: node.config, node.apply)
+        await nursery.start(serve_reloads, lambda: load_config(path), lambda: node.config, node.apply, Door(b"hush"))
 
         path.write_text("drain_timeout_s = 3.0\n" + head + "port = 9\n")
         os.kill(os.getpid(), signal.SIGHUP)

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(30)
 
 
 def open_compat(node, **rest):
-    return open_rest(node, prorl_compat=True, data_sources=SOURCES, **rest)
+    return open_rest(node, **{"prorl_compat": True, "data_sources": SOURCES, "allowed": ["*"], **rest})
 
 
 def request(job_id="j", **fields):
@@ -311,27 +311,78 @@ async def test_an_engine_is_known_by_its_openai_address_and_may_be_down(node):
         assert node.listed("http://b:8000").state == "down"
 
 
-async def test_backends_are_added_before_the_start_and_cleared(node):
+async def test_backends_are_added_before_the_start_and_those_of_others_are_left_alone(node):
     node.unfit_backends.add("http://unfit")
+    await node.backends.add("http://others")
+    node.backends.drain("http://others")
     async with open_compat(node) as rest:
-        answer = await rest.call("POST", "/add_llm_server", {"address": "http://a"})
-        assert answer.json() == {"status": "Added LLM server http://a"}
+        for address in ("http://a", "http://others"):
+            answer = await rest.call("POST", "/add_llm_server", {"address": address})
+            assert answer.json() == {"status": f"Added LLM server {address}"}
+        assert node.listed("http://others").state == "draining"
         assert (await rest.call("POST", "/add_llm_server", {"address": "http://unfit"})).status == 422
         assert (await rest.call("POST", "/add_llm_server", {"adress": "x"})).status == 422
+        await node.backends.remove("http://a")
+        await rest.call("POST", "/add_llm_server", {"address": "http://a"})
+        await rest.call("POST", "/add_llm_server", {"address": "http://b"})
+        await node.backends.remove("http://b")
         assert (await rest.call("POST", "/clear_llm_server")).json() == {"status": "Cleared all LLM servers"}
+        assert node.backends.urls() == ("http://others",)
+
+
+async def test_other_sessions_jobs_are_left_alone(node):
+    async with open_compat(node) as rest:
+        await begin(rest, node)
+        job = msgspec.to_builtins(make_spec("theirs"))
+        assert (await rest.call("POST", "/v1/rollouts?session=theirs", job)).status == 202
+        assert (await rest.call("POST", "/cancel", {"job_id": "theirs"})).status == 200
+        assert (await rest.call("POST", "/stop")).status == 200
+        assert list(node.live) == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed"),
+    [
+        ("127.0.0.1:8000", []), ("127.9.9.9:1", []), ("localhost:8000", []), ("[::1]:8000", []),
+        ("10.0.0.5:8000", ["*"]),
+        ("10.0.0.5:8000", ["10.0.0.0/8"]), ("10.0.0.5:8000", ["10.0.0.5:8000"]), ("gpu1:8000/v1", ["gpu1"]),
+        ("GPU1:8000", ["gpu1:8000"]), ("a.gpus.local:80", ["*.gpus.local"]), ("[fd00::5]:80", ["[fd00::/8]:80"]),
+    ],
+)  # fmt: skip
+async def test_engines_are_contacted_where_the_configuration_allows_it(node, address, allowed):
+    async with open_compat(node, allowed=allowed) as rest:
+        assert (await rest.call("POST", "/add_llm_server", {"address": address})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed"),
+    [
+        ("169.254.169.254:80", []), ("10.0.0.5:8000", []), ("gpu1:8000", []), ("0.0.0.0:8000", []),
+        ("2130706433:80", []),
+        ("127.0.0.1.evil.example:8000", []), ("localhost.evil.example:80", []), ("127.0.0.1:80@evil.example:80", []),
+        ("http://evil.example#127.0.0.1", []), ("http://evil.example?127.0.0.1", []), ("http://[::1", []), ("", []),
+        ("127.0.0.1:8000", ["10.0.0.0/8"]), ("11.0.0.5:8000", ["10.0.0.0/8"]), ("10.0.0.5:22", ["10.0.0.5:8000"]),
+        ("gpus.local:80", ["*.gpus.local"]), ("evilgpus.local:80", ["*.gpus.local"]), ("gpu1:22", ["gpu1:8000"]),
+        ("10.evil.example:80", ["10.0.0.0/8"]), ("[fd00::5]:81", ["[fd00::/8]:80"]),
+    ],
+)  # fmt: skip
+async def test_engines_are_contacted_nowhere_else(node, address, allowed):
+    async with open_compat(node, allowed=allowed) as rest:
+        answer = await rest.call("POST", "/add_llm_server", {"address": address})
+        assert (answer.status, answer.json()["error"]["code"]) == (403, "backend_not_allowed")
         assert node.backends.urls() == ()
 
 
 NO_TOKEN = {"Authorization": ""}
 
 
-async def test_its_clients_send_no_token_and_need_none_where_only_this_hosts_users_can_come(node):
-    async with open_compat(node) as rest:
-        assert (await rest.call("POST", "/start", headers=NO_TOKEN)).status == 200
-        assert (await rest.call("GET", "/v1/status", headers=NO_TOKEN)).status == 401
-    for where in ({"prorl_compat_token": True}, {"sandbox_network": True}, {"host": "0.0.0.0"}):
-        async with open_compat(node, **where) as rest:
-            assert (await rest.call("POST", "/start", headers=NO_TOKEN)).status == 401, where
+async def test_they_ask_for_the_token_unless_that_is_turned_off(node):
+    for open_to_all in (False, True):
+        async with open_compat(node, **({"prorl_compat_token": False} if open_to_all else {})) as rest:
+            for path in ("/start", "/add_llm_server", "/process", "/cancel", "/stop", "/clear_llm_server"):
+                answer = await rest.call("POST", path, headers=NO_TOKEN)
+                assert (answer.status == 401) is not open_to_all, path
+            assert (await rest.call("GET", "/v1/status", headers=NO_TOKEN)).status == 401
 
 
 @pytest.mark.parametrize("where", [{"host": "0.0.0.0"}, {"sandbox_network": True}])

@@ -56,7 +56,7 @@ BUSY = {"url": "http://b:1", "state": "active", "suspended": True}
             [DOWN, BUSY],
             [
                 "no backend of the node takes rollouts now, so they wait for one:",
-                "  http://a:1: http://a:1: Connection ?[2J refused",
+                "  http://a:1: http://a:1: Connection \\x1b[2J refused",
                 "  http://b:1: suspended",
             ],
         ),

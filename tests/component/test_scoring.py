@@ -6,7 +6,7 @@ import signal
 import pytest
 import trio
 
-from prorl_trio.agent.scoring import ScorerPool, open_scorer_pool
+from prorl_trio.agent.scoring import NotScored, ScorerPool, open_scorer_pool
 from prorl_trio.config import ScoringConfig
 from prorl_trio.types.errors import EvaluationError, HostileAnswer
 
@@ -41,10 +41,11 @@ def touchy(payload):
     if how == "file": open(os.environ.get("TMPDIR", "/tmp") + "/prorl-hostile", "wb").write(bytes(10 ** 8))
     if how == "descriptors": return {"value": len([open("/dev/null") for _ in range(9999)])}
     if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
-    if how == "is killed":
+    if how in ("is killed", "is stopped"):
         try: os.close(os.open("killed", os.O_CREAT | os.O_EXCL))
         except FileExistsError: return {"value": answer}
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL if how == "is killed" else signal.SIGSTOP)
+    if how == "is stopped again": os.kill(os.getpid(), signal.SIGSTOP)
     return {"value": 0}
 def fork_and_hang(payload):
     if os.fork() == 0:
@@ -118,14 +119,25 @@ async def test_what_is_scored_is_not_at_fault_for_a_process_that_was_killed_whil
             assert pool.statistics() == {"busy": 0, "idle": 1}
 
 
-async def test_what_is_scored_is_not_at_fault_for_a_process_that_was_killed_meanwhile(scorer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("how", "timeout_s"), [("is killed", 20), ("is stopped", 2)])
+async def test_what_is_scored_is_not_at_fault_for_a_process_that_was_killed_meanwhile(
+    scorer, how, timeout_s, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    answer = {"answer": "hostile", "how": "is killed"}
+    answer, sound = {"answer": "hostile", "how": how}, {"answer": "42", "how": ""}
     with trio.fail_after(60):
         async with open_scorer_pool(1) as pool:
-            scored = await pool.score(scorer("touchy"), answer, timeout_s=20, harmless={"answer": "42", "how": ""})
+            scored = await pool.score(scorer("touchy"), answer, timeout_s=timeout_s, harmless=sound)
     assert scored == {"value": "hostile"}
     assert (tmp_path / "killed").exists()
+
+
+async def test_what_is_scored_is_not_at_fault_for_processes_that_are_stopped(scorer):
+    answer, sound = {"answer": "hostile", "how": "is stopped again"}, {"answer": "42", "how": ""}
+    with trio.fail_after(60):
+        async with open_scorer_pool(1) as pool:
+            with pytest.raises(NotScored, match="gave no score within 1 s"):
+                await pool.score(scorer("touchy"), answer, timeout_s=1, harmless=sound)
 
 
 async def test_what_is_scored_is_not_at_fault_for_processes_that_were_killed_as_they_started(tmp_path, monkeypatch):

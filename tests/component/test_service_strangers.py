@@ -16,6 +16,8 @@ from ipc.session import (
     StatusRequest,
 )
 from prorl_trio.config import ListenConfig
+from prorl_trio.config.secrets import load_token
+from prorl_trio.service.auth import Door
 from prorl_trio.service.websocket import server as server_module
 from prorl_trio.service.websocket.server import serve_websocket
 from prorl_trio.types.errors import ConfigError
@@ -158,4 +160,4 @@ async def test_a_configuration_that_cannot_work_is_refused(
 ):
     config = ListenConfig(**{"port": 0, **listen})
     with trio.fail_after(DEADLINE_S), pytest.raises(ConfigError, match=message):
-        await serve_websocket(node, config, sessions=sessions_in(nursery))
+        await serve_websocket(node, config, Door(load_token(config)), sessions=sessions_in(nursery))

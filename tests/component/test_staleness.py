@@ -34,22 +34,42 @@ class UpdateTool(Tool):
         self.backends, self.versions = backends, versions
 
     async def call(self, arguments, sandbox, *, timeout_s):
-        for version in self.versions.pop(0):
-            await self.backends.resume(version)
+        await self.change()
         return Observation(text="done")
+
+    async def change(self):
+        for version in self.versions.pop(0) if self.versions else ():
+            await self.backends.resume(version)
+
+
+class NoTool(UpdateTool):
+    """Changes nothing."""
+
+    def __init__(self):
+        super().__init__(None, [])
 
 
 class Updated(MathHandler):
-    """An agent between whose turns the weights are changed: `versions` has those of each update."""
+    """An agent between whose turns the weights are changed: `versions` has those of each update.
 
-    def __init__(self, *versions):
+    `in_tools`: they change while its tool is at work, and not while it waits for its next turn.
+    """
+
+    def __init__(self, *versions, in_tools=False):
         self.versions = list(versions)
+        self.in_tools = in_tools
         self.attempts = 0
 
     async def run(self, context):
         self.attempts += 1
-        tools = ToolSet([UpdateTool(context.resources.backends, self.versions), FinishTool()], max_observation_chars=99)
-        await run_agent(context, [ChatMessage(role="user", content="?")], tools)
+        update = UpdateTool(context.resources.backends, self.versions)
+
+        async def before_turn(conversation, room):
+            await update.change()
+
+        tools = ToolSet([update if self.in_tools else NoTool(), FinishTool()], max_observation_chars=99)
+        hook = None if self.in_tools else before_turn
+        await run_agent(context, [ChatMessage(role="user", content="?")], tools, before_turn=hook)
 
     async def eval(self, context):
         await trio.lowlevel.checkpoint()
@@ -90,6 +110,60 @@ async def test_a_bound_is_kept_to(rig, versions, bound, status):
         assert f"max_staleness is {bound}" in outcome.error
         assert outcome.trajectory.staleness <= bound, "nothing was sampled that is too stale"
         assert 1 <= len(outcome.trajectory.turns) < 3
+
+
+@pytest.mark.parametrize(
+    ("versions", "bound"), [((["1"], ["3"]), 2), ((["8"],), 7), ((["a", "b"], ["c"]), 2), ((["1"],), 0)]
+)
+async def test_who_is_too_stale_for_the_time_of_its_tools_is_graded_as_it_is(rig, versions, bound):
+    """Else a policy would be dropped whenever it sleeps. It is not run again, and has no token that is too stale."""
+    handler, retry = Updated(*versions, in_tools=True), RetryPolicy(max_attempts=3, backoff_s=0.0)
+    says = [UPDATE] * len(versions) + [FINISH]
+    outcome = await outcome_of(rig, handler, says, max_staleness=bound, retry=retry)
+    assert (outcome.status, outcome.reward, outcome.attempt) == ("completed", 0.0, 1), outcome.error
+    assert outcome.trajectory.stop_reason == "agent_budget"
+    assert outcome.trajectory.staleness <= bound
+    assert len(outcome.trajectory.turns) == len(versions)
+
+
+async def test_updates_beside_tools_count_for_nobody_but_us(rig):
+    """Two updates came while it waited for its turn, and one in its tool: without that one, it is too stale as well."""
+
+    class Both(Updated):
+        async def run(self, context):
+            backends, update = context.resources.backends, UpdateTool(context.resources.backends, [["1"]])
+
+            async def before_turn(conversation, room):
+                await backends.resume("2")
+                await backends.resume("3")
+
+            tools = ToolSet([update, FinishTool()], max_observation_chars=99)
+            await run_agent(context, [ChatMessage(role="user", content="?")], tools, before_turn=before_turn)
+
+    outcome = await outcome_of(rig, Both(), [UPDATE, FINISH], max_staleness=1)
+    assert (outcome.status, outcome.cause, outcome.reward) == ("failed", "inference", None), outcome.error
+
+
+async def test_tokens_that_are_too_stale_for_the_time_of_tools_are_no_completed_trajectory(rig):
+    """An update in the tool, and another in the middle of the completion after it."""
+    rig.config = msgspec.structs.replace(rig.config, backends=BackendConfig(stream=True))
+    rig.says = [UPDATE, FINISH]
+    with trio.fail_after(20):
+        async with rig.open_pipeline():
+            backends, engine = rig.resources.backends, rig.engine
+            engine.config = msgspec.structs.replace(engine.config, per_token_s=0.01)
+            handler = Updated(["1"], in_tools=True)
+            rig.pipeline.submit(Job(rig.spec(max_staleness=1), handler, rig.resources, rig.observer))
+            while handler.versions:
+                await trio.sleep(0.01)
+            await engine.wait_until(lambda stats: stats.running == 1)
+            await trio.sleep(0.2)
+            await backends.pause("keep", 10)
+            await backends.resume("2")
+            await rig.pipeline.wait_idle()
+    outcome = rig.observer.outcomes["job"]
+    assert (outcome.status, outcome.cause, outcome.error_code) == ("failed", "agent_budget", "stale"), outcome.error
+    assert (outcome.reward, outcome.trajectory.staleness) == (0.0, 2)
 
 
 async def test_the_node_has_a_bound_for_jobs_that_have_none(rig):

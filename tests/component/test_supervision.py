@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from functools import partial
 
 import msgspec
@@ -23,10 +24,10 @@ from prorl_trio.pipeline.pipeline import Job, Pipeline
 from prorl_trio.sandbox.host import SandboxHost
 from prorl_trio.service.containment import contain_errors
 from prorl_trio.service.rest import edge
-from prorl_trio.supervision import service_task, vanished_task
+from prorl_trio.supervision import contained, service_task, vanished_task
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
-from prorl_trio.types.errors import InternalError
+from prorl_trio.types.errors import ConfigError, InternalError, SandboxUnavailable
 from prorl_trio.types.models import Budgets
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,15 +87,95 @@ async def test_a_service_task_that_ends_early_is_a_bug_and_is_named(afn, how, ca
     assert vanished_task() == "the lamp"
 
 
-async def test_a_service_task_may_be_cancelled_fail_and_return_when_it_was_told_to():
+async def test_a_service_task_may_be_cancelled_and_return_when_it_was_told_to():
     async with trio.open_nursery() as nursery:
         nursery.start_soon(service_task(trio.sleep_forever, "a"))
         nursery.start_soon(service_task(returns, "b", may_return=True))
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
-    with pytest.raises(ZeroDivisionError):
-        await service_task(partial(divmod, 1, 0), "c")()
     assert vanished_task() == ""
+
+
+class Fails:
+    """A task that raises each of `errors` once, then runs until it is cancelled."""
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+        self.runs = trio.Event()
+
+    async def __call__(self, *, task_status=trio.TASK_STATUS_IGNORED):
+        await trio.lowlevel.checkpoint()
+        task_status.started()
+        if self.errors:
+            raise self.errors.pop(0)
+        self.runs.set()
+        await trio.sleep_forever()
+
+
+FAILURES = (
+    OSError(errno.EMFILE, "Too many open files"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    RuntimeError("can't start new thread"),
+    MemoryError(),
+    SandboxUnavailable("it ended"),
+    ExceptionGroup("of a nursery", [ValueError(), OSError(errno.EAGAIN, "Try again")]),
+)
+
+
+@pytest.mark.parametrize("begin", ["start", "start_soon"])
+async def test_a_service_task_starts_again_whatever_it_raises(autojump_clock, caplog, begin):
+    lamp = Fails(*FAILURES)
+    async with trio.open_nursery() as nursery:
+        if begin == "start":
+            await nursery.start(service_task(lamp, "the lamp"))
+        else:
+            nursery.start_soon(service_task(lamp, "the lamp"))
+        await lamp.runs.wait()
+        nursery.cancel_scope.cancel()
+    assert caplog.text.count("the lamp failed, and starts again") == len(FAILURES)
+    assert "starts again in 0.1 s: [Errno 24] Too many open files" in caplog.text
+    assert "starts again in 0.2 s: [Errno 28] No space left on device" in caplog.text
+    assert vanished_task() == ""
+
+
+async def test_a_failure_that_repeats_is_logged_once(autojump_clock, caplog):
+    caplog.set_level("DEBUG")
+    lamp = Fails(*(OSError(errno.EMFILE, "Too many open files") for _ in range(50)))
+    began_s = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(service_task(lamp, "the lamp"))
+        await lamp.runs.wait()
+        nursery.cancel_scope.cancel()
+    said = [record.levelname for record in caplog.records if "the lamp" in record.message]
+    assert said[0] == "WARNING"
+    assert set(said[1:]) == {"DEBUG"}
+    assert trio.current_time() - began_s > 40 * 60
+
+
+async def test_a_bug_passes_and_so_does_what_comes_before_the_start():
+    with pytest.raises(InternalError, match="our bug"):
+        await service_task(Fails(InternalError("our bug")), "a")()
+    with pytest.raises(InternalError, match="the service task 'b' failed"):
+        await service_task(Fails(OSError(errno.EMFILE, "Too many open files")), "b", restarts=False)()
+
+    async def cannot_start(*, task_status):
+        await trio.lowlevel.checkpoint()
+        raise ConfigError("the port is taken")
+
+    async with trio.open_nursery() as nursery:
+        for supervised in (service_task(cannot_start, "c"), contained(cannot_start, "c")):
+            with pytest.raises(ConfigError, match="the port is taken"):
+                await nursery.start(supervised)
+
+
+async def test_a_task_that_does_one_thing_fails_alone(caplog):
+    async with trio.open_nursery() as nursery:
+        for failure in FAILURES:
+            nursery.start_soon(contained(Fails(failure), "a pull"))
+            await nursery.start(contained(Fails(failure), "a pull"))
+    assert caplog.text.count("a pull failed") == 2 * len(FAILURES)
+    with pytest.raises(InternalError):
+        await contained(Fails(InternalError("our bug")), "a pull")()
 
 
 async def test_one_connection_ends_alone_whatever_it_raises(caplog):

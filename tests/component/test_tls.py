@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import ssl
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,6 +17,8 @@ from ipc.websocket import LinkClosed
 from prorl_trio.client import connect
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.config import ListenConfig
+from prorl_trio.service.auth import Door
+from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket import server as server_module
 from prorl_trio.service.websocket.server import serve_websocket
 from prorl_trio.types.errors import ConfigError, ProtocolError, Unauthorized
@@ -37,6 +40,7 @@ class Certificates:
         authority.cert_pem.write_to_path(self.ca)
         cert.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
         leaf.private_key_pem.write_to_path(str(key))
+        key.chmod(0o600)
         self.listen = {"tls_cert": str(cert), "tls_key": str(key)}
 
     def rest(self):
@@ -125,11 +129,12 @@ async def test_what_cannot_be_used_is_said_at_the_start(certificates, tmp_path, 
         listen["tls_cert"] = str(tmp_path / "none.pem")
     elif missing == "pair":
         listen["tls_key"] = listen["tls_cert"]
+        Path(listen["tls_cert"]).chmod(0o600)
     else:
         listen[missing] = ""
     config = ListenConfig(port=0, token=TOKEN, **listen)
     with pytest.raises(ConfigError, match="tls_cert"):
-        await serve_websocket(FakeNode(), config, sessions=sessions_in(nursery))
+        await serve_websocket(FakeNode(), config, Door(b"a"), tls=load_tls(config), sessions=sessions_in(nursery))
     with pytest.raises(ConfigError, match="tls_ca"):
         async with connect("wss://127.0.0.1:1", TOKEN, tls_ca=tmp_path / "none.pem"):
             pass

@@ -82,7 +82,7 @@ def test_what_is_known_of_backends():
     assert lines["http://a"].split()[1:] == ["active", "3/8", "0", "7", "91%"]
     assert lines["http://b"].split()[1:] == ["suspended", "0", "0", "12"]
     assert "down" in lines["http://c"]
-    assert "cannot ?[2Jconnect" in lines["http://c"]
+    assert r"cannot \x1b[2Jconnect" in lines["http://c"]
 
 
 def test_a_stuck_job_comes_first_and_is_marked():
@@ -222,3 +222,11 @@ def test_sessions_that_are_away_and_have_nothing_are_not_shown():
     assert "looked-once" not in text
     assert order(text, "here", "works", "fetches") == ["here", "works", "fetches"]
     assert "undelivered" not in drawn(report(sessions={"looked-once": nothing}))
+
+
+def test_queued_jobs_that_a_report_leaves_out_are_counted():
+    full = report(job("a"), job("b", status="queued"))
+    full["pipeline"] = {**full["pipeline"], "jobs": 30_000}
+    text = drawn(full)
+    assert "30000 jobs, 0 stuck; 1 at work, 29999 queued; 29998 more not shown" in text
+    assert "more not shown" not in drawn(full, TopOptions(only_stuck=True))

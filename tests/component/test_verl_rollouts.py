@@ -202,6 +202,7 @@ async def test_wrong_addresses_and_tokens_are_named(monkeypatch, tmp_path):
     (unread,) = await in_asyncio(all_of, Rollouts(nowhere), [make_spec("a")])
     assert "node.token_file" in str(unread)
     (tmp_path / "token").write_text("a wrong one\n")
+    (tmp_path / "token").chmod(0o600)
     async with open_service(FakeNode()) as service:
         wrong = msgspec.structs.replace(nowhere, url=service.url, token_file=str(tmp_path / "token"))
         rollouts = Rollouts(wrong)

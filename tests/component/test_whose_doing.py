@@ -10,7 +10,7 @@ import json
 import os
 import re
 import signal
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import msgspec
 import pytest
@@ -19,6 +19,7 @@ import trio
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.pipeline.pipeline import Job, open_pipeline
+from prorl_trio.sandbox import silence
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import PROVIDERS
@@ -26,7 +27,7 @@ from prorl_trio.sandbox.reaper import descendants
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.errors import BackendError, SandboxLost, SandboxUnavailable
-from prorl_trio.types.models import Budgets, ChatMessage, TaskInstance
+from prorl_trio.types.models import Budgets, ChatMessage, RetryPolicy, TaskInstance
 
 TOOL_TIMEOUT_S = 3.0
 TEST_TIMEOUT_S = 170.0
@@ -56,6 +57,8 @@ def turns(*calls):
 
 
 ALIVE = bash("echo alive")
+EACH_THREAD = "for t in $(ls /proc/1/task) $(seq 1 40); do kill -0 $t && [ $t != $$ ] || continue;"
+"""Those of the daemon are listed, and have low numbers."""
 
 IN_BASH = {
     "SIGTERM to the daemon": (turns(bash("kill -TERM 1"), ALIVE), SURVIVED),
@@ -76,6 +79,31 @@ IN_BASH = {
     "a daemon without memory": (turns(bash("prlimit --pid 1 --data=1:1 --as=1:1 --stack=1:1"), ALIVE), SURVIVED),
     "a daemon without threads": (turns(bash("prlimit --pid 1 --nproc=1:1"), ALIVE, bash("exit"), ALIVE), SURVIVED),
     "a daemon of the lowest priority": (turns(bash("renice 19 -p 1; chrt -i -p 0 1"), ALIVE), SURVIVED),
+    "a daemon without CPU time, by its threads": (
+        turns(bash(f"{EACH_THREAD} prlimit --pid $t --cpu=1:1; done; head -c 64M /dev/zero | tr '\\0' y"), ALIVE),
+        SURVIVED,
+    ),
+    "a daemon without descriptors, by its threads": (
+        turns(bash(f"{EACH_THREAD} prlimit --pid $t --nofile=3:3 --fsize=0:0; done"), ALIVE, bash("exit"), ALIVE),
+        SURVIVED,
+    ),
+    "a daemon of the lowest priority, by its threads": (
+        turns(
+            bash(f"{EACH_THREAD} renice 19 $t; renice 19 -g $t; chrt -i -p 0 $t; ionice -c 3 -p $t; done"),
+            bash(f"{EACH_THREAD} taskset -p 1 $t; done; renice 19 -u $(id -u); ionice -c 3 -u $(id -u)"),
+            bash("while :; do :; done & while :; do :; done & true"),
+            ALIVE,
+        ),
+        SURVIVED,
+    ),
+    "a daemon that the kernel ends first": (
+        turns(bash(f"{EACH_THREAD} echo 999 > /proc/1/task/$t/oom_score_adj; echo 999 > /proc/$t/oom_score_adj; done")),
+        SURVIVED,
+    ),
+    "signals to its threads": (
+        turns(bash(f"{EACH_THREAD} kill -9 $t; kill -STOP $t; kill -INT $t; kill -SEGV $t; done; kill -9 -1"), ALIVE),
+        SURVIVED,
+    ),
     "its own terminal closed": (turns(bash("exec 0<&- 1>&- 2>&-"), ALIVE), SURVIVED),
     "its own terminal raw": (turns(bash("stty raw -echo"), ALIVE), SURVIVED),
     "all descriptors closed": (turns(bash("for fd in {3..255}; do eval \"exec $fd>&-\"; done"), ALIVE), SURVIVED),
@@ -164,6 +192,10 @@ LEFT_FOR_THE_EVALUATOR = {
     "a full disk": (turns(bash("head -c 600M /dev/zero > /tmp/x")), FAULT),
     "a daemon without descriptors": (turns(bash("prlimit --pid 1 --nofile=3:3")), SURVIVED),
     "a daemon without files": (turns(bash("prlimit --pid 1 --fsize=0:0")), SURVIVED),
+    "a daemon without descriptors, by its threads": (
+        turns(bash(f"{EACH_THREAD} prlimit --pid $t --nofile=3:3 --cpu=1:1 --fsize=0:0; done")),
+        SURVIVED,
+    ),
     "a pipe in place of a file": (turns(bash("mkfifo /tmp/expected")), FAULT),
     "a directory in place of a file": (turns(bash("mkdir /tmp/expected")), FAULT),
 }
@@ -351,6 +383,123 @@ async def test_what_is_not_the_policys_doing_has_no_reward(rig, name):
     assert (outcome.status, outcome.cause, outcome.reward) == ("failed", cause, None)
 
 
+class Reads(Tools):
+    """Reads a file that is not there, in EVAL: in the agent's sandbox, or in a fresh one, before or after a program."""
+
+    def __init__(self, where):
+        super().__init__("keep")
+        self.where = where
+
+    async def eval(self, context):
+        if self.where == "agent's":
+            await context.sandbox.read_file("/tmp/result")
+        if self.where == "agent's, a program":
+            await context.sandbox.exec(["ls"], timeout_s=5)
+        async with context.open_sandbox(self.sandbox_spec(context)) as fresh:
+            if self.where == "fresh, after a program":
+                await fresh.exec(["true"], timeout_s=5)
+            if self.where == "fresh, after a program of ours":
+                with context.waiting("set-up", "evaluator"):
+                    await fresh.exec(["true"], timeout_s=5)
+            if self.where == "fresh, a program that is not there":
+                await fresh.exec(["true"], timeout_s=5)
+                await fresh.exec(["pytset"], timeout_s=5)
+            try:
+                await fresh.read_file("/tmp/result")
+            except FileNotFoundError as exc:
+                raise RuntimeError("there is no result") from exc
+
+
+@pytest.mark.parametrize(
+    ("where", "says", "ended"),
+    [
+        ("agent's", [[bash("echo 1")], [RIGHT]], FAULT),
+        ("agent's", [[RIGHT]], ("failed", "evaluator", None)),
+        ("agent's, a program", [[bash("echo 1")], [RIGHT]], FAULT),
+        ("agent's, a program", [[edit(command="view", path="/tmp")], [RIGHT]], FAULT),
+        ("agent's, a program", [[RIGHT]], ("failed", "evaluator", None)),
+        ("fresh", [[bash("echo 1")], [RIGHT]], ("failed", "evaluator", None)),
+        ("fresh, after a program", [[bash("echo 1")], [RIGHT]], FAULT),
+        ("fresh, after a program of ours", [[bash("echo 1")], [RIGHT]], ("failed", "evaluator", None)),
+        ("fresh, a program that is not there", [[bash("echo 1")], [RIGHT]], ("failed", "evaluator", None)),
+    ],
+)
+async def test_a_missing_file_is_the_policys_where_it_may_have_been_at_work(rig, where, says, ended):
+    with trio.fail_after(30):
+        async with open_bench(rig, FakeProvider()) as play:
+            outcome = await play("works", says, Reads(where))
+    assert (outcome.status, outcome.cause, outcome.reward) == ended, outcome.error
+
+
+class Slow(Tools):
+    """Its own program takes too long: in the agent's sandbox or a fresh one, in RUN or in EVAL."""
+
+    def __init__(self, stage, where="agent's"):
+        super().__init__("keep")
+        self.stage, self.where = stage, where
+
+    async def work(self, context):
+        if self.where == "agent's":
+            await context.sandbox.exec(["sleep", "60"], timeout_s=100)
+        async with context.open_sandbox(self.sandbox_spec(context)) as fresh:
+            with context.waiting("set-up", "evaluator") if self.where == "ours" else nullcontext():
+                await fresh.exec(["sleep", "60"], timeout_s=100)
+
+    async def run(self, context):
+        await super().run(context)
+        if self.stage == "run":
+            await self.work(context)
+
+    async def eval(self, context):
+        await self.work(context)
+
+
+@pytest.mark.parametrize(
+    ("handler", "cause", "code", "reward"),
+    [
+        (Slow("run"), "agent_budget", "budget_run", 0.0),
+        (Slow("eval"), "agent_budget", "evaluator_timeout", 0.0),
+        (Slow("eval", "fresh"), "agent_budget", "evaluator_timeout", 0.0),
+        (Slow("eval", "ours"), "evaluator", "evaluator_timeout", None),
+    ],
+)
+async def test_time_in_a_sandbox_that_the_policy_has_used_is_its_spending(rig, handler, cause, code, reward):
+    budgets = Budgets(run_s=1.0, eval_s=1.0)
+    with trio.fail_after(30):
+        async with open_bench(rig, FakeProvider()) as play:
+            outcome = await play("works", [[bash("echo 1")], [RIGHT]], handler, budgets=budgets)
+    assert (outcome.status, outcome.cause, outcome.error_code) == ("timed_out", cause, code), outcome.error
+    assert outcome.reward == reward
+
+
+async def test_a_job_whose_first_prompt_does_not_fit_has_no_reward(rig):
+    """`agent_budget` before the first turn is the task's, not the policy's."""
+    rig.config = msgspec.structs.replace(
+        rig.config, agent=msgspec.structs.replace(rig.config.agent, max_trajectory_tokens=8)
+    )
+    with trio.fail_after(30):
+        async with open_bench(rig, FakeProvider()) as play:
+            outcome = await play("works", [[RIGHT]], Tools())
+    assert (outcome.status, outcome.cause, outcome.error_code) == ("failed", "agent_budget", "context_overflow")
+    assert outcome.reward is None
+
+
+async def test_a_job_whose_total_is_used_up_is_not_run_again(rig):
+    class Hangs(Tools):
+        begun = 0
+
+        async def init(self, context):
+            self.begun += 1
+            await trio.sleep_forever()
+
+    handler, retry = Hangs(), RetryPolicy(max_attempts=3, causes=("handler",), backoff_s=0.0)
+    with trio.fail_after(30):
+        async with open_bench(rig, FakeProvider()) as play:
+            outcome = await play("hangs", [[RIGHT]], handler, retry=retry, budgets=Budgets(total_s=0.3))
+    assert (outcome.cause, outcome.error_code, outcome.reward) == ("handler", "budget_total", None)
+    assert (outcome.attempt, handler.begun) == (1, 1)
+
+
 async def test_a_sandbox_lost_from_inside_after_the_policy_acted_is_a_fault(rig):
     with trio.fail_after(30):
         async with open_bench(rig, FakeProvider()) as play:
@@ -401,10 +550,11 @@ def parent_of(pid):
     [
         ("daemon", signal.SIGKILL),
         ("launcher", signal.SIGKILL),
-        pytest.param("daemon", signal.SIGSTOP, marks=pytest.mark.slow),
+        ("daemon", signal.SIGSTOP),
     ],
 )
-async def test_what_is_killed_or_stopped_from_outside_has_no_reward(rig, provider, victim, number):
+async def test_what_is_killed_or_stopped_from_outside_has_no_reward(rig, provider, victim, number, monkeypatch):
+    monkeypatch.setattr(silence, "MAX_STANDSTILL_S", 2.0)
     before = descendants(os.getpid())
     found = []
 
@@ -425,7 +575,8 @@ async def test_what_is_killed_or_stopped_from_outside_has_no_reward(rig, provide
     with trio.fail_after(60):
         async with open_bench(rig, provider) as play, trio.open_nursery() as nursery:
             nursery.start_soon(kill)
-            found.append(await play("works", [[bash("sleep 60.25", timeout=2)], [RIGHT]], Tools()))
+            budgets = Budgets(agent_s=5.0)  # less than what it takes to find out
+            found.append(await play("works", [[bash("sleep 60.25", timeout=2)], [RIGHT]], Tools(), budgets=budgets))
     (outcome,) = found
     assert (outcome.status, outcome.cause, outcome.error_code) == ("failed", "sandbox", "sandbox_lost")
     assert outcome.reward is None

@@ -22,9 +22,9 @@ import yaml
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client import connect
 from prorl_trio.config import load_config
+from prorl_trio.config.secrets import load_token
 from prorl_trio.node.serve import DELIVERY_TIMEOUT_S
 from prorl_trio.sandbox.providers.bubblewrap import _ISOLATION, find_bubblewrap
-from prorl_trio.service.auth import load_token
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError

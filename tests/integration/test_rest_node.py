@@ -30,6 +30,7 @@ async def test_a_rollout_through_rest(tmp_path):
     authority, ca, pair = trustme.CA(), tmp_path / "ca.pem", tmp_path / "pair.pem"
     authority.cert_pem.write_to_path(str(ca))
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(pair))
+    pair.chmod(0o600)
 
     def script(_prompt):
         ids = tiny.turn(r"\boxed{42}")

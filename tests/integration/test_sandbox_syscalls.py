@@ -78,12 +78,26 @@ assert socket.if_nameindex()
 a, b = socket.socketpair(); socket.send_fds(a, [b"x"], [0]); a.close(); b.close()
 server = socket.create_server(("127.0.0.1", 0)) if False else socket.socket(socket.AF_UNIX)
 child = os.posix_spawn("/bin/sleep", ["sleep", "100"], {})
-resource.prlimit(child, resource.RLIMIT_NOFILE, (64, 64)); os.sched_setaffinity(child, os.sched_getaffinity(0))
+os.sched_setaffinity(child, os.sched_getaffinity(0)); os.setpriority(os.PRIO_PROCESS, child, 19); os.nice(1)
+resource.prlimit(child, resource.RLIMIT_NOFILE); resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+resource.prlimit(0, resource.RLIMIT_CPU, (60, 70))
+sleeper = threading.Thread(target=signal.sigtimedwait, args=([signal.SIGUSR1], 0.2)); sleeper.start()
+os.sched_setaffinity(sleeper.native_id, {0}); os.setpriority(os.PRIO_PROCESS, sleeper.native_id, 19); sleeper.join()
 os.kill(os.pidfd_open(child) and child, signal.SIGTERM); assert os.waitpid(child, 0)[1] == signal.SIGTERM
 mmap.mmap(-1, 1 << 20)
 ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)()
 import numpy; (numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum()
 print("usual")
+"""
+IN_A_SHELL = """
+set -e
+(ulimit -S -n 64; ulimit -c 0; ulimit -t 60; ulimit -a > /dev/null)
+nice -n 3 true; taskset 1 true; timeout 5 true; prlimit --nofile=64:64 true; prlimit --pid $$ > /dev/null
+sleep 60 & renice -n 19 -p $! > /dev/null; taskset -p 1 $! > /dev/null; chrt -b -p 0 $!; ionice -c 2 -n 7 -p $!; kill %1
+sleep 61 & kill -9 $!; wait $! || test $? = 137
+sleep 62 & pkill -f 'sleep 62'; wait $! || test $? = 143
+OMP_PROC_BIND=true OMP_NUM_THREADS=2 python3 -c 'import numpy; numpy.ones((200, 200)) @ numpy.ones((200, 200))'
+echo usual
 """
 THIRTY_TWO_BITS = """
 import ctypes, mmap
@@ -112,12 +126,15 @@ async def test_what_tools_do_works(provider):
         async with provider.open_sandbox(SandboxSpec()) as sandbox:
             await sandbox.write_file("/tmp/usual.py", f"if __name__ == '__main__':\n exec({USUAL!r})".encode())
             result = await sandbox.bash("python3 /tmp/usual.py 2>&1", timeout_s=ACTION_TIMEOUT_S)
+            await sandbox.write_file("/tmp/usual.sh", IN_A_SHELL.encode())
+            shell = await sandbox.bash("bash -m /tmp/usual.sh 2>&1", timeout_s=ACTION_TIMEOUT_S)
             traced = await sandbox.bash("command -v strace && strace -f -o /dev/null true", timeout_s=ACTION_TIMEOUT_S)
             debugged = await sandbox.bash(
                 "command -v gdb && gdb --batch -ex run -ex 'print 6*7' true 2>&1 | grep '= 42'",
                 timeout_s=ACTION_TIMEOUT_S,
             )
     assert result.output.strip() == "usual"
+    assert shell.output.strip().endswith("usual"), shell
     assert traced.exit_code == 0 or not traced.output.strip(), traced
     assert debugged.exit_code == 0 or not debugged.output.strip(), debugged
 
@@ -161,7 +178,7 @@ def test_the_daemon_joins_a_keyring_of_its_own(planted_key):
     """Also what it did not refuse could not be read: the keyring is another one."""
     code = (
         "import ctypes; from sandbox_daemon import seccomp; seccomp.filter_program = lambda *_: "
-        "[seccomp.Instruction(seccomp.RETURN, seccomp.ALLOW)]; seccomp.confine(daemon_pid=1)\n"
+        "[seccomp.Instruction(seccomp.RETURN, seccomp.ALLOW)]; seccomp.confine(daemon_pid=1, guarded=True)\n"
         "libc = ctypes.CDLL(None)\n"
         f"print(libc.syscall({KEYCTL}, 10, {SESSION_KEYRING}, b'user', b'{planted_key}', 0))"
     )

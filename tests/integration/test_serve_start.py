@@ -140,6 +140,8 @@ def test_an_image_that_is_not_there_is_told_at_the_start(tmp_path, monkeypatch, 
     warn_of_image(SandboxConfig(image=image))
     assert f"sandbox.image: until it is there, rollouts that use it fail: image {image} {why}" in caplog.text
     caplog.clear()
-    for config in (SandboxConfig(), SandboxConfig(image=str(tmp_path)), SandboxConfig(provider="process", image=image)):
+    for config in (SandboxConfig(), SandboxConfig(image=str(tmp_path))):
         warn_of_image(config)
     assert not caplog.records
+    warn_of_image(SandboxConfig(provider="process", image=image))
+    assert "sandbox.image has no effect" in caplog.text

@@ -202,9 +202,15 @@ class FakeNode:
         """See `NodeApi`."""
         return {"node_id": self.node_id, "live": len(self.live), "backends": self.backends.statistics()}
 
-    def live_jobs(self) -> list[dict[str, object]]:
+    def find_jobs(self, matches: Callable[[JobSpec, str, Status], bool], limit: int) -> tuple[int, list[JobView]]:
         """See `NodeApi`."""
-        return [msgspec.structs.asdict(self._view(job_id)) for job_id in self.live]
+        views = [self._view(job_id) for job_id in self.live]
+        found = [view for view in views if matches(self.live[view.job_id], view.session_id, view.status)]
+        return len(found), found[:limit]
+
+    def find_job(self, job_id: str) -> JobView | None:
+        """See `NodeApi`."""
+        return self._view(job_id) if job_id in self.live else None
 
     def unreadiness(self) -> str:
         """See `NodeApi`. Knows the handler `fake` only."""

@@ -12,7 +12,8 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from ipc.tls import open_tls
-from prorl_trio.config import RestConfig
+from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
+from prorl_trio.service.auth import Door
 from prorl_trio.service.prorl_compat import configured_endpoints
 from prorl_trio.service.rest.edge import serve_rest
 from prorl_trio.service.rest.events import EventFeed
@@ -20,7 +21,7 @@ from support.sessions import sessions_in
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from prorl_trio.service.sessions.session_table import SessionTable
     from support.fake_node import FakeNode
@@ -56,7 +57,9 @@ class RestService:
         sessions: SessionTable | None,
         scope: trio.CancelScope,
         trust: ssl.SSLContext | None = None,
+        door: Door | None = None,
     ) -> None:
+        self.door = door
         self.host, self.port = address
         self.url = f"{'http' if trust is None else 'https'}://{self.host}:{self.port}"
         self.sessions = sessions
@@ -152,31 +155,40 @@ async def open_rest(
     certificate: ssl.SSLContext | None = None,
     trust: ssl.SSLContext | None = None,
     sandbox_network: bool = False,
+    hosts: Sequence[str] = (),
+    allowed: Sequence[str] = (),
     **rest: Any,
 ) -> AsyncIterator[RestService]:
     """Serve `node`; `rest` are fields of `RestConfig`. Leaving cancels the server.
 
-    `sandbox_network`: see `configured_endpoints`. With TLS, `certificate` is the context of the server, `trust` of its
-    clients.
+    `sandbox_network`, `allowed`: see `configured_endpoints`; `hosts`: see `Door`. With TLS, `certificate` is the
+    context of the server, `trust` of its clients.
     """
     config = RestConfig(enabled=True, port=0, **rest)
+    node_config = NodeConfig(
+        model=ModelConfig(path=""),
+        rest=config,
+        backends=BackendConfig(allowed=allowed),
+        sandbox=SandboxConfig(network=sandbox_network),
+    )
     feed = EventFeed(max_streams=config.max_event_streams, max_events=config.event_buffer_events)
     node.observers.append(feed)
     try:
         async with open_single_nursery() as nursery:
             table = sessions_in(nursery) if sessions is None else sessions
+            door = Door(TOKEN.encode(), hosts)
             serve = partial(
                 serve_rest,
                 node,
                 config,
-                TOKEN.encode(),
+                door,
                 sessions=table,
                 feed=feed,
                 tls=certificate,
-                more=configured_endpoints(config, sandbox_network=sandbox_network),
+                more=configured_endpoints(node_config),
             )
             address = await nursery.start(serve)
-            yield RestService(address, table, nursery.cancel_scope, trust)
+            yield RestService(address, table, nursery.cancel_scope, trust, door)
             nursery.cancel_scope.cancel("the test is over")
     finally:
         node.observers.remove(feed)

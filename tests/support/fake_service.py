@@ -10,7 +10,9 @@ import trio
 
 from ipc.nursery import single_exception
 from prorl_trio.config import ListenConfig
+from prorl_trio.service.auth import Door
 from prorl_trio.service.limits import SessionLimits
+from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket.server import serve_websocket
 from support.sessions import sessions_in
 
@@ -26,9 +28,10 @@ TOKEN = "a token"
 
 
 class Service:
-    """Where it listens: `connect(service.url, TOKEN)`. `stopped` is set when it does no more."""
+    """Where it listens: `connect(service.url, TOKEN)`. `stopped` is set when it does no more. `door` has its token."""
 
-    def __init__(self, host: str, port: int, scope: trio.CancelScope, *, secure: bool = False) -> None:
+    def __init__(self, host: str, port: int, scope: trio.CancelScope, door: Door, *, secure: bool = False) -> None:
+        self.door = door
         self.host = host
         self.port = port
         self.url = f"{'wss' if secure else 'ws'}://{host}:{port}"
@@ -45,14 +48,15 @@ async def open_service(
     node: NodeApi, *, sessions: SessionTable | None = None, port: int = 0, **listen: Any
 ) -> AsyncIterator[Service]:
     """Serve `node`; `listen` are fields of `ListenConfig`. Leaving cancels the server."""
-    config = ListenConfig(port=port, token=TOKEN, **listen)
+    config = ListenConfig(port=port, **listen)
     with single_exception():
         async with trio.open_nursery() as nursery:
             if sessions is None:
                 limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
                 sessions = sessions_in(nursery, limits)
-            serve = partial(serve_websocket, node, config, sessions=sessions)
-            service = await nursery.start(_serve, serve, bool(config.tls_cert))
+            door = Door(TOKEN.encode(), config.hosts)
+            serve = partial(serve_websocket, node, config, door, sessions=sessions, tls=load_tls(config))
+            service = await nursery.start(_serve, serve, door, bool(config.tls_cert))
             try:
                 yield service
             finally:
@@ -60,11 +64,11 @@ async def open_service(
 
 
 async def _serve(
-    server: Callable[..., Awaitable[None]], secure: bool, *, task_status: trio.TaskStatus[Service]
+    server: Callable[..., Awaitable[None]], door: Door, secure: bool, *, task_status: trio.TaskStatus[Service]
 ) -> None:
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
             host, port = await nursery.start(server)
-            service = Service(host, port, scope, secure=secure)
+            service = Service(host, port, scope, door, secure=secure)
             task_status.started(service)
     service.stopped.set()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import RolloutContext
 
-__all__ = ["AnswersOnly", "open_quick_node"]
+__all__ = ["AnswersOnly", "load_example", "open_quick_node"]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local_node.py"
 
@@ -29,13 +29,19 @@ class AnswersOnly(MathHandler):
         """Make nothing ready."""
 
 
-@asynccontextmanager
-async def open_quick_node(policy: Callable[[str], str] | None = None) -> AsyncIterator[Any]:
-    """Yield the addresses of the node, as the example has them. Without `policy` it is the example's."""
+def load_example() -> Any:
+    """Return the module of the example."""
     spec = importlib.util.spec_from_file_location("local_node_example", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
+    return example
+
+
+@asynccontextmanager
+async def open_quick_node(policy: Callable[[str], str] | None = None) -> AsyncIterator[Any]:
+    """Yield the addresses of the node, as the example has them. Without `policy` it is the example's."""
+    example = load_example()
     async with example.open_local_node(policy or example.guess, [AnswersOnly()], provider="process") as node:
         yield node

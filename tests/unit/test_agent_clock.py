@@ -40,6 +40,17 @@ def test_what_goes_on_at_the_same_time_counts_once():
     assert clock.left_s(9.0) == 93.0
 
 
+def test_time_in_which_no_tool_could_work_is_left_out():
+    clock = AgentClock(10.0)
+    clock.leave_out(5.0, 50.0)
+    assert clock.left_s(50.0) == 10.0, "no tool works"
+    clock.begin(100.0)
+    clock.leave_out(5.0, 107.0)
+    assert (clock.left_s(107.0), clock.ends_s(107.0)) == (8.0, 115.0)
+    clock.leave_out(500.0, 108.0)
+    assert clock.left_s(108.0) == 10.0, "never more than was counted"
+
+
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10), st.booleans()), max_size=20))
 def test_never_more_is_charged_than_time_has_passed(steps):
     """Of tools and pieces of streams in any order, of several agents at once."""

@@ -82,6 +82,40 @@ async def test_how_a_program_ended_decides_who_made_it_slow(result, first, alone
                 await run(result, last_try=last_try)
 
 
+class Refuses(OneResult):
+    """A sandbox that raises what `errors` has next, or runs the program."""
+
+    def __init__(self, *errors):
+        super().__init__()
+        self.errors = [*errors]
+
+    async def exec(self, argv, **asked):
+        error = self.errors.pop(0)
+        if error is not None:
+            raise error
+        return await super().exec(argv, **asked)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "python3"), PermissionError(13, "python3"), OSError(5, "io")])
+async def test_a_first_program_that_does_not_start_is_no_verdict_and_a_later_one_is_the_candidates(error):
+    verifier = Verifier(Bench(), Refuses(error, None, error), last_try=True)
+    with pytest.raises(EvaluationError, match="cannot run program"):
+        await verifier.run(["program"], timeout_s=1.0)
+    assert (await verifier.run(["program"], timeout_s=1.0)).ended == "exited"
+    assert (await verifier.run(["program"], timeout_s=1.0)).ended == "refused"
+
+
+async def test_a_program_that_is_killed_at_the_second_try_as_well_has_failed():
+    bench, context = Bench(), a_context()
+
+    async def grade(*, last_try):
+        return await Verifier(bench, OneResult(exit_code=137), last_try=last_try).run(["program"], timeout_s=1.0)
+
+    ended = await again_if_killed(context, grade)
+    assert (ended.ended, ended.exit_code) == ("exited", 137)
+    assert "once more" in str(context.evaluation_log)
+
+
 async def test_what_is_right_and_late_is_tried_again_and_then_is_late():
     assert not Verifier(Bench(), OneResult(), last_try=False).check_late(False, "it")
     with pytest.raises(ProgramLate, match="right, and late"):

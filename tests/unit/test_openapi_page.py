@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from prorl_trio.config import BackendConfig
 from prorl_trio.service.prorl_compat import compat_endpoints
 from prorl_trio.service.rest.app import ENDPOINTS
 from prorl_trio.service.rest.openapi import describe
@@ -15,7 +16,7 @@ from prorl_trio.service.rest.openapi import describe
 
 def operations(*, prorl_compat: bool) -> dict[str, list[str]]:
     """Operation ids by path."""
-    compatible = compat_endpoints(free=False) if prorl_compat else []
+    compatible = compat_endpoints(BackendConfig(), free=False) if prorl_compat else []
     page: dict[str, Any] = msgspec.json.decode(describe([*ENDPOINTS, *compatible]))
     return {path: [each["operationId"] for each in methods.values()] for path, methods in page["paths"].items()}
 

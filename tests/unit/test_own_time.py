@@ -68,6 +68,19 @@ def test_own_time_is_what_passes_without_the_wait_for_a_cpu(what, machine, own_s
     assert clock.own_s == NEAR(own_s + INTERVAL_S), what
 
 
+@pytest.mark.parametrize(("cpu", "own_s"), [(0.0, 0.4), (0.5, 5.0), (2.0, 10.0)])
+def test_what_the_looker_missed_counts_only_as_far_as_it_was_computed_in(cpu, own_s):
+    """It was stopped with the program; or the program has kept it from running."""
+    machine = Machine(cpu=cpu)
+    clock, lost_s = machine.clock(100.0), 9.6
+    clock._real_s = lambda: machine.now_s + lost_s * (machine.now_s > began_s)
+    began_s = machine.now_s
+    clock._real_since_s = began_s
+    machine.cpu_s += cpu * lost_s
+    machine.passes(clock, 0.4)
+    assert clock.own_s == NEAR(own_s + INTERVAL_S)
+
+
 def test_the_cpu_time_of_children_that_ended_is_kept():
     machine = Machine(cpu=1.0)
     clock = machine.clock(100.0)

@@ -181,7 +181,7 @@ def test_failures_have_no_reward_and_are_told_the_most_frequent_first():
     lines = errors(outcomes)
     assert lines[0] == "3 x sandbox: went wrong"
     assert len(lines) == 3
-    assert lines[1].startswith("1 x sandbox: 0 ?[2J [/b] xxx")
+    assert lines[1].startswith(r"1 x sandbox: 0 \x1b[2J [/b] xxx")
     assert max(map(len, lines)) < 420
 
 
@@ -282,9 +282,9 @@ def test_what_a_policy_or_a_sender_wrote_is_shown_and_not_obeyed(tmp_path):
     for chat_format in (None, ChatFormat.load(tmp_path / "model")):
         text = render_trajectory(outcome, chat_format).plain
         assert not {"\x1b", "\x9b", "\a"} & set(text)
-        assert "␛[2J" in text
+        assert r"\x1b[2J" in text
         assert "[/bold]" in text
-    assert "a\n\tb␛" in text
+    assert "a\n\tb\\x1b" in text
     console = Console(file=io.StringIO(), width=200)
     console.print(outcome_list([outcome]))
-    assert "?[2J?2J?[/bold]" in console.file.getvalue()
+    assert r"\x1b[2J\x9b2J\x07[/bold]" in console.file.getvalue()

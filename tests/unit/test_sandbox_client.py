@@ -67,7 +67,12 @@ async def _open(daemon, **options):
         ("not_absolute", ValueError),
         ("too_large", ValueError),
         ("bad_request", ValueError),
+        ("no_user", ValueError),
         ("no_shell", SandboxUnavailable),
+        ("no_ipython", SandboxUnavailable),
+        ("no_kernel", SandboxUnavailable),
+        ("shell_lost", SandboxCallFailed),
+        ("ipython_lost", SandboxCallFailed),
         ("internal", SandboxCallFailed),
         ("a code of later versions", SandboxCallFailed),
     ],
@@ -119,20 +124,6 @@ async def test_a_loss_says_whether_it_came_from_inside(breach, ended_from_inside
             with pytest.raises(SandboxLost) as lost:
                 await sandbox.ping()
             assert lost.value.from_inside is from_inside
-
-
-@pytest.mark.parametrize("code", ["no_shell", "no_ipython"])
-async def test_a_shell_that_does_not_start_is_the_images_fault_until_something_was_run(code, autojump_clock):
-    daemon = Daemon()
-    daemon.failure = (code, "the reason")
-    async with _open(daemon) as (sandbox, _):
-        with pytest.raises(SandboxUnavailable, match="the reason"):
-            await sandbox.bash("true", timeout_s=1)
-        daemon.failure = None
-        await sandbox.exec(["true"], timeout_s=1)
-        daemon.failure = (code, "the reason")
-        with pytest.raises(SandboxCallFailed, match="the reason"):
-            await sandbox.bash("true", timeout_s=1)
 
 
 async def test_text_that_cannot_travel_is_refused_and_nothing_is_sent(autojump_clock):

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from sandbox_daemon import seccomp
-from sandbox_daemon.seccomp import ALLOW, ERROR, KILL_PROCESS, assemble, filter_program
-from sandbox_daemon.syscall_rules import ABSENT, ARCHITECTURES, FOR_ADMINISTRATORS, ON_THE_DAEMON, rules
+from sandbox_daemon.seccomp import ALLOW, ERROR, KILL_PROCESS, assemble, filter_end, filter_program
+from sandbox_daemon.syscall_rules import ABSENT, ARCHITECTURES, FOR_ADMINISTRATORS, rules
 
 DAEMON = 7
+KEY = (0x1122334455667788, 0x99AABBCCDDEEFF00)
 NUMBERS = 600
 I386 = 0x40000003
 NEW_USER = 0x10000000
@@ -46,12 +47,24 @@ def interpret(code, audit, number, *arguments):
                 at += if_true if accumulator & value else if_false
 
 
+def program_of(architecture, *, guarded):
+    end = filter_end(architecture, struct.pack("=2Q", *KEY))
+    begun = filter_program(architecture, rules(architecture, DAEMON, guarded=guarded))
+    waiting = assemble([*begun, *filter_end(architecture, seccomp.NO_KEY)])
+    assert seccomp.with_key(waiting, struct.pack("=2Q", *KEY)) == assemble([*begun, *end])
+    return [*begun, *end]
+
+
+def asking(name, *, guarded=True):
+    """How the filter of an architecture answers a call."""
+    code = assemble(program_of(ARCHITECTURES[name], guarded=guarded))
+    return lambda *call: interpret(code, ARCHITECTURES[name].audit, *call)
+
+
 @pytest.fixture(params=sorted(ARCHITECTURES))
 def machine(request):
     """Its name, and how it answers a call."""
-    architecture = ARCHITECTURES[request.param]
-    code = assemble(filter_program(architecture, rules(architecture, DAEMON)))
-    return request.param, lambda *call: interpret(code, architecture.audit, *call)
+    return request.param, asking(request.param)
 
 
 def column_of(name):
@@ -72,17 +85,20 @@ def test_what_no_tool_needs_is_refused_whatever_its_arguments(machine):
 
 
 def test_every_other_call_is_allowed(machine):
-    name, ask = machine
+    name, _ = machine
     architecture = ARCHITECTURES[name]
-    named = {rule.number for rule in rules(architecture, DAEMON)}
-    for number in set(range(NUMBERS)) - named:
-        assert ask(number, DAEMON, 2**64 - 1, 40) == ALLOW, number
-    assert len(named) == len(rules(architecture, DAEMON)), "the second rule of a call is never asked"
+    for guarded in (True, False):
+        found = rules(architecture, DAEMON, guarded=guarded)
+        named = {rule.number for rule in found} | {PRLIMIT64[column_of(name)]}
+        ask = asking(name, guarded=guarded)
+        for number in set(range(NUMBERS)) - named:
+            assert ask(number, DAEMON, 2**64 - 1, 40) == ALLOW, number
+        assert len(named) == len(found) + 1, "the second rule of a call is never asked"
 
 
 def test_other_conventions_and_architectures():
     architecture = ARCHITECTURES["x86_64"]
-    code = assemble(filter_program(architecture, rules(architecture, DAEMON)))
+    code = assemble(program_of(architecture, guarded=True))
     for number in range(NUMBERS):
         assert interpret(code, I386, number) == KILL_PROCESS
         assert interpret(code, ARCHITECTURES["aarch64"].audit, number) == KILL_PROCESS
@@ -122,21 +138,83 @@ def test_sockets(machine):
         assert ask(pair, family) == (ALLOW if family == 1 else refused(errno.EAFNOSUPPORT))
 
 
-def test_what_names_the_daemon(machine):
+SIGNALS = {
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434),
+}
+PRLIMIT64, SETRLIMIT = (302, 261), (160, 164)
+SCHEDULING = {
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+}
+SETPRIORITY, IOPRIO_SET = (141, 140), (251, 30)
+LOCKS, NEW, OLD = 10, 0x7FFFDEADBEE0, 0x7FFFDEADBEF0
+OTHERS = (1, 2, DAEMON, DAEMON + 1, 2**32 - 1, -1, -DAEMON, 0x80000000)
+"""Ids of others: processes, threads, groups and users alike. To the kernel 2**32 is 0: it looks at the lower half."""
+
+
+def test_signals_that_name_the_daemon(machine):
     name, ask = machine
-    for call, (numbers, argument) in ON_THE_DAEMON.items():
+    for call, numbers in SIGNALS.items():
         number = numbers[column_of(name)]
-        others = [0] * argument
-        assert ask(number, *others, DAEMON) == refused(errno.EPERM), call
-        assert ask(number, *others, DAEMON | 1 << 32) == refused(errno.EPERM), call
+        assert ask(number, DAEMON) == refused(errno.EPERM), call
+        assert ask(number, DAEMON | 1 << 32, DAEMON, 9) == refused(errno.EPERM), call
         for other in (0, 1, DAEMON + 1, -1, -DAEMON):
-            assert ask(number, *others, other, DAEMON) == ALLOW, (call, other)
+            assert ask(number, other, DAEMON, DAEMON) == ALLOW, (call, other)
+
+
+def test_limits_are_a_process_s_own(machine):
+    name, ask = machine
+    number = PRLIMIT64[column_of(name)]
+    for what in range(16):
+        own = refused(errno.EPERM) if what == LOCKS else ALLOW
+        for new in (NEW, 1, 1 << 32):
+            assert ask(number, 0, what, new, OLD) == own
+            assert ask(number, 1 << 32, what, new, 0) == own
+            assert ask(number, 0, what | 1 << 32, new, 0) == own
+            for other in OTHERS:
+                assert ask(number, other, what, new, OLD) == refused(errno.EPERM), (other, what, new)
+                assert ask(number, other, what, new, 0, *KEY[::-1]) == refused(errno.EPERM)
+                assert ask(number, other, what, new, 0, *KEY) == ALLOW, "the daemon"
+        for other in (0, *OTHERS):
+            assert ask(number, other, what, 0, OLD) == ALLOW, "it only reads"
+    for near in range(128):
+        wrong = (KEY[0] ^ 1 << near, KEY[1]) if near < 64 else (KEY[0], KEY[1] ^ 1 << near - 64)
+        assert ask(number, DAEMON, 7, NEW, 0, *wrong) == refused(errno.EPERM), near
+
+
+def test_nobody_takes_the_mark_off(machine):
+    name, ask = machine
+    for what in range(16):
+        assert ask(SETRLIMIT[column_of(name)], what, LOCKS, LOCKS) == (refused(errno.EPERM) if what == LOCKS else ALLOW)
+    assert ask(SETRLIMIT[column_of(name)], LOCKS | 1 << 32, NEW) == refused(errno.EPERM)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_where_no_capability_guards_the_daemon_only_the_caller_is_scheduled(name):
+    column, ask, kernel = column_of(name), asking(name, guarded=False), asking(name)
+    for call, numbers in SCHEDULING.items():
+        assert ask(numbers[column], 0, 5, NEW) == ALLOW, call
+        for other in OTHERS:
+            assert ask(numbers[column], other, 0, 0) == refused(errno.EPERM), (call, other)
+            assert kernel(numbers[column], other, 0, 0) == ALLOW, "the kernel's business"
+    for numbers, process in ((SETPRIORITY, 0), (IOPRIO_SET, 1)):
+        for which in (*range(5), -1):
+            assert ask(numbers[column], which, 0, DAEMON) == (ALLOW if which == process else refused(errno.EPERM))
+            for other in OTHERS:
+                assert ask(numbers[column], which, other, 0) == refused(errno.EPERM), (numbers, which, other)
+                assert kernel(numbers[column], which, other, 0) == ALLOW, "the kernel's business"
 
 
 def test_jumps_are_short_enough_and_end_inside(machine):
     name, _ = machine
-    architecture = ARCHITECTURES[name]
-    program = filter_program(architecture, rules(architecture, DAEMON))
+    program = program_of(ARCHITECTURES[name], guarded=False)
     assert len(program) < 4096, "the kernel's limit"
     for at, part in enumerate(program):
         if part.code not in (seccomp.LOAD, seccomp.RETURN):
@@ -150,7 +228,8 @@ def test_numbers_are_the_kernels(name):
         pytest.skip(f"no {HEADERS[name]}: the kernel's headers are not installed (apt install linux-libc-dev)")
     text = HEADERS[name].read_text()
     known = {key: int(value) for key, value in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", text)}
-    tables = {**ABSENT, **FOR_ADMINISTRATORS, **{call: numbers for call, (numbers, _) in ON_THE_DAEMON.items()}}
+    tables = {**ABSENT, **FOR_ADMINISTRATORS, **SIGNALS, **SCHEDULING, "prlimit64": PRLIMIT64, "setrlimit": SETRLIMIT}
+    tables |= {"setpriority": SETPRIORITY, "ioprio_set": IOPRIO_SET}
     tables |= {"clone": (56, 220), "clone3": (435, 435), "unshare": (272, 97), "socket": (41, 198)}
     tables |= {"socketpair": (53, 199)}
     for call, numbers in tables.items():

@@ -15,6 +15,7 @@ __all__ = [
     "Malformed",
     "Tools",
     "add_once",
+    "check_portable",
     "checked_name",
     "decode_json",
     "failed_call",
@@ -30,6 +31,7 @@ Tools = Collection[str]
 """The names a call may have; as a mapping, each with the JSON schema of its parameters, by which a syntax that writes
 values without quotes types them."""
 
+_MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,200})"')
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LITERALS = {"True": True, "False": False, "None": None}
@@ -103,7 +105,7 @@ def typed_value(text: str, tools: Tools, name: str, key: str) -> Any:
     Text for a parameter that may be a string and nothing else stays as it is. Otherwise it is read as JSON; what is no
     JSON, or of another type where a string is allowed too, is a string. Raises Malformed where it could not be sent.
     """
-    _check_portable(text, 0)
+    check_portable(text)
     types = _schema_types(tools, name, key)
     if types == {"string"}:
         return text
@@ -169,11 +171,12 @@ def decode_json(text: str, start: int) -> tuple[Any, int]:
         raise Malformed(f"invalid JSON at line {line} column {column}: {exc.msg}", exc.pos) from exc
     except RecursionError as exc:
         raise Malformed(f"invalid JSON: nested deeper than {MAX_ARGUMENT_NESTING} levels", len(text)) from exc
-    _check_portable(value, MAX_ARGUMENT_NESTING)
+    check_portable(value)
     return value, end
 
 
-def _check_portable(value: Any, levels_left: int) -> None:
+def check_portable(value: Any, levels_left: int = MAX_ARGUMENT_NESTING) -> None:
+    """Raise Malformed if `value` could not be sent on in msgpack, or has more levels of lists and objects."""
     if isinstance(value, str):
         if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise Malformed("invalid JSON: half of a surrogate pair in a string")
@@ -182,13 +185,18 @@ def _check_portable(value: Any, levels_left: int) -> None:
             raise Malformed(f"invalid JSON: nested deeper than {MAX_ARGUMENT_NESTING} levels")
         if isinstance(value, dict):
             for key in value:
-                _check_portable(key, levels_left)
+                check_portable(key, levels_left)
         for item in value.values() if isinstance(value, dict) else value:
-            _check_portable(item, levels_left - 1)
+            check_portable(item, levels_left - 1)
+    elif isinstance(value, int):
+        if not _MIN_INTEGER <= value <= _MAX_INTEGER:
+            raise Malformed("invalid JSON: an integer that does not fit in 64 bits")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise Malformed("invalid JSON: a number that is not finite")
 
 
 def _parse_int(digits: str) -> int:
-    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**64:
+    if len(digits) > 20 or not _MIN_INTEGER <= int(digits) <= _MAX_INTEGER:
         raise Malformed(f"invalid JSON: the integer {digits[:24]} does not fit in 64 bits")
     return int(digits)
 

@@ -16,8 +16,9 @@ from prorl_trio.client.fleet.client import FleetClient
 from prorl_trio.client.fleet.moves import Delivered, Moved, MoveLog
 from prorl_trio.client.fleet.roster import Roster
 from prorl_trio.client.fleet.state import FleetState
+from prorl_trio.config.secrets import TOKEN_VARIABLE
 from prorl_trio.rendezvous.watch import FleetWatch
-from prorl_trio.types.errors import ConfigError, ServiceError
+from prorl_trio.types.errors import ConfigError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -80,7 +81,7 @@ async def open_fleet(
                 alone_s=reconnect_timeout_s,
             )
             try:
-                await _first_nodes(roster, state, connect_timeout_s)
+                await _first_nodes(roster, state, token, connect_timeout_s)
                 with trio.move_on_after(connect_timeout_s):
                     await client.wait_settled()
                 client.name_lost(named)
@@ -103,7 +104,7 @@ async def _watch(roster: Roster, state: FleetState) -> None:
         state.fail(exc)
 
 
-async def _first_nodes(roster: Roster, state: FleetState, timeout_s: float) -> None:
+async def _first_nodes(roster: Roster, state: FleetState, token: str, timeout_s: float) -> None:
     """Return when all nodes that live have joined, or at the end of the time with at least one."""
     deadline_s = trio.current_time() + timeout_s
     trouble: ConfigError | None = None
@@ -111,6 +112,7 @@ async def _first_nodes(roster: Roster, state: FleetState, timeout_s: float) -> N
         try:
             view = await roster.read()
             _require_one_kind(view)
+            _require_token(view, token)
             roster.follow(view)
             trouble = None
         except ConfigError as exc:
@@ -125,6 +127,16 @@ async def _first_nodes(roster: Roster, state: FleetState, timeout_s: float) -> N
                 f"{roster.complaints()}; is one running?"
             )
         await trio.sleep(POLL_S)
+
+
+def _require_token(view: FleetView, token: str) -> None:
+    """Raise Unauthorized if a token is given and no living node has it."""
+    tokens = [found.entry.token for found in view.nodes.values() if found.life == "live"]
+    if token and tokens and token not in tokens:
+        raise Unauthorized(
+            f"the token given to the client is not that of any of the {len(tokens)} nodes of the fleet; leave it out "
+            f"(unset {TOKEN_VARIABLE}): the tokens of a fleet are in its folder"
+        )
 
 
 def _require_one_kind(view: FleetView) -> None:

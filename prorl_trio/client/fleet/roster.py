@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import trio
@@ -11,6 +12,7 @@ from ipc.nursery import open_single_nursery
 from prorl_trio.client.client import connect_node
 from prorl_trio.client.errors import ConnectionLost, SessionReplaced
 from prorl_trio.client.fleet.state import Member
+from prorl_trio.rendezvous.folder import read_entry
 from prorl_trio.types.errors import ConfigError, ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class Roster:
     ) -> None:
         self.view: FleetView | None = None
         self.refused: dict[str, str] = {}
-        """Nodes that are left out, and why."""
+        """Nodes that are left out, and why: their entry says that they are not ours, or the last try to join failed."""
         self._watch = watch
         self._state = state
         self._nursery = nursery
@@ -173,15 +175,25 @@ class Roster:
                 )
         if why:
             self._refuse(entry, why)
-        else:
-            self.refused.pop(entry.node_id, None)
+            self._refused_entries[entry.node_id] = entry
         return not why
 
     def _refuse(self, entry: NodeEntry, why: str) -> None:
+        """Leave a node out, and log it if that is new. A node whose entry is not refused is tried again."""
         if self.refused.get(entry.node_id) != why:
             logger.error("left out of the fleet: %s", why)
         self.refused[entry.node_id] = why
-        self._refused_entries[entry.node_id] = entry
+
+    async def _read_token(self, entry: NodeEntry) -> str:
+        """Return the token that the entry of a node has now, in which every rotation is written."""
+        if self._token:
+            return self._token
+        path = self.folder / f"{entry.node_id}.json"
+        try:
+            found, _ = await trio.to_thread.run_sync(read_entry, path, abandon_on_cancel=True)
+        except (OSError, ConfigError):
+            return entry.token
+        return found.token
 
     async def _serve(self, serving: _Serving) -> None:
         """Have a session on a node until it is lost, then say so; one that could not be joined is tried again later."""
@@ -208,6 +220,7 @@ class Roster:
                 entry.token,
                 session_id=self._state.session_id,
                 connect_timeout_s=JOIN_TIMEOUT_S,
+                read_token=partial(self._read_token, entry),
                 **self._options,
             ) as client:
                 if client.node_id != entry.node_id:
@@ -231,6 +244,7 @@ class Roster:
                 source.raise_failure()
             await source.wait_changed()
         self._state.join(member)
+        self.refused.pop(member.node_id, None)
         self._on_joined(member)
         try:
             async with open_single_nursery() as nursery:

@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ipc.portable_text import printable
 from prorl_trio.client.task_sets.agentbench import load_agentbench_os
 from prorl_trio.client.task_sets.code import (
     load_dataframebench,
@@ -195,7 +196,7 @@ def _checked(rows: list[_Row]) -> list[_Row]:
 
 def _sentence(place: str, error: RowError) -> str:
     said = f"{place}, field `{error.field}`: {error.problem}" if error.field else f"{place}: {error.problem}"
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in said[:MAX_SENTENCE_CHARS])
+    return printable(said[:MAX_SENTENCE_CHARS], keep="")
 
 
 def _first(refused: list[str]) -> list[str]:

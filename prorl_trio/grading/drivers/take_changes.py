@@ -6,6 +6,9 @@ are new files in virtual environments and in repositories of their own, new file
 read, new files that are very large, and, largest folder first, those that together are too much. Files that the base
 has are taken wherever they are.
 
+Git works in a folder of its own, `$GIT_DIR`, which is made here: nothing that the agent configured in the repository
+counts (filters, hooks, attributes, includes, another working tree). Only its objects are looked at there.
+
 Runs in sandboxes: the syntax and the standard library of Python 3.5.
 """
 
@@ -18,6 +21,7 @@ from typing import Any
 __all__ = ["main"]
 
 IGNORED = "ignored by git"
+_MAX_REF_BYTES = 4096
 _SPECIAL = set("\\*?[]!# \t")
 
 
@@ -28,17 +32,50 @@ class GitFailed(Exception):
 def main() -> None:
     """Do it. The exit code is git's where git fails, as a shell would have it."""
     job = json.loads(sys.stdin.read())
-    exclude = os.environ["GIT_INDEX_FILE"] + ".exclude"
     try:
-        left_out = _take(job, exclude)
+        _make_git_dir(os.environ["GIT_DIR"], job["base"])
+        left_out = _take(job, os.path.join(os.environ["GIT_DIR"], "exclude"))
     except GitFailed as exc:
         code = int(exc.args[0])
         sys.exit(128 - code if code < 0 else code)
-    finally:
-        if os.path.exists(exclude):
-            os.unlink(exclude)
     named = {path: left_out[path] for path in list(left_out)[: job["max_named"]]}
     sys.stdout.write(json.dumps({"left_out": named, "left_out_paths": len(left_out)}))
+
+
+def _make_git_dir(folder: str, base: str) -> None:
+    """Make a repository of which nothing is configured, with the objects and the tag `base` of the one here."""
+    files = {
+        "HEAD": "ref: refs/heads/base",
+        "config": "[core]\n\trepositoryformatversion = 0\n\tbare = false",
+        "objects/info/alternates": os.path.join(os.getcwd(), ".git", "objects"),
+        "refs/tags/" + base: _commit_of(base),
+    }
+    for name, content in files.items():
+        path = os.path.join(folder, name)
+        if not os.path.isdir(os.path.dirname(path)):
+            os.makedirs(os.path.dirname(path))
+        with open(path, "wb") as file:
+            file.write(os.fsencode(content + "\n"))
+
+
+def _commit_of(tag: str) -> str:
+    """Return the commit of a tag of the repository here. Raises GitFailed."""
+    name = "refs/tags/" + tag
+    try:
+        with open(os.path.join(".git", name), "rb") as file:
+            return os.fsdecode(file.read(_MAX_REF_BYTES)).strip()
+    except OSError:
+        pass
+    try:
+        with open(os.path.join(".git", "packed-refs"), "rb") as file:
+            for line in file:
+                words = os.fsdecode(line).split()
+                if len(words) == 2 and words[1] == name:
+                    return words[0]
+    except OSError:
+        pass
+    sys.stderr.write("there is no tag {} in .git\n".format(tag))  # noqa: UP032 - Python 3.5
+    raise GitFailed(128)
 
 
 def _take(job: Any, exclude: str) -> Any:

@@ -31,6 +31,7 @@ from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, backstop
 from prorl_trio.handlers.shell.artifacts import NotTaken, collect, pack, put, unpack
 from prorl_trio.handlers.shell.environment import CLEAR, make_ready, noticing_kills
 from prorl_trio.handlers.shell.payload import HOME
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -180,9 +181,9 @@ async def _in_own_sandbox(context: RolloutContext, case: Case, record: StepRecor
     with tempfile.TemporaryDirectory(prefix="artifacts-") as folder:
         if record.artifacts is None:
             carried = await collect(context, case.verifier, case.environment, Path(folder))
-            record.artifacts = await trio.to_thread.run_sync(pack, carried, case.max_kept_chars)
+            record.artifacts = await run_sync(pack, carried, case.max_kept_chars)
         else:
-            carried = await trio.to_thread.run_sync(unpack, record.artifacts, Path(folder))
+            carried = await run_sync(unpack, record.artifacts, Path(folder))
         async with context.open_sandbox(case.own) as sandbox:
             with context.waiting("the verifier's environment", "evaluator"), noticing_kills(last_try=last_try):
                 await make_ready(sandbox, case.where)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from prorl_trio.client.blocking import BlockingClient
 from prorl_trio.client.connection import connect
+from prorl_trio.config.secrets import TOKEN_VARIABLE, check_token, read_token_file
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["NodeAddress"]
 
-TOKEN_VARIABLE = "PRORL_TOKEN"
-
 
 class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The address of a node, and how long its clients wait for it.
@@ -29,7 +27,7 @@ class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Attributes:
         url: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`; or instead of it:
         endpoint_file: the node's `listen.endpoint_file`, on a file system that all processes of the trainer see.
-        token_file: a file with the node's token in its first line; without, the token is in `PRORL_TOKEN`.
+        token_file: a file of mode 0600 with the node's token; without, the token is in `PRORL_TOKEN`.
         tls_ca: for `wss://`, a PEM file with the certificates to trust; None: those of the system.
         connect_timeout_s: how long to try for a first connection.
         reconnect_timeout_s: how long rollouts wait for a node that is away, one that is being started again, say.
@@ -62,7 +60,7 @@ class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Open a session of its own; see `prorl_trio.connect`.
 
         Raises:
-            ConfigError: there is no token.
+            ConfigError: there is no token, or two different ones, or others can read its file.
         """
         return connect(self.url, self._token(), **self._options())
 
@@ -70,7 +68,7 @@ class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Open a session of its own, for plain calls.
 
         Raises:
-            ConfigError: there is no token.
+            ConfigError: there is no token, or two different ones, or others can read its file.
             ServiceError: see `prorl_trio.connect`.
         """
         return BlockingClient(self.url, self._token(), **self._options())
@@ -84,13 +82,15 @@ class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         }
 
     def _token(self) -> str:
+        given = os.environ.get(TOKEN_VARIABLE, "")
         if self.token_file is None:
-            token = os.environ.get(TOKEN_VARIABLE, "")
-        else:
-            try:
-                token = Path(self.token_file).read_text().partition("\n")[0].strip()
-            except OSError as exc:
-                raise ConfigError(f"node.token_file: {exc}") from exc
-        if not token:
-            raise ConfigError(f"no token for the node: name its node.token_file, or set {TOKEN_VARIABLE}")
+            if not given:
+                raise ConfigError(f"no token for the node: name its node.token_file, or set {TOKEN_VARIABLE}")
+            return check_token(given, TOKEN_VARIABLE)
+        token = read_token_file(self.token_file, "node.token_file")
+        if given and given.strip() != token:
+            raise ConfigError(
+                f"the environment variable {TOKEN_VARIABLE} and node.token_file {self.token_file} hold two different "
+                "tokens; keep one"
+            )
         return token

@@ -17,6 +17,7 @@ from prorl_trio.sandbox.images.pull import PullOrder, PullReport, PullRules
 from prorl_trio.sandbox.images.store import find_image
 from prorl_trio.sandbox.runtime.interpreter import own_python
 from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.supervision import contained
 from prorl_trio.types.errors import SandboxUnavailable
 
 __all__ = ["ImagePuller", "PullLimits"]
@@ -48,6 +49,7 @@ class _Pull:
     def __init__(self) -> None:
         self.done = trio.Event()
         self.report = PullReport()
+        self.refused: SandboxUnavailable | None = None
 
 
 class ImagePuller:
@@ -87,9 +89,11 @@ class ImagePuller:
         pull = self._pulls.get(image)
         if pull is None:
             pull = self._pulls[image] = _Pull()
-            self._nursery.start_soon(self._pull, image, pull, name=f"pull of {image}")
+            self._nursery.start_soon(contained(self._pull, "a pull"), image, pull, name=f"pull of {image}")
         with trio.move_on_after(self._limits.timeout_s):
             await pull.done.wait()
+            if pull.refused is not None:
+                raise pull.refused
             if pull.report.error:
                 raise SandboxUnavailable(pull.report.error)
             return
@@ -104,10 +108,10 @@ class ImagePuller:
             async with self._places:
                 logger.info("image %s is pulled", image)
                 pull.report = await _run_pull(PullOrder(reference=image, rules=self._limits.rules))
-        except OSError as exc:
-            pull.report = PullReport(
-                error=f"image {image} was not pulled: its process cannot be started: {exc.strerror}"
-            )
+        except Exception as exc:
+            what = f"image {image} was not pulled, because its process cannot be started"
+            pull.refused = SandboxUnavailable.of(what, exc)
+            pull.report = PullReport(error=str(pull.refused))
         finally:
             del self._pulls[image]
             pull.done.set()

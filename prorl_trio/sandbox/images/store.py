@@ -114,7 +114,11 @@ def name_of_file(path: Path) -> str:
 
 
 def find_image(name: str) -> StoredImage | None:
-    """The stored image of this name. None if there is none, or its record cannot be read. Blocks."""
+    """The stored image of this name. None if there is none, or its record is damaged. Blocks.
+
+    Raises:
+        OSError: the record cannot be read now (the machine has no descriptor for it).
+    """
     return _read(image_folder(name))
 
 
@@ -127,6 +131,6 @@ def list_images() -> list[StoredImage]:
 def _read(folder: Path) -> StoredImage | None:
     try:
         record = msgspec.json.decode((folder / RECORD_NAME).read_bytes(), type=ImageRecord)
-    except (OSError, msgspec.DecodeError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError, msgspec.DecodeError):
         return None
     return StoredImage(record, folder)

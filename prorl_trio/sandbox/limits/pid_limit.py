@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from ipc.limits import NamespaceLimits
@@ -22,7 +22,7 @@ from prorl_trio.sandbox.runtime.interpreter import own_python
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from prorl_trio.sandbox.reaper import ProcessId
 
@@ -68,9 +68,10 @@ class PidLimiter:
         with self._lock:
             if self._process is not None:
                 return
-            self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._channel.settimeout(ANSWER_TIMEOUT_S)
-            with theirs:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with ExitStack() as unless_started, theirs:
+                unless_started.callback(ours.close)
+                ours.settimeout(ANSWER_TIMEOUT_S)
                 self._process = subprocess.Popen(
                     (own_python(), "-I", "-S", pid_setter.__file__, str(theirs.fileno())),
                     stdin=subprocess.DEVNULL,
@@ -81,6 +82,8 @@ class PidLimiter:
                     cwd="/",
                     env={},
                 )
+                unless_started.pop_all()
+            self._channel = ours
 
     def problem(self) -> str:
         """Why there is no such limit on this machine; empty if there is."""
@@ -118,7 +121,11 @@ class PidLimiter:
             logger.warning("sandboxes share terminals and inotify instances without a limit for each: %s", problem)
 
     def _set(self, members: Iterable[ProcessId], request: bytes, kinds: tuple[str, ...]) -> str:
-        """The problem, or nothing: also where there is no namespace to be limited."""
+        """The problem, or nothing: also where there is no namespace to be limited.
+
+        Raises:
+            SandboxUnavailable: the machine does not let anybody set it now.
+        """
         namespaces = _own_namespaces(members, kinds)
         if not namespaces:
             return ""
@@ -131,7 +138,8 @@ class PidLimiter:
                     self.problem()
                     return self._ask(request, namespaces)
         except OSError as exc:
-            return f"{os.path.basename(pid_setter.__file__)} does not answer: {exc}"
+            what = f"{os.path.basename(pid_setter.__file__)}, which limits namespaces, does not answer"
+            raise SandboxUnavailable.refused(what, exc) from exc
         finally:
             for namespace in namespaces:
                 os.close(namespace)
@@ -176,6 +184,16 @@ def _pid_max(max_processes: int) -> int:
     return min(PID_MAX_LIMIT, FIRST_REUSED_PID + 1 + max_processes + OWN_TASKS)
 
 
+@contextmanager
+def _closing_on_error(opened: list[int]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for fd in opened:
+            os.close(fd)
+        raise
+
+
 def pid_limit_problem() -> str:
     """Why the kernel cannot limit the processes of a sandbox here; empty if it can. Tries it; blocks, about 50 ms."""
     limiter = PidLimiter()
@@ -190,7 +208,8 @@ def _own_namespaces(members: Iterable[ProcessId], kinds: tuple[str, ...]) -> lis
     ours = os.stat("/proc/self/ns/pid").st_ino
     for process in sorted(members, key=lambda member: (member.start_time, member.pid)):
         opened: list[int] = []
-        with suppress(OSError):  # it has ended, or may not be looked at
+        with _closing_on_error(opened), suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            # It has ended, or may not be looked at.
             if os.stat(f"/proc/{process.pid}/ns/pid").st_ino == ours:
                 continue
             # The process may end between two of them. Those that are open by then are closed below. PERF401 does not

@@ -36,7 +36,8 @@ OWN_USER_NAMESPACE = "/proc/self/ns/user"
 USER_LIMITS = ("max_user_namespaces", "max_inotify_instances", "max_inotify_watches")
 """Below /proc/sys/user: of the user namespace that a process is in, and of all below that."""
 DEVPTS = b"/dev/pts"
-MS_NOSUID, MS_NOEXEC, MS_REMOUNT = 2, 8, 32
+PROC = b"/proc"
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 8, 32, 4096, 16384
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
@@ -115,6 +116,8 @@ def _set_from_inside(namespace: int, pid_max: int, wanted: int, here: int) -> No
 def bound_shared(namespace: int, mounts: int, limits: list[int]) -> None:
     """For the sandbox with the PID namespace and mount namespace of these descriptors: `USER_LIMITS`, then its ptys.
 
+    And make its /proc read-only.
+
     Raises:
         OSError: they are none of a sandbox's, or cannot be joined, or may not be changed.
     """
@@ -139,6 +142,10 @@ def _bound_from_inside(owner: int, mounts: int, limits: list[int], here: int) ->
     options = b"mode=620,ptmxmode=666,max=%d" % limits[-1]
     flags = MS_REMOUNT | MS_NOSUID | MS_NOEXEC
     _check(_libc.mount(b"devpts", DEVPTS, b"devpts", flags, options), "mount(/dev/pts)")
+    # Over the one that can be written, of which the daemon keeps a descriptor: root inside owns the daemon's files.
+    _check(_libc.mount(PROC, PROC, None, MS_BIND | MS_REC, None), "mount(/proc)")
+    flags = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
+    _check(_libc.mount(None, PROC, None, flags, None), "mount(/proc, read-only)")
 
 
 def _write(pid_max: int, wanted: int, outside: int) -> None:

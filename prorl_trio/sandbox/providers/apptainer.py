@@ -51,6 +51,8 @@ _NO_FAKEROOT_AS_ROOT: Final = (
     "with sandbox.fakeroot on a node that runs as root, an image's start script could change the machine; run the node "
     "as another user, or use the image `host`"
 )
+_GUARD: Final = "CAP_SETPCAP"
+"""For the daemon, which keeps it to itself: see `sandbox_daemon.privileges`."""
 _IDENTITY_FILES: Final = ("passwd", "group")
 
 
@@ -208,7 +210,7 @@ def _exec_argv(
 ) -> tuple[str, ...]:
     privileges = ("--no-privs",) if os.geteuid() == 0 else ()
     # Not by the host's `fakeroot` command: it would be another process above the daemon, and a library in every tool.
-    root = ("--fakeroot", "--ignore-fakeroot-command") if fakeroot else ()
+    root = ("--fakeroot", "--ignore-fakeroot-command") if fakeroot else ("--add-caps", _GUARD)
     net = () if network else ("--net", "--network", "none")
     isolation = ("--userns", *root, *privileges, "--containall", *net, "--no-mount", "sys,bind-paths", "--no-eval")
     inside = ("--no-umask", "--home", HOME, "--cwd", "/", "--hostname", "sandbox")

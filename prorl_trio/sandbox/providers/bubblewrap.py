@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 import re
 import shutil
@@ -41,11 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BubblewrapProvider", "find_bubblewrap", "is_beyond_bubblewrap"]
 
-logger = logging.getLogger(__name__)
-
-FORK_SERVER_DELAY_S: Final = 1.0
-"""Before a fork server that has ended, or could not start, is replaced; doubled each time, up to the next one."""
-MAX_FORK_SERVER_DELAY_S: Final = 300.0
 FORK_SERVER_DISK_BYTES: Final = 16 * 1024 * 1024
 """Size of each of its own file systems in memory, in which next to nothing is written."""
 _ISOLATION: Final = (
@@ -56,6 +50,8 @@ _ISOLATION: Final = (
     "--as-pid-1",  # its own init would be left to the machine's init as a zombie: not every machine has a good one
     "--cap-drop",
     "ALL",
+    "--cap-add",
+    "CAP_SETPCAP",  # for the daemon, which keeps it to itself: see `sandbox_daemon.privileges`
     "--clearenv",
     "--hostname",
     "sandbox",
@@ -205,29 +201,23 @@ class BubblewrapProvider(SandboxProvider):
             await self._fork_server_changed.wait()
 
     async def _keep_fork_server(self) -> None:
-        """From the first sandbox of the image `host` on, have a fork server, for ever."""
+        """From the first sandbox of the image `host` on, have a fork server; its end is an error. For a supervisor.
+
+        Without one, each sandbox is started by bwrap, which takes a third of a second of CPU.
+        """
         await self._forks_wanted.wait()
-        delay_s = FORK_SERVER_DELAY_S
-        while True:
-            began_s = trio.current_time()
+        async with (
+            open_run_dir(self._runtime_dir) as run_dir,
+            open_fork_server(run_dir, *await run_blocking(self._fork_server_plan, run_dir)) as server,
+        ):
+            self._fork_servers.append(server)
+            self._fork_server_changed.set()
+            self._fork_server_changed = trio.Event()
             try:
-                async with (
-                    open_run_dir(self._runtime_dir) as run_dir,
-                    open_fork_server(run_dir, *await run_blocking(self._fork_server_plan, run_dir)) as server,
-                ):
-                    self._fork_servers.append(server)
-                    self._fork_server_changed.set()
-                    self._fork_server_changed = trio.Event()
-                    try:
-                        await server.wait_gone()
-                    finally:
-                        self._fork_servers.remove(server)  # at once: its end takes seconds, if it hangs
-            except SandboxUnavailable as exc:
-                logger.info("each sandbox is started by bwrap, which takes a third of a second of CPU: %s", exc)
-            if trio.current_time() - began_s > MAX_FORK_SERVER_DELAY_S:
-                delay_s = FORK_SERVER_DELAY_S
-            await trio.sleep(delay_s)
-            delay_s = min(2 * delay_s, MAX_FORK_SERVER_DELAY_S)
+                await server.wait_gone()
+            finally:
+                self._fork_servers.remove(server)  # at once: its end takes seconds, if it hangs
+        raise SandboxUnavailable("the fork server has ended: until the next one, bwrap starts each sandbox")
 
     def _fork_server_plan(self, run_dir: RunDir) -> tuple[Sequence[str], Sequence[str], Mapping[str, str]]:
         """The arguments of `open_fork_server`, for sandboxes of the image `host`."""

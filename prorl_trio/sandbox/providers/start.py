@@ -17,6 +17,7 @@ from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.limits.cgroup import open_cgroup, own_site
 from prorl_trio.sandbox.process_tree import open_process_tree, start_program
 from prorl_trio.sandbox.run_dir import open_run_dir
+from prorl_trio.sandbox.silence import Silence
 from prorl_trio.sandbox.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
@@ -115,7 +116,8 @@ async def open_daemon_sandbox(
             ) from exc
         next_breach = None if cgroup is None else cgroup.next_breach
         ended_from_inside = partial(tree.ended_from_inside, isolated=launch.isolated)
-        yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, next_breach, ended_from_inside)
+        silence = Silence(tree.find_daemon)
+        yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, next_breach, ended_from_inside, silence)
 
 
 async def _fork_leader(

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from ipc.proc_files import HIDDEN_PROC, READ_ONLY_PROC
+from ipc.proc_files import READ_ONLY_PROC, hidden_proc
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, interpreter_libraries, package_folders
 from prorl_trio.sandbox.runtime.runtime import HOME, LIB_DIR, Mount, install_daemon
@@ -56,8 +56,8 @@ networks. The files are copied; the folders, of hundreds of links, are mounted."
 def proc_mounts(root: Path) -> tuple[Mount, ...]:
     """Return the mounts over /proc, as far as this kernel has the files. `root`: what `build_skeleton` made."""
     read_only = tuple(Mount(path, path) for name in READ_ONLY_PROC if os.path.exists(path := f"/proc/{name}"))
-    empty = str(root / _EMPTY_FILE)
-    return (*read_only, *(Mount(empty, path) for name in HIDDEN_PROC if os.path.exists(path := f"/proc/{name}")))
+    hidden = (Mount(str(root / (_EMPTY if is_folder else _EMPTY_FILE)), path) for path, is_folder in hidden_proc())
+    return (*read_only, *hidden)
 
 
 def host_mounts(root: Path) -> tuple[Mount, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from functools import wraps
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
@@ -25,16 +26,17 @@ from prorl_trio.service.prorl_compat.result import Asked, make_result
 from prorl_trio.service.requests import ErrorDetail, error_of
 from prorl_trio.service.rest.call import Endpoint
 from prorl_trio.service.rest.errors import ApiError, decode_body, status_of
-from prorl_trio.service.rest.rollouts import cancel_jobs
 from prorl_trio.service.rest.schema import ErrorBody, NoQuery
+from prorl_trio.service.sessions.cancelling import cancel_live
 from prorl_trio.service.sessions.submission import submit_one
 from prorl_trio.service.tcp import is_loopback
-from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, ServiceError
+from prorl_trio.threads import run_sync
+from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, ServiceError, UnknownBackend
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from prorl_trio.config import RestConfig
+    from prorl_trio.config import BackendConfig, NodeConfig
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.call import Api, Call
     from prorl_trio.service.sessions.session import Session
@@ -46,6 +48,8 @@ OPENAI_PATH: Final = "/v1"
 """The path that users of the ProRL server append to an engine's address."""
 SESSION: Final = "prorl"
 """The session that owns all jobs of these endpoints."""
+LOOPBACK: Final = ("127.0.0.0/8", "::1", "localhost")
+"""Addresses at which engines may be added if `backends.allowed` is empty."""
 
 
 class CompatError(msgspec.Struct, frozen=True):
@@ -55,9 +59,12 @@ class CompatError(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-def compat_endpoints(*, free: bool) -> list[Endpoint]:
-    """Return the endpoints, to be added to the REST application. If `free`, they require no token."""
-    server = _Server()
+def compat_endpoints(backends: BackendConfig, *, free: bool) -> list[Endpoint]:
+    """Return the endpoints, to be added to the REST application. If `free`, they require no token.
+
+    Engines are added only where `backends` allows it, see `BackendConfig.allowed`.
+    """
+    server = _Server(backends)
     table: list[tuple[str, str, Callable[[Call], Awaitable[Response]], str, tuple[Any, ...], tuple[int, ...]]] = [
         ("POST", "/start", server.start, "Take jobs from now on.", (), (400,)),
         ("POST", "/stop", server.stop, "Cancel the jobs, forget their results.", (), (503,)),
@@ -71,8 +78,8 @@ def compat_endpoints(*, free: bool) -> list[Endpoint]:
             (400, 409, 429, 503, 504),
         ),
         ("POST", "/cancel", server.cancel, "Cancel a job: its /process answers.", (CancelRequest,), (503,)),
-        ("POST", "/add_llm_server", server.add_llm_server, "Add a backend.", (ServerRequest,), ()),
-        ("POST", "/clear_llm_server", server.clear_llm_server, "Take all backends out.", (), ()),
+        ("POST", "/add_llm_server", server.add_llm_server, "Add a backend.", (ServerRequest,), (403,)),
+        ("POST", "/clear_llm_server", server.clear_llm_server, "Take out the backends that were added here.", (), ()),
     ]
     return [
         Endpoint(
@@ -92,23 +99,32 @@ def compat_endpoints(*, free: bool) -> list[Endpoint]:
     ]
 
 
-def configured_endpoints(config: RestConfig, *, sandbox_network: bool) -> list[Endpoint]:
+def configured_endpoints(config: NodeConfig) -> list[Endpoint]:
     """Return the endpoints, or none if `config` has them off.
-
-    `sandbox_network` says that code in sandboxes can reach this host's loopback addresses.
 
     Raises:
         ConfigError: `config` has them require no token where anyone could connect.
     """
-    asks_token = _asks_token(config, sandbox_network)
-    return compat_endpoints(free=not asks_token) if config.prorl_compat else []
+    rest, anyone = config.rest, ""
+    if not is_loopback(rest.host):
+        anyone = f"is for a loopback rest.host only, not {rest.host!r}: anyone could come"
+    elif config.sandbox.network:
+        anyone = "is for sandboxes without a network: what the policy runs could come (sandbox.network)"
+    if rest.prorl_compat and not rest.prorl_compat_token and anyone:
+        raise ConfigError(f"rest.prorl_compat_token = false {anyone}")
+    return compat_endpoints(config.backends, free=not rest.prorl_compat_token) if rest.prorl_compat else []
 
 
 class _Server:
-    """The state of the endpoints: whether `/start` was called. The jobs are in the session `SESSION`."""
+    """The state of the endpoints: whether `/start` was called, and the URLs of the engines that were added here.
 
-    def __init__(self) -> None:
+    The jobs are in the session `SESSION`. Jobs of other sessions, and engines that others have added, are left alone.
+    """
+
+    def __init__(self, backends: BackendConfig) -> None:
+        self._allowed = backends
         self._started = False
+        self._engines: set[str] = set()
 
     async def start(self, _call: Call) -> Response:
         await trio.lowlevel.checkpoint()
@@ -124,7 +140,8 @@ class _Server:
         """
         session = self._session(call.api)
         self._started = False
-        await cancel_jobs(call.api, [job.spec.job_id for job in session.running_jobs()], "stopped through /stop")
+        job_ids = [job.spec.job_id for job in session.running_jobs()]
+        await cancel_live(call.api.node, [session], job_ids, "stopped through /stop")
         for job_id in [session.log.job_id(cursor) for cursor in session.log.cursors()]:
             session.forget(job_id)
         return _say("Server stopped successfully")
@@ -152,7 +169,7 @@ class _Server:
         outcome = await self._outcome(session, spec.job_id, api)
         instance = msgspec.convert(request.instance, Instance)
         asked = Asked(question_of(request.instance), instance.trajectory_id, wants_tokens(request))
-        result = await trio.to_thread.run_sync(_encode, outcome, asked, api.node)
+        result = await run_sync(_encode, outcome, asked, api.node)
         return Response(result, media_type="application/json")
 
     async def cancel(self, call: Call) -> Response:
@@ -163,28 +180,40 @@ class _Server:
         session = self._session(call.api)
         job_id = decode_body(call.body, CancelRequest).job_id
         if session.is_running(job_id):
-            await cancel_jobs(call.api, [job_id], "cancelled through /cancel")
+            await cancel_live(call.api.node, [session], [job_id], "cancelled through /cancel")
         return _say(f"Cancel requested for job {job_id}")
 
     async def add_llm_server(self, call: Call) -> Response:
         """Add a backend, also before `/start`.
 
-        One that is known is probed again; one that is down joins when it is up.
+        One that was added here before is probed again; one that is down joins when it is up. One that others have added
+        stays as it is.
         """
         address = decode_body(call.body, ServerRequest).address
         url = (address if "://" in address else f"http://{address}").rstrip("/").removesuffix(OPENAI_PATH)
+        pool = call.api.node.backends
+        if not self._allowed.allows(url, LOOPBACK):
+            message = f"{url} is not among the addresses that the node's backends.allowed has; it was not contacted"
+            raise _error(HTTPStatus.FORBIDDEN, "backend_not_allowed", message)
+        if url not in self._engines and url in pool.urls():
+            return _say(f"Added LLM server {address}")
+        self._engines.add(url)
         try:
-            await call.api.node.backends.add(url)
+            await pool.add(url)
         except BackendError as exc:
             if not exc.retryable:
                 raise
-            call.api.node.backends.expect(url, why=str(exc))
+            pool.expect(url, why=str(exc))
             return _say(f"Buffered LLM server {address}: it joins when it is up")
         return _say(f"Added LLM server {address}")
 
     async def clear_llm_server(self, call: Call) -> Response:
-        """Remove all backends. Jobs go on: they use the backends that are added next."""
-        await call.api.node.backends.clear()
+        """Remove the backends that were added here. Jobs go on: they use the backends that are added next."""
+        pool = call.api.node.backends
+        await trio.lowlevel.checkpoint()
+        while self._engines:
+            with suppress(UnknownBackend):
+                await pool.remove(self._engines.pop())
         return _say("Cleared all LLM servers")
 
     def _session(self, api: Api) -> Session:
@@ -253,15 +282,3 @@ def _say(words: str) -> Response:
 
 def _json(body: object, status: int = HTTPStatus.OK) -> Response:
     return Response(msgspec.json.encode(body), int(status), media_type="application/json")
-
-
-def _asks_token(config: RestConfig, sandbox_network: bool) -> bool:
-    """Return whether the endpoints require the token. Raise ConfigError if they must and the config says no."""
-    strangers = ""
-    if not is_loopback(config.host):
-        strangers = f"is for a loopback rest.host only, not {config.host!r}: anyone could come"
-    elif sandbox_network:
-        strangers = "is for sandboxes without a network: what the policy runs could come (sandbox.network)"
-    if config.prorl_compat_token is False and strangers:
-        raise ConfigError(f"rest.prorl_compat_token = false {strangers}")
-    return bool(strangers) if config.prorl_compat_token == "auto" else config.prorl_compat_token

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive
 
+    from prorl_trio.service.auth import Door
+
 __all__ = ["ENDPOINTS", "make_app"]
 
 ENDPOINTS: Final = (*rollouts.ENDPOINTS, *results.ENDPOINTS, *backends.ENDPOINTS, *pages.ENDPOINTS)
@@ -39,8 +41,8 @@ _REPEATED: Final = frozenset({"tag"})
 """Query parameters that may be repeated."""
 
 
-def make_app(api: Api, token: bytes, more: Sequence[Endpoint] = ()) -> ASGIApp:
-    """Return the ASGI application with `ENDPOINTS` and `more`, behind the token. It handles no lifespan events."""
+def make_app(api: Api, door: Door, more: Sequence[Endpoint] = ()) -> ASGIApp:
+    """Return the ASGI application with `ENDPOINTS` and `more`, behind `door`. It handles no lifespan events."""
     endpoints = [*ENDPOINTS, *more]
     page = describe([*endpoints, _description(b"")])
     routes = _routes(api, [*endpoints, _description(page)])
@@ -55,7 +57,7 @@ def make_app(api: Api, token: bytes, more: Sequence[Endpoint] = ()) -> ASGIApp:
         },
     )
     app.router.redirect_slashes = False
-    return Guard(app, token, free.__contains__)
+    return Guard(app, door, free.__contains__)
 
 
 def _description(page: bytes) -> Endpoint:

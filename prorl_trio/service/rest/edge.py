@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.config import RestConfig
+    from prorl_trio.service.auth import Door
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.call import Endpoint
     from prorl_trio.service.rest.events import EventFeed
@@ -34,7 +35,7 @@ MAX_EXPIRY_INTERVAL_S: Final = 60.0
 async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
     node: NodeApi,
     config: RestConfig,
-    token: bytes,
+    door: Door,
     *,
     sessions: SessionTable,
     feed: EventFeed,
@@ -52,7 +53,7 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
     Args:
         node: runs the jobs.
         config: address and limits.
-        token: required by every endpoint that is not free.
+        door: decides who may come in. When its token is replaced, the connections that showed the former one end.
         sessions: the node's sessions, shared with the WebSocket.
         feed: source of the event streams; registered as an observer of the node.
         tls: the node's certificate, or None.
@@ -65,7 +66,7 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
         ConfigError: the address cannot be bound.
     """
     api = Api(node=node, sessions=sessions, config=config, feed=feed, closing=trio.Event(), metrics=metrics)
-    app = make_app(api, token, more)
+    app = make_app(api, door, more)
     if tls is None and not is_loopback(config.host):
         logger.warning(
             "REST on %s WITHOUT TLS: the token and everything else can be read on the network; "
@@ -74,7 +75,7 @@ async def serve_rest(  # noqa: ASYNC128 - serve_http calls it
         )
     async with open_single_nursery() as nursery:
         nursery.start_soon(service_task(_expire, "expiry of outcomes"), sessions, config.results_retention_s)
-        await serve_http(app, config, api.closing, tls=tls, listener=listener, task_status=task_status)
+        await serve_http(app, config, api.closing, door, tls=tls, listener=listener, task_status=task_status)
 
 
 async def _expire(sessions: SessionTable, retention_s: float) -> None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
-import trio
+
+from prorl_trio.threads import run_sync
 
 if TYPE_CHECKING:
     from prorl_trio.service.rest.schema import Arrays
@@ -30,7 +31,7 @@ async def encode_reply(reply: object, media_type: str, arrays: Arrays, outcomes:
     encoded as their `str`.
     """
     if outcomes > IN_THREAD_OUTCOMES or (outcomes and arrays == "list"):
-        return await trio.to_thread.run_sync(_encode, reply, media_type, arrays)
+        return await run_sync(_encode, reply, media_type, arrays)
     return _encode(reply, media_type, arrays)
 
 

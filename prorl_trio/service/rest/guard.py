@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.service.auth import token_matches
 from prorl_trio.service.limits import RETRY_AFTER_S
 from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.service.rest.errors import ApiError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from prorl_trio.service.auth import Door
     from prorl_trio.service.rest.visitors import Visitor
     from prorl_trio.service.strangers import Stranger
 
@@ -31,16 +32,21 @@ DISCARD_TIMEOUT_S: Final = 1.0
 
 
 class Guard:
-    """An ASGI application that answers requests without the token itself, and passes the others to `app`.
+    """An ASGI application that answers requests which may not come in itself, and passes the others to `app`.
 
     The token comes as a bearer token, or as the password of basic credentials, which many clients take from a URL
     (`http://any:TOKEN@host:port`). Paths for which `is_free` is true need no token. A body that the application did not
     read is read and thrown away, so that the connection can be closed. Only HTTP is served.
+
+    No page has the token as a bearer token, so such a request is not examined further. Basic credentials may be a
+    browser's own, which it sends for any page: requests with them, and those without a token, must not come from a page
+    of another site. Those without a token must also address the node by a name of its own, and send JSON, which a page
+    cannot do without asking first.
     """
 
-    def __init__(self, app: ASGIApp, token: bytes, is_free: Callable[[str], bool]) -> None:
+    def __init__(self, app: ASGIApp, door: Door, is_free: Callable[[str], bool]) -> None:
         self._app = app
-        self._token = token
+        self._door = door
         self._is_free = is_free
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,33 +56,48 @@ class Guard:
             raise RuntimeError(f"no support for ASGI scope {scope['type']!r}")
         visitor: Visitor = scope["state"][VISITOR]
         body = _Body(receive, visitor.stranger)
-        has_token = self._has_token(scope)
-        if (has_token and visitor.become_known()) or self._is_free(scope["path"]):
-            app = self._app
-        else:
-            app = _full if has_token else _unauthorized
         try:
-            await app(scope, body.receive, body.discarding(send))
+            await self._app_for(scope, visitor)(scope, body.receive, body.discarding(send))
         finally:
             visitor.stranger.serving = False
 
-    def _has_token(self, scope: Scope) -> bool:
-        offered = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, rest = (offered[0].decode("latin-1") if len(offered) == 1 else "").partition(" ")
+    def _app_for(self, scope: Scope, visitor: Visitor) -> ASGIApp:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        scheme = self._scheme_of_token(headers)
+        if scheme != "bearer" and (why := self._door.refuse_page(headers)):
+            return partial(_refuse, 403, ErrorDetail(code="page", message=why))
+        if scheme:
+            if visitor.become_known():
+                return self._app
+            return self._app if self._is_free(scope["path"]) else _full
+        if why := self._door.refuse_host(headers):
+            return partial(_refuse, 403, ErrorDetail(code="host", message=why))
+        if not self._is_free(scope["path"]):
+            return _unauthorized
+        kinds = [value.partition(b";")[0].strip().lower() for name, value in headers if name == b"content-type"]
+        if scope["method"] not in ("GET", "HEAD") and any(kind != b"application/json" for kind in kinds):
+            message = "without the token, the Content-Type of a request is application/json or left out"
+            return partial(_refuse, 415, ErrorDetail(code="malformed", message=message))
+        return self._app
+
+    def _scheme_of_token(self, headers: list[tuple[bytes, bytes]]) -> str:
+        """Return the scheme in which the token was offered, `bearer` or `basic`; empty if it was not."""
+        offered = [value for name, value in headers if name == b"authorization"]
+        scheme, _, rest = (offered[0] if len(offered) == 1 else b"").partition(b" ")
         match scheme.lower():
-            case "bearer":
-                return token_matches(self._token, rest.strip())
-            case "basic":
-                return token_matches(self._token, _password(rest))
-        return False
+            case b"bearer":
+                return "bearer" if self._door.admits(rest.strip()) else ""
+            case b"basic":
+                return "basic" if self._door.admits(_password(rest)) else ""
+        return ""
 
 
-def _password(credentials: str) -> str:
+def _password(credentials: bytes) -> bytes:
     """Return the password of basic credentials (RFC 7617), for any user; empty if they are malformed."""
     try:
-        return base64.b64decode(credentials.strip(), validate=True).decode("latin-1").partition(":")[2]
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
     except ValueError:
-        return ""
+        return b""
 
 
 class _Body:
@@ -138,21 +159,32 @@ async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> by
     raise ApiError(408, ErrorDetail(code="too_slow", message=detail))
 
 
-async def _unauthorized(_scope: Scope, _receive: Receive, send: Send) -> None:
+async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     message = (
         "no token, or a wrong one; send it as Authorization: Bearer TOKEN, or as the password of basic credentials"
     )
-    await _refuse(send, 401, ErrorDetail(code="token", message=message), (b"www-authenticate", b"Bearer"))
+    detail = ErrorDetail(code="token", message=message)
+    await _refuse(401, detail, scope, receive, send, header=(b"www-authenticate", b"Bearer"))
 
 
-async def _full(_scope: Scope, _receive: Receive, send: Send) -> None:
+async def _full(scope: Scope, receive: Receive, send: Send) -> None:
     message = "as many connections are open as may be (rest.max_connections); use fewer at once, or raise the limit"
     detail = ErrorDetail(code="admission", message=message, retry_after_s=RETRY_AFTER_S)
-    await _refuse(send, 429, detail, (b"retry-after", b"1"))
+    await _refuse(429, detail, scope, receive, send, header=(b"retry-after", b"1"))
 
 
-async def _refuse(send: Send, status: int, detail: ErrorDetail, header: tuple[bytes, bytes]) -> None:
+async def _refuse(
+    status: int,
+    detail: ErrorDetail,
+    _scope: Scope,
+    _receive: Receive,
+    send: Send,
+    *,
+    header: tuple[bytes, bytes] | None = None,
+) -> None:
     body = msgspec.json.encode(ErrorBody(error=detail))
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), header]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if header is not None:
+        headers.append(header)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["describe"]
 
 _REF: Final = "#/components/schemas/{name}"
-_ALWAYS: Final = (401, 408, 413, 422)
+_ALWAYS: Final = (401, 403, 408, 413, 415, 422)
 """Statuses of errors that every endpoint may answer with."""
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_trio.pipeline.observer import JobView
 from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
 from prorl_trio.service.requests import ErrorDetail, JobId, error_of, job_id_of
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
@@ -33,7 +32,7 @@ from prorl_trio.types.errors import MalformedJob, ServiceError, Undelivered
 from prorl_trio.types.models import JobSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from prorl_trio.service.rest.call import Api
     from prorl_trio.service.sessions.jobs import RunningJob
@@ -167,11 +166,19 @@ def _summary(jobs: list[SubmittedJob]) -> tuple[int, ErrorDetail | None]:
 async def list_jobs(call: Call) -> Reply:
     """Answer with the live jobs that match the filter."""
     query: JobsQuery = call.query
+    tags = _tags(query.tag).items()
+
+    def matches(spec: JobSpec, session_id: str, status: Status) -> bool:
+        return (
+            query.status in (None, status)
+            and query.group in (None, spec.group_id)
+            and query.session in (None, session_id)
+            and tags <= spec.tags.items()
+        )
+
     await trio.lowlevel.checkpoint()
-    matching = [
-        job for job in _live(call.api, query.group, query.session, query.tag) if query.status in (None, job.status)
-    ]
-    return Reply(body=JobsReply(total=len(matching), jobs=matching[: query.limit]))
+    total, jobs = call.api.node.find_jobs(matches, query.limit)
+    return Reply(body=JobsReply(total=total, jobs=jobs))
 
 
 async def get_job(call: Call) -> Reply:
@@ -193,7 +200,7 @@ async def get_job(call: Call) -> Reply:
     outcome = running.outcome
     if outcome is not None:  # without a cursor: acknowledged by somebody else while we waited
         return _ended(session, job_id, session.log.find(job_id), outcome)
-    view = next((job for job in _views(call.api) if job.job_id == job_id), None)
+    view = call.api.node.find_job(job_id)
     status = view.status if view else running.status
     reply = JobReply(job_id=job_id, session=session.session_id, status=status, job=view)
     return Reply(body=reply, status=HTTPStatus.ACCEPTED if query.wait > 0 else HTTPStatus.OK)
@@ -254,22 +261,6 @@ async def cancel_jobs(api: Api, job_ids: Sequence[str], reason: str = CANCEL_REA
     Jobs that end by themselves meanwhile are no error.
     """
     await cancel_live(api.node, api.sessions.all(), job_ids, reason)
-
-
-# ---------------------------------------------------------------- live jobs
-
-
-def _views(api: Api) -> Iterator[JobView]:
-    return (msgspec.convert(job, JobView) for job in api.node.live_jobs())
-
-
-def _live(api: Api, group: str | None, session: str | None, tags: list[str]) -> list[JobView]:
-    wanted = _tags(tags).items()
-    return [
-        job
-        for job in _views(api)
-        if group in (None, job.group_id) and session in (None, job.session_id) and wanted <= job.tags.items()
-    ]
 
 
 def _tags(given: list[str]) -> dict[str, str]:

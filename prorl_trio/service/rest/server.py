@@ -12,6 +12,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 from hypercorn.utils import wrap_app
 
+from ipc.channel import serve_connections
 from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
 from ipc.tls import open_tls
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from prorl_trio.config import RestConfig
+    from prorl_trio.service.auth import Door
 
 __all__ = ["serve_http"]
 
@@ -43,6 +45,7 @@ async def serve_http(
     app: ASGIApp,
     config: RestConfig,
     closing: trio.Event,
+    door: Door,
     *,
     tls: ssl.SSLContext | None = None,
     listener: trio.SocketListener | None = None,
@@ -51,8 +54,8 @@ async def serve_http(
     """Serve `app` until cancelled, over TLS if `tls` is given. Reports the bound (host, port) through `task_status`.
 
     On a cancel, no new connection is served and `closing` is set; requests in progress get `GOODBYE_TIMEOUT_S` to be
-    answered, then their connections are closed. `listener` is a bound one, used in place of the configured address, and
-    closed on leaving.
+    answered, then their connections are closed. When the token of `door` is replaced, authenticated connections end.
+    `listener` is a bound one, used in place of the configured address, and closed on leaving.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -60,11 +63,12 @@ async def serve_http(
     listener = listener or await open_tcp_listener("rest", config.host, config.port)
     host, port = listener.socket.getsockname()[:2]
     server = _Server(app, config, closing, tls)
+    door.on_replaced(server.end_known)
     with single_exception():
         async with trio.open_nursery() as connections:
             try:
                 task_status.started((host, port))
-                await trio.serve_listeners(server.serve_stream, [listener], handler_nursery=connections)
+                await serve_connections(listener, server.serve_stream, connections)
             finally:
                 server.go_away()
 
@@ -125,6 +129,11 @@ class _Server:
         for scope, stream in self._connections.items():
             scope.deadline = trio.current_time() + GOODBYE_TIMEOUT_S
             stream.hurry(GOODBYE_TIMEOUT_S)
+
+    def end_known(self) -> None:
+        """End the connections that have authenticated, answered or not: long polls and event streams, too."""
+        for visitor in list(self._visitors.known):
+            visitor.show_out()
 
     async def serve_stream(self, stream: trio.SocketStream) -> None:
         """Serve one accepted connection until it ends. Its errors are logged; the caller closes the stream."""

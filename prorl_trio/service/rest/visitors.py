@@ -23,6 +23,7 @@ class Visitor:
     def __init__(self, visitors: Visitors, stranger: Stranger) -> None:
         self._visitors = visitors
         self.stranger = stranger
+        self.show_out = stranger.show_out
         self.known = False
 
     def become_known(self) -> bool:

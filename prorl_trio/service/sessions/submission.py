@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
-from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
-from prorl_trio.types.errors import Draining, ServiceError
+from prorl_trio.service.limits import JOBS_PER_CHECKPOINT, RETRY_AFTER_S
+from prorl_trio.types.errors import AdmissionRejected, Draining, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["submit_all", "submit_one"]
 
+logger = logging.getLogger(__name__)
 
 NO_ATTEMPTS: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -118,12 +120,17 @@ async def _store(session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, S
     """Store jobs in one commit. Return the errors of those that were not stored, by job id."""
     if not jobs:
         return {}
+    failure: ServiceError
     try:
         if not session.stored:
             await session.store()
+        return await session.journal.accept(session.session_id, jobs)
     except ServiceError as exc:
-        return {job.spec.job_id: exc for job in jobs}
-    return await session.journal.accept(session.session_id, jobs)
+        failure = exc
+    except (OSError, RuntimeError, MemoryError) as exc:  # the machine lacks something: each job needs an answer
+        logger.error("session %s: %d jobs are not stored", session.session_id, len(jobs), exc_info=exc)
+        failure = AdmissionRejected(f"the node cannot store jobs now: {exc!r}", RETRY_AFTER_S)
+    return {job.spec.job_id: failure for job in jobs}
 
 
 async def _settle(

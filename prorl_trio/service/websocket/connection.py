@@ -112,6 +112,10 @@ class Connection:
         self._leaving = True
         self._link.wake()
 
+    def end(self, reason: str) -> None:
+        """Close the link with a reason. A trainer that may come back connects again."""
+        self._link.end(CloseCode.POLICY_VIOLATION, reason)
+
     def wake(self) -> None:
         """Ask for the next frame. See `Listener`."""
         self._link.wake()

@@ -37,7 +37,7 @@ def claim_local_sockets(listen: ListenConfig) -> LocalSockets | None:
     listener unlinks the sockets at its end. Blocks on the disk.
 
     Raises:
-        ConfigError: a configured path is too long, other users can enter its folder, or a node listens there.
+        ConfigError: a configured path is too long, its folder is not ours alone, or a node listens there.
     """
     node = listen.unix_path()
     if node is None:
@@ -69,9 +69,17 @@ def _claim(sockets: LocalSockets) -> None:
         )
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        mode = stat.S_IMODE(folder.stat().st_mode)
-        if mode & 0o077:
-            raise ConfigError(f"listen.unix_socket: {folder} has mode {mode:04o}, others can enter it; chmod 700 it")
+        for found in (folder.lstat(), folder.stat()):  # the link, if it is one, and the folder
+            if found.st_uid != os.geteuid():
+                raise ConfigError(
+                    f"listen.unix_socket: {folder.absolute()} belongs to user {found.st_uid}; name a folder of our own"
+                )
+        mode = stat.S_IMODE(found.st_mode)
+        if not stat.S_ISDIR(found.st_mode) or mode & 0o077:
+            raise ConfigError(
+                f"listen.unix_socket: the folder {folder.absolute()} has mode {mode:04o}, others can enter it; chmod "
+                "700 it, or name a socket in a folder of its own"
+            )
         for path in sockets:
             _remove_stale(path)
     except OSError as exc:

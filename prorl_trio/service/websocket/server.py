@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
 
-from ipc.channel import listen_unix
+from ipc.channel import listen_unix, serve_connections
 from ipc.errors import ProtocolViolation
 from ipc.nursery import single_exception
 from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, ClientMessage, SessionHello, SessionWelcome
 from ipc.tls import open_tls
 from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_link
-from prorl_trio.service.auth import load_token, token_matches
 from prorl_trio.service.containment import contain_errors
 from prorl_trio.service.limits import RETRY_AFTER_S
 from prorl_trio.service.strangers import MAX_STRANGERS, Stranger, Strangers, peer_of
 from prorl_trio.service.tcp import is_loopback, open_tcp_listener
-from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket.connection import Connection, refuse
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError
@@ -31,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prorl_trio.config import ListenConfig
+    from prorl_trio.service.auth import Door
     from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.sessions.session import Session
     from prorl_trio.service.sessions.session_table import SessionTable
@@ -46,14 +44,18 @@ GOODBYE_TIMEOUT_S: Final = 5.0
 LEAVING: Final = 64
 """Authenticated connections beyond `max_sessions`: replaced ones that are still closing."""
 
+WRONG_TOKEN: Final = "wrong token"
+
 _decode = msgspec.msgpack.Decoder(ClientMessage).decode
 
 
 async def serve_websocket(
     node: NodeApi,
     config: ListenConfig,
+    door: Door,
     *,
     sessions: SessionTable,
+    tls: ssl.SSLContext | None = None,
     local: LocalSockets | None = None,
     listener: trio.SocketListener | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
@@ -65,22 +67,22 @@ async def serve_websocket(
 
     Args:
         node: runs the jobs.
-        config: address, limits and credentials.
+        config: address and limits.
+        door: decides who may come in. When its token is replaced, the connections that showed the former one end.
         sessions: the node's sessions, shared with REST.
+        tls: the node's certificate, or None.
         local: Unix sockets for trainers on this host, to listen on as well.
         listener: a bound listener, used in place of the configured address. Closed on leaving.
         task_status: see `trio.Nursery.start`.
 
     Raises:
-        ConfigError: the heartbeat, the token or the certificate is not valid, or an address cannot be bound.
+        ConfigError: the heartbeat is not valid, or an address cannot be bound.
     """
     if not 0 < config.heartbeat_interval_s < config.heartbeat_timeout_s:
         raise ConfigError(
             f"listen.heartbeat_interval_s ({config.heartbeat_interval_s:g}) must be more than 0 and less than "
             f"listen.heartbeat_timeout_s ({config.heartbeat_timeout_s:g})"
         )
-    token = await trio.to_thread.run_sync(load_token, config)
-    tls = await trio.to_thread.run_sync(load_tls, config)
     listener = listener or await open_tcp_listener("listen", config.host, config.port)
     host, port = listener.socket.getsockname()[:2]
     if tls is None and not is_loopback(host):
@@ -90,18 +92,16 @@ async def serve_websocket(
             host,
         )
     arena_socket = str(local.arena) if local is not None and sessions.shared is not None else ""
-    server = _Server(node, config, token, sessions, tls, arena_socket)
+    server = _Server(node, config, door, sessions, tls, arena_socket)
     with single_exception(), _listen_here(local) as unix_listeners:
         async with trio.open_nursery() as connections:
             try:
                 async with trio.open_nursery() as listening:
-                    serve = partial(trio.serve_listeners, handler_nursery=connections)
-                    listening.start_soon(
-                        service_task(serve, f"listener {host}:{port}"), server.serve_stream, [listener]
-                    )
+                    serve = service_task(serve_connections, f"listener {host}:{port}", restarts=False)
+                    listening.start_soon(serve, listener, server.serve_stream, connections)
                     for unix_listener in unix_listeners:
-                        local_serve = service_task(serve, "listener on the Unix socket")
-                        listening.start_soon(local_serve, server.serve_local, [unix_listener])
+                        serve = service_task(serve_connections, "listener on the Unix socket", restarts=False)
+                        listening.start_soon(serve, unix_listener, server.serve_local, connections)
                     task_status.started((host, port))
             finally:
                 server.go_away()
@@ -132,14 +132,15 @@ class _Server:
         self,
         node: NodeApi,
         config: ListenConfig,
-        token: bytes,
+        door: Door,
         sessions: SessionTable,
         tls: ssl.SSLContext | None,
         arena_socket: str,
     ) -> None:
         self._node = node
         self._tls = tls
-        self._token = token
+        self._door = door
+        door.on_replaced(self._end_known)
         self._sessions = sessions
         self._arena_socket = arena_socket
         self._max_known = config.max_sessions + LEAVING
@@ -165,6 +166,12 @@ class _Server:
             else:
                 scope.deadline = trio.current_time() + GOODBYE_TIMEOUT_S
                 connection.go_away()
+
+    def _end_known(self) -> None:
+        """End the connections that showed the former token. Their sessions and jobs go on."""
+        for connection in self._scopes.values():
+            if connection is not None:
+                connection.end("the node's token was replaced; connect again with the new one")
 
     async def serve_stream(self, stream: trio.SocketStream) -> None:
         """Serve one accepted TCP connection until it ends. Its errors are logged; the caller closes the stream."""
@@ -199,7 +206,7 @@ class _Server:
         try:
             if tls is not None:
                 stream = await open_tls(stream, tls, server_hostname=None, timeout_s=HELLO_TIMEOUT_S)
-            async with open_server_link(stream, _decode, self._limits) as link:
+            async with open_server_link(stream, _decode, self._limits, self._door.refuse_page) as link:
                 stranger.progress = 2
                 await self._serve_link(link, scope, stranger)
         except (LinkClosed, ProtocolViolation) as exc:
@@ -218,6 +225,10 @@ class _Server:
                 raise AdmissionRejected(f"{self._max_known} connections are open, the limit", RETRY_AFTER_S)
             session, resumed = self._sessions.open(hello.session_id, hello.resume_after)
             await session.store()
+            if not self._door.admits(hello.token):  # it was replaced meanwhile
+                refuse(link, "token", WRONG_TOKEN)
+                await link.aclose()
+                return
             if self._sessions.get(hello.session_id) is not session:
                 raise AdmissionRejected("the node has too many sessions", RETRY_AFTER_S)  # it gave way meanwhile
             connection = Connection(link, session, hello, self._node, self._sessions)
@@ -249,8 +260,8 @@ class _Server:
             refuse(link, "protocol", f"no SessionHello within {HELLO_TIMEOUT_S:g} s")
         elif not isinstance(frame, SessionHello):
             refuse(link, "protocol", f"the first frame must be SessionHello, got {type(frame).__name__}")
-        elif not token_matches(self._token, frame.token):
-            refuse(link, "token", "wrong token")
+        elif not self._door.admits(frame.token):
+            refuse(link, "token", WRONG_TOKEN)
         elif frame.version != SESSION_PROTOCOL_VERSION:
             refuse(link, "version", f"the node speaks version {SESSION_PROTOCOL_VERSION}, not {frame.version}")
         else:

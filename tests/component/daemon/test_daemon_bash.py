@@ -276,6 +276,17 @@ async def test_records_under_another_name_are_ignored(sandbox):
     assert (await bash(sandbox, "echo fine")).output.endswith("fine\n")
 
 
+@pytest.mark.parametrize("code", ["9" * 5000, str(2**80), "256", "-1", "+1", " 1", "1_0", "\u0663", "", "x"])
+async def test_a_record_with_an_impossible_exit_code_is_none(sandbox, code):
+    """A command can know the nonce and reach the record pipe; what it writes there is its own to spoil, no more."""
+    record = f"printf '%s\\0%s\\0/forged\\0x:xtrace\\0\\0\\0\\0\\0' \"$nonce\" '{code}'"
+    pipes = f"for fd in /proc/$$/fd/*; do case $(readlink $fd) in pipe:*) {record} >$fd;; esac; done"
+    forge = f'{READ_NONCE}; nonce=${{nonce:0:33}}; {pipes}; printf %s "$nonce" >/dev/tty; (exit 8)'
+    result = await bash(sandbox, forge)
+    assert (result.exit_code, result.cwd == "/forged", result.restarted) == (8, False, False)
+    assert (await bash(sandbox, "echo fine")).output == "fine\n"
+
+
 async def test_output_is_streamed_while_the_command_runs(sandbox, tmp_path):
     os.mkfifo(tmp_path / "go")
     chunks = []
@@ -455,6 +466,20 @@ async def test_an_image_without_bash_says_so(start_daemon, tmp_path):
             with pytest.raises(CallFailed) as failed:
                 await bash(client, "true")
             assert failed.value.code == "no_shell"
+    assert (await daemon.wait_ended()) == (0, "")
+
+
+async def test_a_shell_that_was_there_and_cannot_come_back_is_told_from_one_that_never_was(start_daemon, tmp_path):
+    (tmp_path / "bash").symlink_to("/bin/bash")
+    daemon = start_daemon(env={"PATH": str(tmp_path)})
+    daemon.wait_ready()
+    async with daemon.connect() as client:
+        for command in (f"/bin/rm {tmp_path}/bash; exit", "true"):
+            with pytest.raises(CallFailed) as failed:
+                await bash(client, command)
+            assert failed.value.code == "shell_lost"
+        (tmp_path / "bash").symlink_to("/bin/bash")
+        assert (await bash(client, "echo back")).output == "back\n"
     assert (await daemon.wait_ended()) == (0, "")
 
 

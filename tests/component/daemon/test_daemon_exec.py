@@ -155,10 +155,10 @@ async def test_a_detached_process_that_holds_the_pipes_does_not_hold_up_the_answ
         (Exec(argv=["/etc/passwd"], timeout_s=1), "permission"),
         (Exec(argv=["true", "x" * 3_000_000], timeout_s=1), "too_large"),
         (Exec(argv=["true"], timeout_s=1, max_output_bytes=1 << 30), "too_large"),
-        (Exec(argv=["true"], timeout_s=1, user="no-such-user"), "bad_request"),
-        (Exec(argv=["true"], timeout_s=1, user="1234567"), "bad_request"),
-        (Exec(argv=["true"], timeout_s=1, user="-1"), "bad_request"),
-        (Exec(argv=["true"], timeout_s=1, user="9" * 30), "bad_request"),
+        (Exec(argv=["true"], timeout_s=1, user="no-such-user"), "no_user"),
+        (Exec(argv=["true"], timeout_s=1, user="1234567"), "no_user"),
+        (Exec(argv=["true"], timeout_s=1, user="-1"), "no_user"),
+        (Exec(argv=["true"], timeout_s=1, user="9" * 30), "no_user"),
     ],
 )
 async def test_what_could_not_be_run_has_a_code_and_leaves_nothing(sandbox, call, code):

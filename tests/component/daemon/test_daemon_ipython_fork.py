@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import trio
 
+from ipc.errors import CallFailed
 from ipc.sandbox_calls import CellResult, IpythonRun
 from sandbox_daemon.processes import read_process_table
 
@@ -198,3 +201,35 @@ control().send(CellDone(result="forged", error=None, execution_count=9, dropped_
 """
     assert (await cell(sandbox, forged)).result == "'mine'"
     assert (await cell(sandbox, "1 + 1")).result == "2"
+
+
+FORGED_FRAMES = {
+    "text that is no UTF-8": r"b'\x82\xa4type\xa8CellDone\xa6result\xa2\xff\xfe'",
+    "endless nesting": r"b'\x82\xa4type\xa8CellDone\xa8displays' + b'\x91' * 100_000",
+    "the largest numbers": "answer(None, execution_count=2**64 - 1, dropped_bytes=2**64 - 1)",
+    "more than a frame": "answer('x' * 20_000_000, execution_count=1, dropped_bytes=0)",
+}
+
+
+async def test_no_frame_of_a_cell_ends_the_daemon(sandbox):
+    for name, frame in FORGED_FRAMES.items():
+        code = f"""
+import sys
+from msgspec.msgpack import encode
+
+def serving():
+    frame = sys._getframe()
+    while frame.f_code.co_name != "_serve":
+        frame = frame.f_back
+    return frame.f_locals
+
+def answer(result, **counts):
+    fields = {{"type": "CellDone", "result": result, "error": None, "number": serving()["cell"].number}}
+    return encode({{**fields, **counts}})
+
+frame = {frame}
+serving()["control"]._socket.sendall(len(frame).to_bytes(4, "little") + frame)
+"""
+        with suppress(CallFailed):
+            await cell(sandbox, code)
+        assert (await cell(sandbox, "1 + 1")).result == "2", name

@@ -1,0 +1,59 @@
+"""The limit of open files: raised at the start, and compared with what the configuration may need."""
+
+from __future__ import annotations
+
+import resource
+from typing import TYPE_CHECKING, Final
+
+from prorl_trio.service.strangers import MAX_STRANGERS
+from prorl_trio.service.websocket.server import LEAVING
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prorl_trio.config import NodeConfig
+
+__all__ = ["check_descriptors", "raise_descriptor_limit"]
+
+OWN: Final = 64
+"""Descriptors of the node itself: its loop, ledger, listeners, fork server, reaper and log."""
+PER_ROLLOUT: Final = 6
+"""Three pipes and the channel of a sandbox, the lock on its image, and a connection to an engine."""
+PER_START: Final = 8
+"""Further descriptors of a sandbox while it starts: the child's ends of its pipes, its listener, namespaces."""
+PER_SCORER: Final = 4
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's limit of open files to the most that it may give itself. Its children inherit it."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def check_descriptors(config: NodeConfig) -> None:
+    """Check that the process may open as many files as its workers, sandboxes and connections need together.
+
+    Raises:
+        ConfigError: it may not. The message names the fields that need most, the limit, and what to do.
+    """
+    stages, sandbox, listen = config.stages, config.sandbox, config.listen
+    needs = {
+        "stages.run_workers": stages.run_workers * PER_ROLLOUT,
+        "stages.init_workers": stages.init_workers * PER_ROLLOUT,
+        "stages.ready_queue": stages.ready_queue * PER_ROLLOUT,
+        "stages.eval_workers": stages.eval_workers * (PER_ROLLOUT + PER_SCORER),
+        "sandbox.max_warm": sandbox.max_warm * PER_ROLLOUT,
+        "sandbox.max_concurrent_starts": sandbox.max_concurrent_starts * PER_START,
+        "listen.max_sessions": listen.max_sessions + LEAVING + MAX_STRANGERS,
+        "arena.max_readers": config.arena.max_readers if config.arena.enabled else 0,
+        "rest.max_connections": config.rest.max_connections + MAX_STRANGERS if config.rest.enabled else 0,
+    }
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OWN + sum(needs.values())
+    if limit == resource.RLIM_INFINITY or needed <= limit:
+        return
+    field, most = max(needs.items(), key=lambda need: need[1])
+    raise ConfigError(
+        f"{field}: the configuration may need {needed} open files ({most} of them for this field), and the limit is "
+        f"{limit}; raise the limit (`ulimit -Hn`, LimitNOFILE= of systemd, --ulimit nofile= of Docker), or lower "
+        f"{', '.join(name for name, count in sorted(needs.items(), key=lambda need: -need[1])[:3] if count)}"
+    )

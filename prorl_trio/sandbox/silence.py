@@ -1,0 +1,186 @@
+"""The silence of sandboxes: it is evidence only if the sandbox could run.
+
+The loop of a daemon with a call in flight wakes several times a second (its watchdog). So if its main thread has used
+no CPU time between two looks, it did not get to run. What kept it is told by its state:
+
+* stopped (T): nothing inside can stop it, so the sandbox stood still;
+* runnable, in a wait that takes no signal (D, as of a disk, of swap or of a frozen group), or frozen: it stood still,
+  unless the rest of the sandbox ran. Then that may have used up all CPU time or memory, and the time counts;
+* asleep (S): it could run, and did not. The time counts.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import trio
+
+from ipc.client import SILENCE_S
+from prorl_trio.sandbox.reaper import children, stat_fields
+from prorl_trio.sandbox.threads import run_blocking
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["MAX_STANDSTILL_S", "Silence", "is_held"]
+
+MAX_STANDSTILL_S: Final = 120.0
+"""Longest standstill, in seconds, that a call waits for. After that, the sandbox is lost."""
+RUNNING_SHARE: Final = 0.1
+"""A sandbox ran if its processes, without the daemon, used more than this share of a CPU."""
+
+_STOPPED: Final = ("T", "t")
+_KEPT: Final = frozenset({*_STOPPED, "D", "R", "F"})
+_MOUNTS: Final = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+
+
+def is_held(pid: int) -> bool:
+    """Return whether a process cannot run now: it is stopped or frozen, or waits for a disk."""
+    return _look(pid, 0.0).state in _KEPT.difference("R")
+
+
+class _Look(NamedTuple):
+    """The daemon at one moment: its state, as /proc has it, and its main thread's CPU time; None if that is not known.
+
+    A frozen process that /proc shows asleep has the state F here.
+    """
+
+    at_s: float
+    state: str
+    cpu_ns: int | None
+
+
+class Silence:
+    """The time in which one sandbox stood still, as far as calls that waited for its daemon have seen it.
+
+    Args:
+        find_daemon: returns the daemon's process id here; None if it is not known.
+
+    Attributes:
+        on_standstill: called with the seconds of a standstill, as they are found.
+        total_s: seconds of all standstills.
+    """
+
+    def __init__(self, find_daemon: Callable[[], int | None]) -> None:
+        self._find_daemon = find_daemon
+        self.on_standstill: Callable[[float], None] | None = None
+        self.total_s = 0.0
+        self._lasts_s = 0.0
+        """Seconds of the present standstill, 0 while there is none."""
+        self._unsure_s = 0.0
+        """Seconds in which the daemon did not run, and nothing is known of the others yet."""
+        self._last: _Look | None = None
+        self._others_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Silence: {self.total_s:.1f} s of standstill>"
+
+    @property
+    def is_too_long(self) -> bool:
+        """Return whether the present standstill has lasted for `MAX_STANDSTILL_S`."""
+        return self._lasts_s >= MAX_STANDSTILL_S
+
+    async def look(self) -> None:
+        """Look at the sandbox, and add the time since the last look to `total_s` if it stood still.
+
+        The first look, and one that comes long after the last, only begin. Two calls may look in turn.
+        """
+        last, now_s, pid = self._last, trio.current_time(), self._find_daemon()
+        if last is not None and now_s - last.at_s < SILENCE_S / 2:
+            return
+        self._last = look = _look(pid, now_s)
+        if last is None or now_s - last.at_s > 4 * SILENCE_S:
+            self._forget()
+            return
+        passed_s = now_s - last.at_s
+        if pid is None or look.cpu_ns is None or look.cpu_ns != last.cpu_ns or look.state not in _KEPT:
+            self._forget()
+        elif look.state in _STOPPED:
+            self._add(passed_s)
+        else:
+            before_s, self._others_s = self._others_s, await run_blocking(_others_cpu_s, pid)
+            if before_s is None:
+                self._unsure_s = passed_s
+            elif self._others_s - before_s > RUNNING_SHARE * passed_s:
+                self._lasts_s = self._unsure_s = 0.0
+            else:
+                self._add(passed_s)
+
+    async def stands_still(self) -> bool:
+        """Return whether the sandbox does not run now, or one of its daemon's threads waits for a disk.
+
+        For one that is lost by its silence. Takes three times `SILENCE_S`.
+        """
+        pid, self._last, found_s = self._find_daemon(), None, self.total_s
+        if pid is None:
+            return False
+        waiting = _waiting_for_disk(pid)
+        for _ in range(3):
+            await self.look()
+            await trio.sleep(SILENCE_S)
+        await self.look()
+        return self.total_s > found_s or bool(waiting & _waiting_for_disk(pid))
+
+    def _forget(self) -> None:
+        self._lasts_s, self._unsure_s, self._others_s = 0.0, 0.0, None
+
+    def _add(self, seconds: float) -> None:
+        seconds, self._unsure_s = seconds + self._unsure_s, 0.0
+        self._lasts_s += seconds
+        self.total_s += seconds
+        if self.on_standstill is not None:
+            self.on_standstill(seconds)
+
+
+def _look(pid: int | None, at_s: float) -> _Look:
+    fields = None
+    with suppress(OSError):  # the machine does not say
+        fields = None if pid is None else stat_fields(pid)
+    if fields is None:
+        return _Look(at_s, "", None)
+    return _Look(at_s, "F" if fields[0] == "S" and _is_frozen(pid) else fields[0], _cpu_ns(pid))
+
+
+def _is_frozen(pid: int | None) -> bool:
+    """Return whether the control group of a process is frozen (version 2)."""
+    with suppress(OSError), open(f"/proc/{pid}/cgroup", encoding="utf-8") as groups:
+        path = next((line.rstrip("\n")[3:] for line in groups if line.startswith("0::")), None)
+        for mount in () if path is None else _MOUNTS:
+            with suppress(OSError), open(f"{mount}{path}/cgroup.events", encoding="ascii") as events:
+                return "frozen 1" in events.read()
+    return False
+
+
+def _cpu_ns(task: int | None) -> int | None:
+    try:
+        with open(f"/proc/{task}/schedstat", "rb") as file:
+            return int(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _waiting_for_disk(pid: int | None) -> set[tuple[int, int | None]]:
+    """Return the threads of a process that wait and take no signal, each with the CPU time that it has used."""
+    found = set()
+    with suppress(OSError):
+        for task in map(int, os.listdir(f"/proc/{pid}/task")):
+            fields = stat_fields(task)
+            if fields is not None and fields[0] == "D":
+                found.add((task, _cpu_ns(task)))
+    return found
+
+
+def _others_cpu_s(daemon: int) -> float:
+    """Return the CPU time of all below the daemon, the dead that were not reaped yet among them."""
+    ticks, waiting = 0, [daemon]
+    while waiting:
+        pid = waiting.pop()
+        with suppress(OSError):
+            waiting += children(pid)
+            fields = None if pid == daemon else stat_fields(pid)
+            if fields is not None:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / _TICKS_PER_S

@@ -1,0 +1,60 @@
+"""Blocking calls in threads, on a machine that may have no thread to give."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["run_sync"]
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_S: Final = 0.05
+"""Wait before another try to start a thread; doubled each time, up to `MAX_DELAY_S`."""
+MAX_DELAY_S: Final = 2.0
+MAX_WAIT_S: Final = 10.0
+
+T = TypeVar("T")
+
+
+async def run_sync(
+    function: Callable[..., T],
+    *args: object,
+    limiter: trio.CapacityLimiter | None = None,
+    abandon_on_cancel: bool = False,
+) -> T:
+    """Call `function` in a thread, as `trio.to_thread.run_sync` does; wait up to `MAX_WAIT_S` for a thread.
+
+    The machine refuses threads as it refuses processes, for want of memory or at a limit. Such a call has not begun, so
+    it is safe to repeat it.
+
+    Raises:
+        OSError: no thread could be started (EAGAIN, as the system has it).
+    """
+    begun = False
+
+    def run() -> T:
+        nonlocal begun
+        begun = True
+        return function(*args)
+
+    delay_s, waited_s = FIRST_DELAY_S, 0.0
+    while True:
+        try:
+            return await trio.to_thread.run_sync(run, limiter=limiter, abandon_on_cancel=abandon_on_cancel)
+        except RuntimeError as exc:
+            if begun:
+                raise
+            if waited_s >= MAX_WAIT_S:
+                raise OSError(errno.EAGAIN, str(exc)) from exc
+            if delay_s == FIRST_DELAY_S:
+                logger.warning("no thread can be started for now: %s", exc)
+        await trio.sleep(delay_s)
+        waited_s += delay_s
+        delay_s = min(2 * delay_s, MAX_DELAY_S)

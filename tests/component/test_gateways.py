@@ -1,0 +1,193 @@
+"""A trainer behind a proxy that answers in its node's place while that is away, for a moment or for good."""
+
+from __future__ import annotations
+
+import runpy
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import trio
+
+from prorl_trio.client import connect, transport
+from prorl_trio.client.errors import ConnectionLost
+from prorl_trio.rendezvous.folder import write_entry
+from prorl_trio.types.errors import ProtocolError
+from support.fake_fleet import finish_all, open_fake_fleet, take, until, watch_quickly
+from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fake_rest import open_rest
+from support.fake_service import TOKEN, open_service
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).parents[2]
+HTML = "<html><body><h1>502 Bad Gateway</h1></body></html>"
+STATUSES = [200, 301, 400, 401, 403, 404, 407, 408, 410, 421, 429, 500, 501, 502, 503, 504, 520, 599]
+ANSWERS = {
+    **{str(status): f"HTTP/1.1 {status} X\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" for status in STATUSES},
+    "a page": f"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nContent-Length: {len(HTML)}\r\n\r\n{HTML}",
+    "a page without a length": f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/html\r\n\r\n{HTML}",
+    "HTTP/1.0": f"HTTP/1.0 504 Gateway Timeout\r\n\r\n{HTML}",
+    "half an answer": "HTTP/1.1 502 Bad Ga",
+    "nothing": "",
+    "TLS": "\x15\x03\x01\x00\x02\x02\x46",
+    "noise": "\x00\xff" * 500,
+    "a page and no head": HTML,
+    "an upgrade that is none": "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+}
+
+
+class Gateway:
+    """A proxy before a service. With `answer` set it gives that in the service's place, and counts."""
+
+    def __init__(self, service):
+        self.service = service
+        self.answer = None
+        self.reset = False
+        self.answered = 0
+        self.url = ""
+        self._scopes = set()
+
+    async def serve(self, stream):
+        async with stream:
+            if self.answer is not None:
+                await stream.receive_some(65_536)
+                self.answered += 1
+                if not self.reset:
+                    await stream.send_all(self.answer.encode("latin-1"))
+                return
+            async with await trio.open_tcp_stream(self.service.host, self.service.port) as behind:
+                with trio.CancelScope() as scope:
+                    self._scopes.add(scope)
+                    async with trio.open_nursery() as pumps:
+                        pumps.start_soon(self._pump, stream, behind, scope)
+                        pumps.start_soon(self._pump, behind, stream, scope)
+                self._scopes.discard(scope)
+
+    async def _pump(self, source, sink, scope):
+        try:
+            while chunk := await source.receive_some(65_536):
+                await sink.send_all(chunk)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        scope.cancel()
+
+    def cut(self, answer):
+        """End all connections, and give this answer to new ones."""
+        self.answer = answer
+        for scope in self._scopes:
+            scope.cancel()
+
+    async def wait_answered(self, count):
+        while self.answered < count:
+            await trio.sleep(0.005)
+
+
+@asynccontextmanager
+async def gateway_to(service, nursery):
+    gateway = Gateway(service)
+
+    async def serve(*, task_status):  # noqa: ASYNC128 - serve_tcp calls it
+        await trio.serve_tcp(gateway.serve, 0, host="127.0.0.1", task_status=task_status)
+
+    (listener,) = await nursery.start(serve)
+    gateway.url = f"ws://127.0.0.1:{listener.socket.getsockname()[1]}"
+    yield gateway
+    nursery.cancel_scope.cancel()
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch):
+    monkeypatch.setattr(transport, "FIRST_DELAY_S", 0.005)
+    monkeypatch.setattr(transport, "MAX_DELAY_S", 0.02)
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+async def test_once_a_session_was_open_whatever_answers_is_tried_again(nursery, answer):
+    node = FakeNode()
+    async with (
+        open_service(node) as service,
+        gateway_to(service, nursery) as gateway,
+        connect(gateway.url, TOKEN, session_id="t") as client,
+    ):
+        await client.submit([make_spec("a")])
+        gateway.cut(answer)
+        await gateway.wait_answered(3)
+        gateway.answer = None
+        node.finish("a", make_outcome(make_spec("a")))
+        with trio.fail_after(20):
+            assert (await anext(client.results())).job_id == "a"
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+async def test_what_answered_last_is_said_when_the_time_is_up(nursery, status):
+    async with open_service(FakeNode()) as service, gateway_to(service, nursery) as gateway:
+        said = rf"within 0\.3 s \(reconnect_timeout_s.*HTTP status {status};"
+        with pytest.raises(ConnectionLost, match=said):  # noqa: PT012 - both lines belong to it
+            async with connect(gateway.url, TOKEN, reconnect_timeout_s=0.3) as client:
+                gateway.cut(ANSWERS[str(status)])
+                await client.submit([make_spec("a")])
+
+
+@pytest.mark.parametrize("status", [200, 301, 403, 404, 500, 429, 502, 503, 504])
+async def test_before_the_first_session_only_a_gateways_words_are_tried_again(nursery, status):
+    passing = status in (429, 502, 503, 504)
+    async with open_service(FakeNode()) as service, gateway_to(service, nursery) as gateway:
+        gateway.answer = ANSWERS[str(status)]
+        error, words = (ConnectionLost, "within 0.3 s") if passing else (ProtocolError, "not a node")
+        with pytest.raises(error, match=rf"{words}.*HTTP status {status}"):
+            async with connect(gateway.url, TOKEN, connect_timeout_s=0.3):
+                pass
+        assert (gateway.answered > 1) is passing
+
+
+async def test_a_node_of_a_fleet_is_not_left_out_for_what_a_gateway_says(tmp_path, nursery, monkeypatch):
+    watch_quickly(monkeypatch)
+    async with open_fake_fleet(tmp_path / "f", "a", "b") as fleet, gateway_to(fleet["b"].service, nursery) as gateway:
+        gateway.answer = ANSWERS["404"]
+        fleet["b"].entry = msgspec.structs.replace(fleet["b"].entry, url=gateway.url)
+        write_entry(fleet.folder, fleet["b"].entry)
+        async with connect(fleet=tmp_path / "f", connect_timeout_s=1) as client:
+            await until(lambda: "HTTP status 404" in client.roster.refused.get("b", ""))
+            gateway.answer = None
+            await until(lambda: not client.roster.refused)
+            await client.wait_settled()
+            fleet["a"].node.places = 4
+            await client.submit([make_spec(f"job-{n}") for n in range(12)])
+            assert fleet["b"].node.live
+            gateway.cut(ANSWERS["502"])
+            await gateway.wait_answered(gateway.answered + 5)
+            gateway.answer = None
+            finish_all(fleet)
+            outcomes = await take(client)
+            assert len(outcomes) == 12
+            assert {outcome.attempt for outcome in outcomes} == {1}, "none was moved"
+
+
+@pytest.mark.parametrize("name", ["404", "503", "a page", "half an answer", "nothing", "noise"])
+async def test_the_example_for_rest_outlives_a_gateways_answers(node, nursery, monkeypatch, name):
+    monkeypatch.setenv("PRORL_TOKEN", TOKEN)
+    async with open_rest(node) as rest, gateway_to(rest, nursery) as gateway:
+        monkeypatch.setenv("PRORL_REST", gateway.url.replace("ws:", "http:"))
+        example = runpy.run_path(str(ROOT / "examples" / "rest.py"), run_name="example")
+        values = example["call"].__globals__
+        values["time"] = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(0.01))
+        values["PATIENCE_S"] = 20.0
+        answers = []
+
+        async def ask():
+            answers.append(await trio.to_thread.run_sync(values["call"], "GET", "/v1/rollouts"))
+
+        gateway.answer = ANSWERS[name]
+        async with trio.open_nursery() as asking:
+            asking.start_soon(ask)
+            await gateway.wait_answered(3)
+            gateway.answer = None
+        assert answers == [{"total": 0, "jobs": []}]
+        values["PATIENCE_S"] = 0.0
+        gateway.answer = ANSWERS[name]
+        with pytest.raises(SystemExit, match=r"no answer of a node for 0 s; the last attempt: .+"):
+            await ask()

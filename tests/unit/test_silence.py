@@ -1,0 +1,121 @@
+"""When the silence of a sandbox is excused: where its daemon could not run, by no doing of the rest of the sandbox."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from ipc.client import SILENCE_S
+from prorl_trio.sandbox import silence as module
+from prorl_trio.sandbox.client import DaemonSandbox
+from prorl_trio.sandbox.silence import Silence
+
+PID = 17
+
+
+class Seen:
+    """What /proc shows of a sandbox, which changes with each look: the daemon's state and CPU time, and the others'."""
+
+    def __init__(self, monkeypatch, *, state, daemon=0, others=0.0):
+        self.state, self.daemon, self.others = state, daemon, others
+        self.cpu_ns, self.others_s = 1_000_000, 5.0
+        self.threads = set()
+        monkeypatch.setattr(module, "_look", self.look)
+        monkeypatch.setattr(module, "_others_cpu_s", lambda pid: self.others_s)
+        monkeypatch.setattr(module, "_waiting_for_disk", lambda pid: self.threads)
+        monkeypatch.setattr(module, "run_blocking", self.run_here)
+
+    async def run_here(self, function, *arguments):
+        await trio.lowlevel.checkpoint()
+        return function(*arguments)
+
+    def look(self, pid, at_s):
+        self.cpu_ns += self.daemon or 0
+        self.others_s += self.others * SILENCE_S
+        return module._Look(at_s, self.state, None if self.daemon is None else self.cpu_ns)
+
+
+async def look_for(silence, seconds):
+    for _ in range(int(seconds / SILENCE_S)):
+        await trio.sleep(SILENCE_S)
+        await silence.look()
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "excused"),
+    [
+        ("it runs", {"state": "S", "daemon": 1}, False),
+        ("it is in a long system call, and runs now and then", {"state": "D", "daemon": 1}, False),
+        ("it could run, and sleeps", {"state": "S"}, False),
+        ("it is stopped", {"state": "T"}, True),
+        ("it is stopped, and the rest runs", {"state": "T", "others": 2.0}, True),
+        ("it waits for a disk, or is frozen", {"state": "D"}, True),
+        ("it is frozen, and shown asleep", {"state": "F"}, True),
+        ("it waits for a CPU that others have", {"state": "R", "others": 0.02}, True),
+        ("it waits for a CPU that its own sandbox has", {"state": "R", "others": 1.5}, False),
+        ("it waits for memory that its own sandbox takes", {"state": "D", "others": 0.6}, False),
+        ("it is gone", {"state": "", "daemon": None}, False),
+        ("it has ended", {"state": "Z"}, False),
+    ],
+)
+async def test_what_is_excused(what, seen, excused, monkeypatch, autojump_clock):
+    Seen(monkeypatch, **seen)
+    silence, uncounted = Silence(lambda: PID), []
+    silence.on_standstill = uncounted.append
+    await look_for(silence, 20.0)
+    assert silence.total_s == sum(uncounted) == pytest.approx(19.5 if excused else 0.0), what
+    assert await silence.stands_still() is excused
+
+
+async def test_a_standstill_ends_when_the_daemon_runs(monkeypatch, autojump_clock):
+    seen, silence = Seen(monkeypatch, state="T"), Silence(lambda: PID)
+    await look_for(silence, 5.0)
+    seen.state, seen.daemon = "S", 1
+    await look_for(silence, 5.0)
+    assert (silence.total_s, silence.is_too_long) == (4.5, False)
+    assert not await silence.stands_still()
+
+
+async def test_two_calls_that_wait_find_the_same_time_once(monkeypatch, autojump_clock):
+    Seen(monkeypatch, state="D")
+    silence = Silence(lambda: PID)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look_for, silence, 10.0)
+        await trio.sleep(0.1)
+        nursery.start_soon(look_for, silence, 10.0)
+    assert silence.total_s == pytest.approx(9.5, abs=SILENCE_S)
+
+
+async def test_time_between_two_calls_is_nobodys(monkeypatch, autojump_clock):
+    Seen(monkeypatch, state="T")
+    silence = Silence(lambda: PID)
+    await look_for(silence, 2.0)
+    await trio.sleep(1000.0)
+    await look_for(silence, 2.0)
+    assert silence.total_s == pytest.approx(3.0)
+
+
+async def test_a_thread_that_waits_for_a_disk_excuses_a_daemon_that_runs(monkeypatch, autojump_clock):
+    seen, silence = Seen(monkeypatch, state="S", daemon=1), Silence(lambda: PID)
+    seen.threads = {(18, 500)}
+    assert await silence.stands_still()
+
+
+class Rpc:
+    """Never answers: it asks, as often as the real client, until the time of the call is over."""
+
+    async def call(self, body, reply_type, *, timeout_s, on_chunk, on_silence):
+        left_s = timeout_s
+        while left_s > 0:
+            await trio.sleep(SILENCE_S)
+            left_s += await on_silence() - SILENCE_S
+        return left_s
+
+
+async def test_a_call_waits_as_long_as_its_sandbox_stands_still_and_not_for_good(monkeypatch, autojump_clock):
+    seen, silence = Seen(monkeypatch, state="T"), Silence(lambda: PID)
+    sandbox = DaemonSandbox("sbx", Rpc(), str, silence=silence)
+    for state, lasts_s in (("T", module.MAX_STANDSTILL_S), ("S", 3.0)):
+        seen.state, since_s = state, trio.current_time()
+        await sandbox.call(None, None, 3.0)
+        assert trio.current_time() - since_s == pytest.approx(lasts_s, abs=2 * SILENCE_S)
