@@ -141,9 +141,9 @@ def judge(copy: Copy, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdi
     sound, said = copy.passes(tests, LIMIT_S)
     limit_s = min(LIMIT_S, 30 + 5 * (time.monotonic() - started_s))
     for mutant in mutants:
-        text = mutant.mutated(ROOT)
+        text = mutant.mutated(copy.root)
         if text is None:
-            yield mutant, "stale", f"{mutant.file} has its old text {_times(mutant)} times"
+            yield mutant, "stale", f"its old text is not in {mutant.file} exactly once"
         elif not sound:
             yield mutant, "unsound", said
         else:
@@ -152,11 +152,6 @@ def judge(copy: Copy, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdi
             passed, said_of_it = copy.passes(tests, limit_s)
             copy.write(mutant.file, original)
             yield mutant, "survived" if passed else "killed", said_of_it
-
-
-def _times(mutant: Mutant) -> int:
-    path = ROOT / mutant.file
-    return path.read_text().count(mutant.old) if path.is_file() else 0
 
 
 def main() -> int:
@@ -194,8 +189,12 @@ def main() -> int:
                 copies.put(copy)
 
         with ThreadPoolExecutor(options.j) as threads:
-            for done in as_completed([threads.submit(work, group) for group in by_tests.values()]):
-                done.result()
+            try:
+                for done in as_completed([threads.submit(work, group) for group in by_tests.values()]):
+                    done.result()
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
     figures = ", ".join(f"{len(found)} {verdict}" for verdict, found in sorted(verdicts.items()))
     console.print(f"{len(mutants)} mutants: {figures}")
     return 0 if len(verdicts["killed"]) == len(mutants) else 1
