@@ -156,6 +156,26 @@ async def test_a_silent_one_that_is_well_undoes_it_and_all_go_on(autojump_clock)
         assert pool.backends.statistics()["admission"]["paused"] is False
 
 
+async def test_a_pause_that_fails_in_a_pause_leaves_that_in_force(autojump_clock):
+    async with open_pool(A, B) as pool:
+        await pool.backends.pause("keep", 5)
+        pool.engines[B].silent.add("pause")
+        with pytest.raises(PauseTimeout):
+            await pool.backends.pause("keep", 5)
+        assert pool.backends.admission.closed
+        assert "resume" not in pool.engines[A].told
+
+
+async def test_one_that_failed_to_pause_may_have_paused_and_is_resumed(autojump_clock):
+    async with open_pool(A, B) as pool:
+        pool.engines[A].broken.add("pause")
+        report = await pool.backends.pause("keep", 5)
+        assert {each.url: each.engine for each in report.backends} == {A: "failed", B: "paused"}
+        report = await pool.backends.resume()
+        assert {each.url: each.engine for each in report.backends} == {A: "resumed", B: "resumed"}
+        assert pool.engines[A].told == ["resume"]
+
+
 async def test_resumed_twice_under_an_older_version_and_paused_in_a_pause(autojump_clock):
     async with open_pool(A) as pool, pool.backends.lease("t") as lease:
         await pool.backends.pause("keep", 5)
