@@ -18,6 +18,7 @@ import time
 import tomllib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -71,15 +72,17 @@ def missing_tests(mutant: Mutant, root: Path = ROOT) -> list[str]:
 
 def _exists(test: str, root: Path) -> bool:
     file, *names = test.partition("[")[0].split("::")
-    if not (root / file).is_file():
-        return False
-    body: Sequence[ast.stmt] = ast.parse((root / file).read_text()).body
-    for name in names:
-        found = [node for node in body if getattr(node, "name", None) == name]
-        if not found:
-            return False
-        body = getattr(found[0], "body", [])
-    return True
+    return (root / file).is_file() and (not names or "::".join(names) in _tests_of(root / file))
+
+
+@cache
+def _tests_of(path: Path) -> frozenset[str]:
+    """Return the names of a file's functions, and of its classes' methods as `Class::method`."""
+    found = []
+    for node in ast.parse(path.read_text()).body:
+        name = getattr(node, "name", "")
+        found += [name, *(f"{name}::{getattr(each, 'name', '')}" for each in getattr(node, "body", []))]
+    return frozenset(found)
 
 
 class Copy:
@@ -89,8 +92,13 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder
+        self.stopped = False
+        self._child: subprocess.Popen[bytes] | None = None
         listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
         )
         for name in filter(None, listed.stdout.decode().split("\0")):
             if (ROOT / name).is_file():
@@ -112,35 +120,55 @@ class Copy:
     def passes(self, tests: Sequence[str], limit_s: float) -> tuple[bool, str]:
         """Return whether tests pass in time, and what pytest said."""
         code, output = self._run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not soak", *tests],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-m",
+                "not slow and not soak",
+                *tests,
+            ],
             limit_s,
         )
         return code == 0, output
 
+    def stop(self) -> None:
+        """Run no more tests, and end those that are run."""
+        self.stopped = True
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            os.killpg(self._child.pid, signal.SIGKILL)
+
     def _run(self, command: Sequence[str], limit_s: float) -> tuple[int | None, str]:
         with tempfile.TemporaryFile() as output:
-            child = subprocess.Popen(
+            self._child = subprocess.Popen(
                 command, cwd=self.root, env=self._environment, stdout=output, stderr=output, start_new_session=True
             )
             try:
-                code: int | None = child.wait(limit_s)
+                code: int | None = self._child.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
-            finally:
-                if child.poll() is None:
-                    os.killpg(child.pid, signal.SIGKILL)
-                    child.wait()
+                self._kill()
+                self._child.wait()
             output.seek(0)
             return code, output.read().decode(errors="replace")
 
 
 def judge(copy: Copy, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdict, str]]:
-    """Yield the verdict on each of `mutants`, which have the same tests, and what pytest said."""
+    """Yield the verdict on each of `mutants`, which have the same tests, and what pytest said, until it is stopped."""
     tests = mutants[0].tests
     started_s = time.monotonic()
     sound, said = copy.passes(tests, LIMIT_S)
     limit_s = min(LIMIT_S, 30 + 5 * (time.monotonic() - started_s))
     for mutant in mutants:
+        if copy.stopped:
+            return
         text = mutant.mutated(copy.root)
         if text is None:
             yield mutant, "stale", f"its old text is not in {mutant.file} exactly once"
@@ -157,7 +185,7 @@ def judge(copy: Copy, mutants: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdi
 def main() -> int:
     """Run the mutants, and return how many were not killed, as an exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", metavar="KIND_OR_NAME", help="only these; may be given often")
+    parser.add_argument("--only", action="append", metavar="KIND_OR_NAME", help="only these; may be given again")
     parser.add_argument("-j", type=int, default=os.cpu_count() or 1, metavar="N", help="so many at a time")
     options = parser.parse_args()
     mutants = [m for m in read_tables() if not options.only or m.name in options.only or m.kind in options.only]
@@ -171,22 +199,25 @@ def main() -> int:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, Progress(*columns, console=console) as progress:
         bar = progress.add_task("mutants", total=len(mutants))
-        copies: SimpleQueue[Copy] = SimpleQueue()
-        for number in range(min(options.j, len(by_tests))):
-            copies.put(Copy(Path(folder, str(number))))
+        copies = [Copy(Path(folder, str(number))) for number in range(min(options.j, len(by_tests)))]
+        free: SimpleQueue[Copy] = SimpleQueue()
+        for each in copies:
+            free.put(each)
 
         def work(group: Sequence[Mutant]) -> None:
-            copy = copies.get()
+            copy = free.get()
             try:
                 for mutant, verdict, said in judge(copy, group):
                     verdicts[verdict].append(mutant)
                     if verdict != "killed":
-                        console.print(f"{verdict}: {mutant.kind} {mutant.name} ({mutant.file})", markup=False, soft_wrap=True)
+                        console.print(
+                            f"{verdict}: {mutant.kind} {mutant.name} ({mutant.file})", markup=False, soft_wrap=True
+                        )
                         if verdict != "survived":
                             console.print("\n".join(said.splitlines()[-15:]), markup=False, soft_wrap=True)
                     progress.advance(bar)
             finally:
-                copies.put(copy)
+                free.put(copy)
 
         with ThreadPoolExecutor(options.j) as threads:
             try:
@@ -194,6 +225,8 @@ def main() -> int:
                     done.result()
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
+                for each in copies:
+                    each.stop()
                 raise
     figures = ", ".join(f"{len(found)} {verdict}" for verdict, found in sorted(verdicts.items()))
     console.print(f"{len(mutants)} mutants: {figures}")

@@ -61,7 +61,7 @@ def test_what_needs_no_sync_is_done_after_the_outcomes_of_its_group(bench, late)
     elif isinstance(late, BeginAttempt):
         assert left == {"b": (None, 1), "c": (None, 0), "d": (None, 0), "a": (1, 1)}
     else:
-        assert left == {name: (None, 0) for name in "bcd"}
+        assert left == dict.fromkeys("bcd", (None, 0))
 
 
 @pytest.mark.parametrize("beside", [[], [Acknowledge("s", 1)], [BeginAttempt("c", 1)]], ids=len)

@@ -1,4 +1,4 @@
-"""How a job's end becomes its outcome: whose doing it was where several things happened, and whether it is run again."""
+"""A job's end becomes its outcome: whose doing it was where several things happened, and whether it is run again."""
 
 from __future__ import annotations
 
