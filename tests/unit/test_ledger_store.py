@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from prorl_trio.ledger import LedgerLimits, NewJob
+from prorl_trio.ledger import LedgerFailed, LedgerLimits, NewJob
 from prorl_trio.ledger.operations import Accept, Acknowledge, BeginAttempt, CloseSession, Finish, Forget, OpenSession
 from prorl_trio.ledger.store import WAIT_FOR_ROOM, Store
 from prorl_trio.types.errors import ProtocolError, UnknownJob
@@ -121,3 +121,20 @@ def test_counts_are_as_before_a_transaction_that_did_not_go_through(bench, monke
     assert bench.commit(finish("a", 1)) == [WAIT_FOR_ROOM]
     after = bench.store.statistics()
     assert (after.jobs, after.live_bytes) == (before.jobs, before.live_bytes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "operation"),
+    [
+        ("UPDATE jobs SET attempt = 7 WHERE job_id = 'a'", finish("a", 1, attempt=9)),
+        ("UPDATE jobs SET fingerprint = x'00' WHERE job_id = 'a'", BeginAttempt("a", 1)),
+        ("UPDATE sessions SET last = 9", finish("a", 1)),
+        ("UPDATE sessions SET acked = 3", finish("a", 5)),
+    ],
+)
+def test_a_row_that_has_changed_on_the_disk_is_not_gone_by(bench, damage, operation):
+    bench.store._db.execute(damage)
+    bench.commit(operation)
+    assert "has changed" in bench.store.statistics().full
+    (refused,) = bench.commit(finish("b", 2))
+    assert isinstance(refused, LedgerFailed)

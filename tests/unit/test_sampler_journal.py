@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -95,6 +98,74 @@ def test_a_run_that_is_killed_at_any_byte_goes_on_to_the_same_end(whole, tmp_pat
         world.journal.close()
         assert lines_of(folder) == lines
         assert msgspec.msgpack.encode(world.sampler.state) == msgspec.msgpack.encode(state)
+
+
+class Power:
+    """What of a folder's files is on the disk: of each what was there when it was synced, under names as they were."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        self.content, self.names, self.open = {}, {}, []
+        self.check = lambda: None
+        for call in ("fsync", "fdatasync"):
+            monkeypatch.setattr(f"os.{call}", self.sync)
+
+    def sync(self, fd):
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if self.folder not in (path, path.parent):
+            return
+        self.check()
+        if path == self.folder:
+            self.names = self.names_now()
+        else:
+            self.open.append(os.dup(fd))  # no other file gets its number
+            self.content[os.fstat(fd).st_ino] = Path(f"/proc/self/fd/{fd}").read_bytes()
+        self.check()
+
+    def names_now(self):
+        return {path.name: path.stat().st_ino for path in self.folder.iterdir()}
+
+    def wrecks(self, into):
+        """Yield folders as a loss of power may leave this one: with the names that were synced, and with the latest."""
+        for number, names in enumerate((self.names, self.names_now())):
+            wreck = into / str(number)
+            shutil.rmtree(wreck, ignore_errors=True)
+            wreck.mkdir(parents=True)
+            for name, inode in names.items():
+                (wreck / name).write_bytes(self.content.get(inode, b""))
+            yield wreck
+
+
+def test_what_was_taken_note_of_is_there_after_a_loss_of_power(tmp_path, monkeypatch):
+    monkeypatch.setattr("prorl_trio.client.sampling.journal.HISTORY_BYTES", 2_000)
+    power = Power(tmp_path / "run", monkeypatch)
+    world = World(tmp_path / "run")
+    found, anew = [], 0
+
+    def check():
+        for wreck in power.wrecks(tmp_path / "wrecks"):
+            left = World(wreck)
+            left.journal.close()
+            found.append(msgspec.msgpack.encode(left.sampler.state))
+
+    power.check = check  # between two syncs, what is being written may be there, too
+    goes_on = True
+    while goes_on:
+        before = msgspec.msgpack.encode(world.sampler.state)
+        goes_on = world.step()
+        after = msgspec.msgpack.encode(world.sampler.state)
+        if world.journal.mostly_history:
+            world.journal.begin("s", world.sampler.state)
+            anew += 1
+        assert {*found} <= {before, after}
+        found.clear()
+        check()
+        assert {*found} == {after}
+        found.clear()
+    world.journal.close()
+    for fd in power.open:
+        os.close(fd)
+    assert anew > 0
 
 
 def test_damage_is_told_from_a_kill(whole, tmp_path):
