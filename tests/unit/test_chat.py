@@ -474,3 +474,17 @@ def test_every_sampled_token_has_one_version(formats, ranges):
     with pytest.raises(BackendError, match="the spans of 3 tokens leave some out or overlap"):
         conversation.add_completion(ids, [-0.5] * 3, spans=spans)
     conversation.add_completion(ids, [-0.5] * 3, policy_version="v")
+
+
+@pytest.mark.parametrize("on_break", ["keep", "segment"])
+def test_what_would_be_too_long_changes_nothing(chat, on_break):
+    conversation = Conversation(chat, [QUESTION], TOOLS, on_break=on_break)
+    sample(conversation, chat, "Let me see.")
+    before = len(conversation)
+    length = conversation.add_messages([RESULT], at_most=before)
+    assert length > before
+    assert len(conversation) == before
+    assert conversation.add_messages([RESULT], at_most=length - 1) == length
+    assert len(conversation) == before
+    assert conversation.add_messages([RESULT], at_most=length) == length == len(conversation)
+    assert len(conversation.prompt_token_ids()) == length
