@@ -209,12 +209,11 @@ def main() -> int:
             try:
                 for mutant, verdict, said in judge(copy, group):
                     verdicts[verdict].append(mutant)
-                    if verdict != "killed":
-                        console.print(
-                            f"{verdict}: {mutant.kind} {mutant.name} ({mutant.file})", markup=False, soft_wrap=True
-                        )
-                        if verdict != "survived":
-                            console.print("\n".join(said.splitlines()[-15:]), markup=False, soft_wrap=True)
+                    if verdict != "killed" or not console.is_terminal:
+                        line = f"{verdict}: {mutant.kind}: {mutant.name} ({mutant.file})"
+                        console.print(line, markup=False, highlight=False, soft_wrap=True)
+                    if verdict in ("stale", "unsound"):
+                        console.print("\n".join(said.splitlines()[-15:]), markup=False, highlight=False, soft_wrap=True)
                     progress.advance(bar)
             finally:
                 free.put(copy)
