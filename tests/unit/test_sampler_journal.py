@@ -93,6 +93,7 @@ def test_a_run_that_is_killed_at_any_byte_goes_on_to_the_same_end(whole, tmp_pat
         # The manifest is behind the journal, or its last line is cut off.
         (folder / MANIFEST).write_bytes(msgspec.json.Encoder().encode_lines(lines)[: 50 * (length % 5)])
         world = World(folder)
+        assert journal.startswith((folder / JOURNAL).read_bytes())
         while world.step():
             pass
         world.journal.close()
@@ -213,6 +214,8 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
     world.step()
     state = msgspec.msgpack.encode(world.sampler.state)
 
+    stored = (tmp_path / JOURNAL).read_bytes()
+
     def fails(_file):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -222,6 +225,7 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
         with pytest.raises(ConfigError, match="No space left"):
             write()
     assert msgspec.msgpack.encode(world.sampler.state) == state
+    assert (tmp_path / JOURNAL).read_bytes() == stored
     world.step()
     state = msgspec.msgpack.encode(world.sampler.state)
     world.journal.close()
