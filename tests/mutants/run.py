@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 TABLES = Path(__file__).parent
-LIMIT_S = 180.0
+LIMIT_S = 600.0
 """Time that the tests of one mutant get. Tests that do not end have found it, too."""
 
 Verdict = Literal["killed", "survived", "stale", "unsound"]

@@ -239,3 +239,31 @@ def test_what_is_no_journal_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is no journal of a sampler"):
         SamplerJournal(tmp_path)
     assert read_session_id(tmp_path / "nothing") is None
+
+
+def test_a_folder_is_one_trainers(tmp_path):
+    world = World(tmp_path)
+    with pytest.raises(ConfigError, match="is in use by another trainer"):
+        SamplerJournal(tmp_path)
+    world.journal.close()
+    World(tmp_path).journal.close()
+
+
+def test_another_format_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("prorl_trio.client.sampling.journal.FORMAT", 2)
+        World(tmp_path).journal.close()
+    with pytest.raises(ConfigError, match="has format 2, and this version reads 1"):
+        SamplerJournal(tmp_path)
+
+
+def test_a_record_that_was_written_elsewhere_is_not_read(whole, tmp_path):
+    """Blocks of a file that was removed may show up at the end of another after a loss of power."""
+    journal, _, state = whole
+    began = SamplerJournal(tmp_path / "whole")
+    first = began._begun_bytes
+    began.close()
+    (tmp_path / "whole" / JOURNAL).write_bytes(journal + journal[first:])
+    again = World(tmp_path / "whole")
+    again.journal.close()
+    assert msgspec.msgpack.encode(again.sampler.state) == msgspec.msgpack.encode(state)

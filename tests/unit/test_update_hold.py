@@ -89,6 +89,14 @@ async def test_a_lease_does_not_run_out_in_a_step_whatever_else_is_new_meanwhile
     assert trio.current_time() - began_s == pytest.approx(LEASE_S)
 
 
+async def test_a_hold_without_a_lease_is_never_lost(autojump_clock):
+    holder = UpdateHolder()
+    holder.take("one", None)
+    with trio.move_on_after(4000) as waited:
+        await holder.wait_lost()
+    assert waited.cancelled_caught
+
+
 async def test_without_a_lease_it_lasts(autojump_clock):
     async with open_pool(A, B) as pool:
         await hold(pool, lease_s=None)
