@@ -454,11 +454,12 @@ async def test_a_load_cancelled_at_any_step_is_taken_back_by_the_resume(autojump
 
 async def test_a_task_does_not_come_back_to_where_it_failed_before_one_has_answered(autojump_clock):
     """Its tasks have left the one that fails, so that has the least to do."""
-    async with open_pool(A, B, C) as pool, pool.backends.lease("t") as lease:
-        async with pool.backends.lease("u"), pool.backends.lease("v"):
-            tried = [lease.url]
-            for _ in range(2):
-                assert lease.repin()
-                tried.append(lease.url)
-            assert {*tried} == {A, B, C}
-            assert not lease.repin()
+    async with AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(open_pool(A, B, C))
+        lease, *_ = [await stack.enter_async_context(pool.backends.lease(task)) for task in "tuv"]
+        tried = [lease.url]
+        for _ in range(2):
+            assert lease.repin()
+            tried.append(lease.url)
+        assert {*tried} == {A, B, C}
+        assert not lease.repin()
