@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible slurm-if-possible demo learn doctor check test e2e soak format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible slurm-if-possible demo learn doctor check test e2e soak mutants format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ e2e: setup trainers apptainer-if-possible slurm-if-possible ## the slow suite: t
 
 soak: setup apptainer-if-possible slurm-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)
 	$(VENV)/python -m pytest -m soak
+
+mutants: setup-dev ## put small faults into the code, each of which a test must find (ONLY="ledger fleet": some kinds)
+	@$(VENV)/python tests/mutants/run.py -j $(WORKERS) $(foreach each,$(ONLY),--only $(each))
 
 clean: ## remove what was made in the checkout
 	rm -rf .venv build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -98,7 +98,8 @@ class Asked:
             await trio.lowlevel.checkpoint()
             answer.append(message)
 
-        lower = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        pairs = headers.items() if isinstance(headers, dict) else headers
+        lower = [(name.lower().encode(), value.encode()) for name, value in pairs]
         visitor = Visitors(9).arrive("a peer", lambda: None)
         scope = {
             "type": "http",
@@ -128,6 +129,46 @@ async def test_no_page_and_no_strange_name_gets_through_to_any_route(node, nurse
             assert await ask(method, path, filled({"Host": host}, 8701)) == (403, "host"), (method, path, host)
     assert not node.live
     assert node.backends.urls() == ("http://mine",)
+
+
+def basic(credentials):
+    return "Basic " + base64.b64encode(credentials.encode()).decode()
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [
+        [],
+        [""],
+        ["Bearer"],
+        ["Bearer "],
+        [TOKEN],
+        ["Token " + TOKEN],
+        ["Bearer " + TOKEN[:-1]],
+        ["Bearer " + TOKEN + "x"],
+        ["Bearer " + TOKEN.upper()],
+        ["Bearer " + basic("any:" + TOKEN).removeprefix("Basic ")],
+        ["Basic"],
+        ["Basic " + TOKEN],
+        ["Basic ???"],
+        [basic(TOKEN)],
+        [basic("any:")],
+        [basic("any:wrong")],
+        [basic(TOKEN + ":any")],
+        [basic("any:" + TOKEN[:-1])],
+        [basic("any:" + TOKEN + "x")],
+        [BASIC + "!"],
+        ["Bearer " + TOKEN, "Bearer wrong"],
+        ["Bearer wrong", "Bearer " + TOKEN],
+        [BASIC, BASIC],
+    ],
+)
+async def test_nothing_but_the_whole_token_offered_once_gets_in(node, nursery, offered):
+    ask = Asked(node, nursery, free=False)
+    headers = [("Host", "127.0.0.1"), *(("Authorization", each) for each in offered)]
+    for method, path in ROUTES:
+        if path.startswith("/v1/") or path == "/start":
+            assert await ask(method, path, headers) == (401, "token"), (method, path)
 
 
 async def test_no_page_gets_through_the_listener(node):

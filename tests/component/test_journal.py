@@ -12,12 +12,13 @@ import trio.testing
 
 from prorl_trio.config import LedgerConfig
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, LedgerStatistics, open_ledger
-from prorl_trio.ledger.operations import Finish
+from prorl_trio.ledger.operations import Acknowledge, Finish
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.sessions.journal import open_journal
 from prorl_trio.service.sessions.restore import restore_sessions
 from prorl_trio.service.sessions.session import Session
 from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.service.sessions.submission import submit_all
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.sessions import all_held, ended, submit
@@ -71,6 +72,17 @@ async def test_a_new_start_has_the_outcomes_and_runs_the_rest_as_the_next_attemp
         await ended(session, 2)
         assert (await session.held_of("b")).cursor == 5
         assert len(node.submitted) == 2
+
+
+async def test_attempts_that_began_on_other_nodes_count_over_a_restart(tmp_path):
+    """Else two attempts have the same number, and the ledger takes the outcome of the earlier one for the later."""
+    for _ in range(2):
+        async with open_life(tmp_path) as (table, node, _):
+            session, resumed = table.open("s", 0)
+            if not resumed:
+                specs = [make_spec("moved"), make_spec("new")]
+                await submit_all(session, specs, node, lambda _index, error: None, {"moved": 2})
+            assert node.taken == [("moved", 3), ("new", 1)]
 
 
 @pytest.mark.parametrize(
@@ -217,8 +229,13 @@ async def test_an_outcome_that_one_job_forgets_is_not_redelivered(tmp_path):
         node.cancel_soon("a", "")
         await ended(session, 2)
         session.forget("a")
-    async with open_life(tmp_path) as (table, _node, _):
-        assert [(held.cursor, held.job_id) for held in await all_held(table.get("s"))] == [(2, "b")]
+    async with open_life(tmp_path) as (table, node, _):
+        session = table.get("s")
+        assert [(held.cursor, held.job_id) for held in await all_held(session)] == [(2, "b")]
+        await submit(session, node, make_spec("c"))
+        node.finish("c")
+        await ended(session, 2)
+        assert (await session.held_of("c")).cursor == 4, "a trainer that was sent 3 would take it for that one"
 
 
 async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(tmp_path):
@@ -345,6 +362,31 @@ async def test_outcomes_are_held_back_when_the_disk_failed(tmp_path):
         ledger.finishing[1].settle(LedgerFailed("broken"))
         assert (session.log.last, journal.failed) == (0, "broken")
         assert table.refusal == "outcomes are held back until the node is started again: broken"
+
+
+async def test_acknowledgements_that_come_while_one_is_written_are_written_after_it(tmp_path):
+    ledger = SlowLedger()
+    written = []
+
+    def post(call):
+        if isinstance(call.operation, Acknowledge):
+            written.append(call)
+        else:
+            call.settle(None)
+
+    ledger.post = post
+    async with open_life(tmp_path, ledger=ledger) as (table, node, _):
+        session, _ = table.open("s", 0)
+        await submit(session, node, *map(make_spec, "abc"))
+        for job_id in "abc":
+            node.finish(job_id)
+        for cursor in (1, 2, 3):
+            session.ack(cursor)
+        assert [call.operation.cursor for call in written] == [1]
+        written[0].settle(None)
+        assert [call.operation.cursor for call in written] == [1, 3]
+        written[1].settle(None)
+        assert len(written) == 2
 
 
 async def test_a_full_ledger_is_a_reason_not_to_be_ready(tmp_path):

@@ -139,6 +139,30 @@ def test_tokens_streamed_over_a_resume_are_of_the_version_that_was_in_force_when
     assert [(span.start, span.end, span.policy_version) for span in completion.spans] == [(0, 2, "v1"), (2, 4, "v2")]
 
 
+def test_an_answer_in_one_piece_that_names_no_version_is_of_the_one_that_it_was_begun_under():
+    """What crossed a resume was sampled before it, at least in part: it is never said to be newer than it is."""
+    info = [known("", "v1")]
+    partial = begun(asked(PROMPT, 9))
+    assert partial.begin_attempt(lambda: info[0]) is None
+    info[0] = known("", "v2")
+    said = Completion(token_ids=[11, 12], logprobs=[-0.5, -0.5], finish_reason="stop", policy_version="", engine="e")
+    completion = partial.add(said)
+    assert [(span.start, span.end, span.policy_version) for span in completion.spans] == [(0, 2, "v1")]
+
+
+def test_tokens_of_a_whole_stream_are_of_the_versions_that_were_in_force_when_they_came():
+    info = [known("", "v1")]
+    partial = begun(asked(PROMPT, 9), stream=True)
+    assert partial.begin_attempt(lambda: info[0]) is None
+    partial.receive([11, 12], [-0.5, -0.5])
+    info[0] = known("", "v2")
+    partial.receive([13], [-0.5])
+    info[0] = known("", "v3")
+    said = Completion(token_ids=[11, 12, 13], logprobs=[-0.5] * 3, finish_reason="stop", policy_version="", engine="e")
+    completion = partial.add(said)
+    assert [(span.start, span.end, span.policy_version) for span in completion.spans] == [(0, 2, "v1"), (2, 3, "v2")]
+
+
 def test_a_call_that_was_complete_when_its_stream_was_cut_is_not_sampled_further():
     partial = begun(asked(PROMPT, 9), stop=lambda ids: ids[-1] == 12)
     assert partial.begin_attempt(under("v1")) is None

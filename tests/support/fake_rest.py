@@ -168,7 +168,7 @@ async def open_rest(
     node_config = NodeConfig(
         model=ModelConfig(path=""),
         rest=config,
-        backends=BackendConfig(allowed=allowed),
+        backends=BackendConfig(allowed=list(allowed)),
         sandbox=SandboxConfig(network=sandbox_network),
     )
     feed = EventFeed(max_streams=config.max_event_streams, max_events=config.event_buffer_events)

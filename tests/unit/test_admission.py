@@ -33,6 +33,37 @@ def test_each_limit_is_named_when_it_is_reached(field, limit, name):
     assert raised.value.retry_after_s == UNMEASURED_RETRY_S
 
 
+@pytest.mark.parametrize(
+    ("held", "room"),
+    [
+        ({}, 3),
+        ({"queued_of_session": 1}, 2),
+        ({"queued": 6}, 1),
+        ({"live": 9}, 1),
+        ({"live_of_session": 5}, 0),
+        ({"live_of_session": 9}, 0),
+        ({"undelivered": 19}, 3),  # those that come now do not count before they have ended
+        ({"undelivered": 20}, 0),
+        ({"undelivered_bytes": 999}, 3),
+        ({"undelivered_bytes": 1000}, 0),
+    ],
+)
+def test_room_is_for_as_many_as_check_lets_in(held, room):
+    admission = Admission(LIMITS, max_queued=7)
+    load = NOTHING._replace(**held)
+    assert admission.room(load) == room
+    let_in = 0
+    while True:
+        try:
+            admission.check(load, 0.0)
+        except AdmissionRejected:
+            break
+        let_in += 1
+        more = {field: getattr(load, field) + 1 for field in ("queued", "live", "queued_of_session", "live_of_session")}
+        load = load._replace(**more)
+    assert let_in == room
+
+
 def test_the_advice_is_measured():
     admission = Admission(LIMITS, max_queued=7)
     for n in range(200):

@@ -156,6 +156,26 @@ async def test_a_silent_one_that_is_well_undoes_it_and_all_go_on(autojump_clock)
         assert pool.backends.statistics()["admission"]["paused"] is False
 
 
+async def test_a_pause_that_fails_in_a_pause_leaves_that_in_force(autojump_clock):
+    async with open_pool(A, B) as pool:
+        await pool.backends.pause("keep", 5)
+        pool.engines[B].silent.add("pause")
+        with pytest.raises(PauseTimeout):
+            await pool.backends.pause("keep", 5)
+        assert pool.backends.admission.closed
+        assert "resume" not in pool.engines[A].told
+
+
+async def test_one_that_failed_to_pause_may_have_paused_and_is_resumed(autojump_clock):
+    async with open_pool(A, B) as pool:
+        pool.engines[A].broken.add("pause")
+        report = await pool.backends.pause("keep", 5)
+        assert {each.url: each.engine for each in report.backends} == {A: "failed", B: "paused"}
+        report = await pool.backends.resume()
+        assert {each.url: each.engine for each in report.backends} == {A: "resumed", B: "resumed"}
+        assert pool.engines[A].told == ["resume"]
+
+
 async def test_resumed_twice_under_an_older_version_and_paused_in_a_pause(autojump_clock):
     async with open_pool(A) as pool, pool.backends.lease("t") as lease:
         await pool.backends.pause("keep", 5)
@@ -356,6 +376,22 @@ async def test_one_that_fails_to_load_leaves_the_old_version_everywhere(autojump
             assert (pool.engines[A].weights, pool.engines[B].weights) == (folder, folder)
 
 
+async def test_one_that_is_drained_counts_while_it_has_tasks(autojump_clock):
+    """Its tasks go on there after the resume, and would be said to be of a version that it did not load."""
+    async with open_pool(B) as pool, pool.backends.lease("t") as lease:
+        await pool.backends.pause("keep", 5)
+        pool.engines[B].broken.add("load /w/1")
+        assert loaded(await pool.backends.load_weights("/w/1", 5)) == {B: "failed"}
+        pool.backends.drain(B)
+        await pool.backends.add(A)
+        with pytest.raises(UpdateRefused, match=f"{B}: it did not load its new weights"):
+            await pool.backends.resume("1")
+        assert pool.backends.policy_version == "0"
+        assert pool.backends.admission.closed
+        await pool.backends.resume()
+        assert {version for version, _, _ in versions(await complete(lease))} == {"0"}
+
+
 async def test_one_that_does_not_get_its_former_weights_back_takes_no_tasks_until_it_has_them(autojump_clock):
     async with open_pool(A, B) as pool:
         await pool.backends.pause("keep", 5)
@@ -456,3 +492,16 @@ async def test_one_whose_weights_are_not_known_is_out_for_that_reason(autojump_c
             f"{A}: it may have the weights in /w/2, and where those of version 1 are is not known here: move them "
             "there and resume with that version, or remove it"
         )
+
+
+async def test_a_task_does_not_come_back_to_where_it_failed_before_one_has_answered(autojump_clock):
+    """Its tasks have left the one that fails, so that has the least to do."""
+    async with AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(open_pool(A, B, C))
+        lease, *_ = [await stack.enter_async_context(pool.backends.lease(task)) for task in "tuv"]
+        tried = [lease.url]
+        for _ in range(2):
+            assert lease.repin()
+            tried.append(lease.url)
+        assert {*tried} == {A, B, C}
+        assert not lease.repin()

@@ -14,7 +14,7 @@ from prorl_trio.chat.conversation import CompletionRange, Conversation
 from prorl_trio.chat.format import MAX_PADDING_ROWS, ChatFormat
 from prorl_trio.chat.history import Recall
 from prorl_trio.types.errors import BackendError, HandlerError, TokenDrift
-from prorl_trio.types.models import ChatMessage
+from prorl_trio.types.models import ChatMessage, PolicySpan
 
 TOOLS = [
     {
@@ -452,3 +452,39 @@ def test_a_format_tells_what_it_is_and_turns_travel(formats, chat):
     ids = [chat.codec.added_ids["<|im_start|>"], *chat.codec.encode("<think>x"), chat.end_of_turn_id]
     assert chat.decode(ids, skip_special=True) == "<think>x"
     assert chat.decode(ids) == "<|im_start|><think>x<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(0, 2)],  # the last one has no version
+        [(1, 3)],
+        [(0, 1), (2, 3)],
+        [(0, 2), (1, 3)],
+        [(0, 3), (3, 4)],
+        [(0, 0)],
+    ],
+)
+def test_every_sampled_token_has_one_version(formats, ranges):
+    chat = formats["qwen3"]
+    conversation = Conversation(chat, [QUESTION], [])
+    ids = chat.codec.encode("1 2 3 4 5")[:3]
+    assert len(ids) == 3
+    spans = [PolicySpan(start=start, end=end, policy_version="v", engine="e") for start, end in ranges]
+    with pytest.raises(BackendError, match="the spans of 3 tokens leave some out or overlap"):
+        conversation.add_completion(ids, [-0.5] * 3, spans=spans)
+    conversation.add_completion(ids, [-0.5] * 3, policy_version="v")
+
+
+@pytest.mark.parametrize("on_break", ["keep", "segment"])
+def test_what_would_be_too_long_changes_nothing(chat, on_break):
+    conversation = Conversation(chat, [QUESTION], TOOLS, on_break=on_break)
+    sample(conversation, chat, "Let me see.")
+    before = len(conversation)
+    length = conversation.add_messages([RESULT], at_most=before)
+    assert length > before
+    assert len(conversation) == before
+    assert conversation.add_messages([RESULT], at_most=length - 1) == length
+    assert len(conversation) == before
+    assert conversation.add_messages([RESULT], at_most=length) == length == len(conversation)
+    assert len(conversation.prompt_token_ids()) == length

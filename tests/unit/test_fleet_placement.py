@@ -101,6 +101,20 @@ def test_a_node_hears_of_what_was_dropped_with_what_is_acknowledged():
     assert acks.settle(9) == 4
 
 
+def test_an_outcome_that_its_node_is_to_keep_keeps_those_after_it():
+    acks = NodeAcks()
+    acks.add(1, 5, "a")
+    acks.hold(2, "b")
+    acks.add(3, 6, "c")
+    assert acks.held(["a", "b", "c"]) == ["b"]
+    assert acks.settle(9) == 1
+    assert acks.settle(9) == 0
+    assert acks.unsettled() == {"c": 6}
+    acks.release(["a", "b", "c"])
+    assert acks.settle(5) == 2
+    assert acks.settle(6) == 3
+
+
 def test_the_state_of_a_fleet_is_that_of_its_nodes_together():
     def report(busy, p99_ms):
         stages = {"run": {"busy": busy, "workers": 4}}

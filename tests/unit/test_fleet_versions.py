@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import trio
 
 from prorl_trio.client import PolicyUndecided
+from prorl_trio.client.fleet.policy import SHUTTING_DOWN, FleetPolicy
+from prorl_trio.client.fleet.state import FleetState, Member
 from prorl_trio.client.fleet.versions import NodePolicy, newest_version, policy_of
 from prorl_trio.types.backends import BackendList
+from support.fake_fleet import entry_of
 
 
 def node(version, *announced):
@@ -26,6 +30,7 @@ def node(version, *announced):
         ([node("c", "a", "b", "c"), node("b"), node("a")], "c"),
         ([node("7"), node("8"), node("8")], "8"),  # and not the majority, nor whoever is first
         ([node("8"), node("7"), node("7")], "8"),
+        ([node("0", "b", "0"), node("b", "b")], "0"),  # it was announced by that name
         ([node(""), node("b")], "b"),
     ],
 )
@@ -55,3 +60,91 @@ def test_a_nodes_list_tells_its_policy_and_what_is_down_has_none():
     }
     assert policy_of(BackendList(urls=[], pool=pool)) == NodePolicy(frozenset({"3"}), ("2", "3"), updating=True)
     assert policy_of(BackendList(urls=[], pool={})) == NodePolicy(frozenset())
+
+
+class Link:
+    """A client of a node whose backends have some versions."""
+
+    def __init__(self, *versions):
+        self.versions = versions
+        self.announced = []
+        self.updating = ""
+        self.meanwhile = lambda: None
+
+    async def list_backends(self):
+        await trio.lowlevel.checkpoint()
+        pool = {
+            "backends": [{"policy_version": version} for version in self.versions],
+            "versions": self.announced,
+            "updating": self.updating,
+        }
+        self.meanwhile()
+        return BackendList(urls=[], pool=pool)
+
+
+def fleet_of(**links):
+    """Return the policy of a fleet, and its nodes."""
+    state = FleetState("s")
+    policy = FleetPolicy(state)
+    for name, link in links.items():
+        state.join(Member(entry_of(name), link))
+        policy.joined(state.members[name])
+    return policy, state.members
+
+
+def given_jobs(members):
+    return {name for name, member in members.items() if not member.behind}
+
+
+async def test_a_node_one_of_whose_engines_has_another_version_gets_no_jobs():
+    policy, members = fleet_of(a=Link("4", "5"), b=Link("5", "5"), c=Link(), d=Link("4"))
+    await policy.settle()
+    assert policy.version == "5"
+    assert given_jobs(members) == {"b", "c"}
+    assert "['4', '5']" in members["a"].behind
+
+
+async def test_what_was_announced_is_the_fleets_version_whatever_nodes_have():
+    policy, members = fleet_of(a=Link("5"), b=Link("9"))
+    policy.announce("5", {"a"})
+    assert given_jobs(members) == {"a"}
+    await policy.judge_again()
+    assert policy.version == "5"
+    assert given_jobs(members) == {"a"}
+
+
+async def test_while_nobody_knows_which_came_last_no_node_gets_jobs():
+    policy, members = fleet_of(a=Link("a"), b=Link("b"), c=Link())
+    await policy.settle()
+    assert given_jobs(members) == set()
+    with pytest.raises(PolicyUndecided):
+        policy.require_decided()
+
+
+async def test_what_nodes_said_before_a_resume_says_nothing_of_what_is_after_it():
+    link = Link("4")
+    policy, members = fleet_of(a=link)
+    policy.announce("4", {"a"})
+    link.versions = ("3",)
+    link.meanwhile = policy.begin_resume
+    await policy.judge_again()
+    assert given_jobs(members) == {"a"}
+    link.meanwhile = lambda: None
+    await policy.judge_again()
+    assert given_jobs(members) == set()
+
+
+async def test_nodes_are_not_judged_in_an_update_nor_taken_back_in_a_shutdown():
+    a, b = Link("4"), Link("4")
+    policy, members = fleet_of(a=a, b=b)
+    await policy.settle()
+    members["b"].behind = SHUTTING_DOWN
+    a.versions, a.updating = ("5",), "somebody"
+    await policy.judge_again()
+    assert policy.waiting
+    assert policy.version == "4"
+    a.updating = ""
+    await policy.judge_again()
+    assert not policy.waiting
+    assert policy.version == "5"
+    assert members["b"].behind == SHUTTING_DOWN

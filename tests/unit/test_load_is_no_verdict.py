@@ -18,7 +18,7 @@ from prorl_trio.grading.verifier import (
     again_if_killed,
     backstop_s,
 )
-from prorl_trio.types.errors import EvaluationError
+from prorl_trio.types.errors import EvaluationError, SandboxLost
 from prorl_trio.types.models import JobSpec, TaskInstance
 
 RESOURCES = Resources(config=NodeConfig(model=ModelConfig(path="none")), chat_format=None, backends=None, scorers=None)
@@ -70,6 +70,7 @@ TIMED_OUT = {"timed_out": True, "exit_code": None}
         ({**TIMED_OUT, "own_s": 7.0, "cpu_s": 7.0, "duration_s": 200.0}, EvaluationError, EvaluationError),
         ({**TIMED_OUT, "own_s": 7.0, "cpu_s": 7.0, "breach": "wall"}, "timed_out", "timed_out"),
         ({"exit_code": 137}, ProgramKilled, "exited"),
+        ({"exit_code": 137, "breach": "memory"}, "exited", "exited"),
     ],
 )
 async def test_how_a_program_ended_decides_who_made_it_slow(result, first, alone):
@@ -191,3 +192,12 @@ async def test_who_gets_no_turn_in_time_has_a_verdict_all_the_same(autojump_cloc
             nursery.start_soon(one)
     assert verdicts == [0] * 5
     assert trio.current_time() - began_s < 7 * ALONE_TIMEOUT_S
+
+
+@pytest.mark.parametrize("last_try", [False, True])
+async def test_a_loss_is_the_candidates_only_if_it_came_from_inside(last_try):
+    outside = Verifier(Bench(), Refuses(SandboxLost("it was killed")), last_try=last_try)
+    with pytest.raises(SandboxLost):
+        await outside.run(["program"], timeout_s=LIMIT_S)
+    inside = Verifier(Bench(), Refuses(SandboxLost("it was killed", from_inside=True)), last_try=last_try)
+    assert (await inside.run(["program"], timeout_s=LIMIT_S)).ended == "lost"

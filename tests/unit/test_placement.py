@@ -86,10 +86,13 @@ def test_a_removed_backend_is_gone_with_its_last_task():
     removed = pool.remove(A)
     assert {each.url: each.state for each in pool.statistics()} == {A: "removed", B: "active"}
     assert pool.get(A) is None
+    assert pool.take_unused() == []
     for lease in leases:
         pool.release(lease)
     assert in_flight(pool) == {B: 0}
     assert removed.in_flight == 0
+    assert pool.take_unused() == [removed]
+    assert pool.take_unused() == []
 
 
 def test_the_url_of_a_removed_backend_may_be_added_again():

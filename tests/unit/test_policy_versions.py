@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from prorl_trio.inference.pool.versions import MAX_VERSIONS_KEPT, VersionOrder
+from prorl_trio.inference.pool.versions import ANNOUNCED_KEPT, MAX_VERSIONS_KEPT, VersionOrder
 
 
 @pytest.mark.parametrize(
     ("older", "newer", "updates"),
-    [("3", "3", 0), ("3", "9", 6), ("9", "3", 0), ("0", "a", 1), ("a", "c", 2), ("c", "a", 0), ("b", "b", 0)],
+    [
+        ("3", "3", 0),
+        ("3", "9", 6),
+        ("9", "3", 0),
+        ("9", "10", 1),
+        ("10", "9", 0),
+        ("0", "a", 1),
+        ("a", "c", 2),
+        ("c", "a", 0),
+        ("b", "b", 0),
+    ],
 )
 def test_updates_between_two_versions(older, newer, updates):
     order = VersionOrder("0")
@@ -31,6 +41,17 @@ def test_one_that_comes_back_keeps_its_place():
     for version in ("a", "b", "a"):
         order.note(version)
     assert order.updates("a", "b") == 1
+
+
+def test_what_was_announced_is_told_in_the_order_in_which_it_was_so_last():
+    order = VersionOrder("0")
+    for version in ("a", "b", "a"):
+        order.announce(version)
+    assert order.announced() == ["b", "a"]
+    assert order.current == "a"
+    for n in range(2 * ANNOUNCED_KEPT):
+        order.announce(str(n))
+    assert order.announced() == [str(n) for n in range(ANNOUNCED_KEPT, 2 * ANNOUNCED_KEPT)]
 
 
 def test_the_oldest_are_forgotten():

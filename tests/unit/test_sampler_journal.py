@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 import struct
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -100,11 +103,80 @@ def test_a_run_that_is_killed_at_any_byte_goes_on_to_the_same_end(whole, tmp_pat
         # The manifest is behind the journal, or its last line is cut off.
         (folder / MANIFEST).write_bytes(msgspec.json.Encoder().encode_lines(lines)[: 50 * (length % 5)])
         world = World(folder)
+        assert journal.startswith((folder / JOURNAL).read_bytes())
         while world.step():
             pass
         world.journal.close()
         assert lines_of(folder) == lines
         assert msgspec.msgpack.encode(world.sampler.state) == msgspec.msgpack.encode(state)
+
+
+class Power:
+    """What of a folder's files is on the disk: of each what was there when it was synced, under names as they were."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        self.content, self.names, self.open = {}, {}, []
+        self.check = lambda: None
+        for call in ("fsync", "fdatasync"):
+            monkeypatch.setattr(f"os.{call}", self.sync)
+
+    def sync(self, fd):
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if self.folder not in (path, path.parent):
+            return
+        self.check()
+        if path == self.folder:
+            self.names = self.names_now()
+        else:
+            self.open.append(os.dup(fd))  # no other file gets its number
+            self.content[os.fstat(fd).st_ino] = Path(f"/proc/self/fd/{fd}").read_bytes()
+        self.check()
+
+    def names_now(self):
+        return {path.name: path.stat().st_ino for path in self.folder.iterdir()}
+
+    def wrecks(self, into):
+        """Yield folders as a loss of power may leave this one: with the names that were synced, and with the latest."""
+        for number, names in enumerate((self.names, self.names_now())):
+            wreck = into / str(number)
+            shutil.rmtree(wreck, ignore_errors=True)
+            wreck.mkdir(parents=True)
+            for name, inode in names.items():
+                (wreck / name).write_bytes(self.content.get(inode, b""))
+            yield wreck
+
+
+def test_what_was_taken_note_of_is_there_after_a_loss_of_power(tmp_path, monkeypatch):
+    monkeypatch.setattr("prorl_trio.client.sampling.journal.HISTORY_BYTES", 2_000)
+    power = Power(tmp_path / "run", monkeypatch)
+    world = World(tmp_path / "run")
+    found, anew = [], 0
+
+    def check():
+        for wreck in power.wrecks(tmp_path / "wrecks"):
+            left = World(wreck)
+            left.journal.close()
+            found.append(msgspec.msgpack.encode(left.sampler.state))
+
+    power.check = check  # between two syncs, what is being written may be there, too
+    goes_on = True
+    while goes_on:
+        before = msgspec.msgpack.encode(world.sampler.state)
+        goes_on = world.step()
+        after = msgspec.msgpack.encode(world.sampler.state)
+        if world.journal.mostly_history:
+            world.journal.begin("s", world.sampler.state)
+            anew += 1
+        assert {*found} <= {before, after}
+        found.clear()
+        check()
+        assert {*found} == {after}
+        found.clear()
+    world.journal.close()
+    for fd in power.open:
+        os.close(fd)
+    assert anew > 0
 
 
 def test_damage_is_told_from_a_kill(whole, tmp_path):
@@ -152,6 +224,8 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
     world.step()
     state = msgspec.msgpack.encode(world.sampler.state)
 
+    stored = (tmp_path / JOURNAL).read_bytes()
+
     def fails(_file):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -161,6 +235,7 @@ def test_a_disk_that_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
         with pytest.raises(ConfigError, match="No space left"):
             write()
     assert msgspec.msgpack.encode(world.sampler.state) == state
+    assert (tmp_path / JOURNAL).read_bytes() == stored
     world.step()
     state = msgspec.msgpack.encode(world.sampler.state)
     world.journal.close()
@@ -202,3 +277,31 @@ def test_what_was_cut_off_is_not_searched_byte_by_byte(monkeypatch):
     monkeypatch.setattr(journal_module, "_PREFIX", Prefix())
     assert not _has_record(bytes(200_000), 1)
     assert len(looked) < 100
+
+
+def test_a_folder_is_one_trainers(tmp_path):
+    world = World(tmp_path)
+    with pytest.raises(ConfigError, match="is in use by another trainer"):
+        SamplerJournal(tmp_path)
+    world.journal.close()
+    World(tmp_path).journal.close()
+
+
+def test_another_format_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("prorl_trio.client.sampling.journal.FORMAT", 2)
+        World(tmp_path).journal.close()
+    with pytest.raises(ConfigError, match="has format 2, and this version reads 1"):
+        SamplerJournal(tmp_path)
+
+
+def test_a_record_that_was_written_elsewhere_is_not_read(whole, tmp_path):
+    """Blocks of a file that was removed may show up at the end of another after a loss of power."""
+    journal, _, state = whole
+    began = SamplerJournal(tmp_path / "whole")
+    first = began._begun_bytes
+    began.close()
+    (tmp_path / "whole" / JOURNAL).write_bytes(journal + journal[first:])
+    again = World(tmp_path / "whole")
+    again.journal.close()
+    assert msgspec.msgpack.encode(again.sampler.state) == msgspec.msgpack.encode(state)

@@ -151,6 +151,29 @@ def run_steps(rules, reward_of, steps, share_seen=None):
     return sampler, arrived
 
 
+@pytest.mark.parametrize(
+    ("met", "staleness"),
+    [
+        ([["2"], ["2"]], 0),  # sampled anew: the group is older than any of its tokens
+        ([["2"], ["1", "2"]], 1),  # one token of the older version is enough
+        ([["0"], ["2"]], 2),  # begun under version 1, on an engine that had not got that yet
+        ([["2"], ["else"]], 1),  # of a version that was never announced: not older than the group
+        ([[], []], 1),  # nothing was sampled
+    ],
+)
+def test_the_staleness_of_a_group_is_that_of_its_oldest_token(met, staleness):
+    sampler = GroupSampler.begin("run", GroupRules(size=2, groups_per_step=1, max_staleness=2), "0")
+    sampler.apply(Advanced("1", confirms=True))
+    submitted = sampler.apply(Opened(make_task(0), JobTemplate())).submit
+    sampler.apply(Advanced("2", confirms=True))
+    for (job_id, _), versions in zip(submitted, met, strict=True):
+        right = job_id == submitted[0][0]
+        sampler.apply(Arrived(make_rollout(sampler.spec(job_id), float(right), versions=versions), right))
+    sampler.apply(Taken(sampler.choose(1), confirms=True))
+    (group,) = sampler.state.given[-1].groups
+    assert (group.submitted_version, group.staleness) == ("1", staleness)
+
+
 def test_more_groups_are_at_work_where_few_are_informative():
     rules = GroupRules(size=2, groups_per_step=4, max_staleness=8, ahead=1.0)
     seldom: list[int] = []

@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from prorl_trio.inference.pool.control import EngineControl
+from prorl_trio.inference.pool.update_hold import UpdateHolder
 from prorl_trio.inference.pool.versions import VersionOrder
 from prorl_trio.types.errors import BackendsBusy, UpdateRefused
 from support.cancel_sweep import cancel_sweep
@@ -72,6 +73,28 @@ async def test_steps_and_renewals_keep_it_and_a_step_may_take_longer_than_the_le
         assert not report.paused
         await trio.sleep(3 * LEASE_S)
         assert {each.policy_version for each in pool.backends.list()} == {"1"}
+
+
+async def test_a_lease_does_not_run_out_in_a_step_whatever_else_is_new_meanwhile(autojump_clock):
+    holder = UpdateHolder()
+    holder.take("one", LEASE_S)
+    holder.begin_step()
+    await trio.sleep(2 * LEASE_S)
+    with trio.move_on_after(LEASE_S) as waited:
+        await holder.wait_lost()
+    assert waited.cancelled_caught
+    holder.end_step()
+    began_s = trio.current_time()
+    assert (await holder.wait_lost()).holder == "one"
+    assert trio.current_time() - began_s == pytest.approx(LEASE_S)
+
+
+async def test_a_hold_without_a_lease_is_never_lost(autojump_clock):
+    holder = UpdateHolder()
+    holder.take("one", None)
+    with trio.move_on_after(4000) as waited:
+        await holder.wait_lost()
+    assert waited.cancelled_caught
 
 
 async def test_without_a_lease_it_lasts(autojump_clock):

@@ -51,6 +51,8 @@ class MoveLog:
 
     def __init__(self, fleet: Path, session_id: str) -> None:
         self.path = fleet / FOLDER / f"{quote(session_id, safe='')}.jsonl"
+        self._named = False
+        """Its name is on the disk, and that of its folder."""
 
     def read(self) -> list[Line]:
         """Return the lines; a last one that a killed writer left unfinished is not among them.
@@ -86,5 +88,17 @@ class MoveLog:
                 file.write(encoded)
                 file.flush()
                 os.fsync(file.fileno())
+            if not self._named:  # else a loss of power may take its name, and with that what is in it
+                for folder in (self.path.parent, self.path.parent.parent):
+                    _sync_folder(folder)
+                self._named = True
         except OSError as exc:
             raise ConfigError(f"{self.path} cannot be written: {exc.strerror}; make room on the fleet's disk") from exc
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
