@@ -65,6 +65,8 @@ class Lease:
 
 
 class Pool:
+    policy_version = "0"
+
     def __init__(self, lease):
         self._lease, self.versions = lease, VersionOrder("0")
 

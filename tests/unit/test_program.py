@@ -26,7 +26,7 @@ async def test_a_piece_that_nobody_takes_waits_for_the_programs_end_at_most(auto
             return ENDED
         raise end or SandboxLost("gone")
 
-    program = Program(call, Exec(argv=["true"], timeout_s=600, input_id=1), 600)
+    program = Program(call, Exec(argv=["true"], timeout_s=600, input_id=1), 600, nullcontext)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(program.serve)
         for _ in range(2):
