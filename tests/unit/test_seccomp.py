@@ -126,7 +126,11 @@ def test_namespaces(machine):
 def test_nobody_waits_for_a_lease_of_a_file(machine):
     name, ask = machine
     number = (72, 25)[column_of(name)]
-    commands = {getattr(fcntl, what) for what in dir(fcntl) if what.startswith("F_") and what[2:5] not in ("RDL", "WRL", "UNL", "OWN")}
+    commands = {
+        getattr(fcntl, what)
+        for what in dir(fcntl)
+        if what.startswith("F_") and what[2:5] not in ("RDL", "WRL", "UNL", "OWN")
+    }
     commands -= {fcntl.F_SETLEASE}
     assert {ask(number, 3, command) for command in commands | {0, 36, 37, 38, 1030}} == {ALLOW}
     for command in (fcntl.F_SETLEASE, 1039, 1040, 1 << 32 | fcntl.F_SETLEASE, -1):
