@@ -74,8 +74,8 @@ def filter_end(architecture: Architecture, key: bytes | None) -> list[Instructio
 
     A program may read any limits that the kernel lets it, and set its own, `RLIMIT_LOCKS` aside: the process is 0 then,
     as in `setrlimit` of any C library. No number of another process is allowed: each of the daemon's threads has one
-    that the filter cannot know. Who gives the key in the fifth and sixth argument may set all: the daemon. Without a key
-    nobody may.
+    that the filter cannot know. Who gives the key in the fifth and sixth argument may set all: the daemon. If `key` is
+    None, nobody may.
 
     Calls that no rule names cost nothing: since Linux 5.11 the kernel remembers that they are always allowed.
     """
