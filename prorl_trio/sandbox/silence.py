@@ -165,8 +165,8 @@ def _cpu_ns(task: int | None) -> int | None:
 def _waiting_for_disk(pid: int | None) -> set[tuple[int, int | None]]:
     """Return the threads of a process that wait and take no signal, each with the CPU time that it has used.
 
-    A thread that waits for a child to execute a program (`vfork`) waits for what that waits for: the child may be stopped,
-    by any process of its user.
+    A thread that waits for a child to execute a program (`vfork`) waits for what the child waits for. The child may be
+    stopped, by any process of its user.
     """
     found = set()
     with suppress(OSError):

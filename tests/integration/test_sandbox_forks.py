@@ -113,37 +113,6 @@ async def test_it_is_the_same_sandbox(provider, prestart):
     assert wider == {}, "a mount with fewer restrictions than bubblewrap's"
 
 
-SET_BY_KEYS = """
-import ctypes, re, resource, struct
-libc = ctypes.CDLL(None)
-steps = (struct.pack("=HBBIHBB", 0x20, 0, 0, 48 + 4 * word, 0x15, 0, 7 - 2 * word) for word in range(4))
-keyed = re.compile(b"".join(re.escape(step) + b"(.{4})" for step in steps), re.DOTALL)
-found = 0
-with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
-    for line in maps:
-        begin, end = (int(word, 16) for word in line.split()[0].split("-"))
-        if line.split()[1][0] == "r" and "[v" not in line:
-            memory.seek(begin)
-            for words in keyed.findall(memory.read(end - begin)):
-                key = struct.unpack("=2Q", b"".join(words))
-                libc.syscall(302, 1, 9, struct.pack("=2Q", 1 << 40, 1 << 40), None, *map(ctypes.c_uint64, key))
-                found += 1
-found, resource.prlimit(1, 9)
-"""
-"""Tries every key of a filter that is in the memory of the kernel: at least the placeholder of its server is."""
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of a system call")
-async def test_its_kernel_finds_no_key_to_the_daemons_limits(provider):
-    with trio.fail_after(TEST_TIMEOUT_S):
-        async with open_forked(provider, SandboxSpec(prestart_ipython=True)) as sandbox:
-            cell = await sandbox.ipython(SET_BY_KEYS, timeout_s=ACTION_TIMEOUT_S)
-    assert cell.error is None, cell.error
-    found, _, limits = cell.result.strip("()").partition(", ")
-    assert int(found) >= 1
-    assert limits.strip("()") == "-1, -1"
-
-
 async def test_each_has_files_and_names_of_its_own(provider):
     write = "echo mine > /tmp/a; echo mine > ~/a; echo mine > /dev/shm/a; ls /tmp ~ /dev/shm | grep -cx a"
     with trio.fail_after(TEST_TIMEOUT_S):

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,15 @@ def test_only_the_daemon_has_a_key_to_limits(machine):
         assert interpret(code, architecture.audit, number, 1, 7, 99, 0, *key) == refused(errno.EPERM)
     assert interpret(code, architecture.audit, number, 0, 7, 99, 0) == ALLOW, "its own"
     assert interpret(code, architecture.audit, number, 1, 7, 0, 99) == ALLOW, "to read"
+
+
+def test_no_other_process_than_the_daemon_ever_has_a_key_in_its_memory():
+    program = (
+        "import os\nfrom sandbox_daemon import seccomp\nos.urandom = seccomp.with_key = None\n"
+        "seccomp.confine(daemon_pid=os.getppid(), guarded=True)\nassert seccomp._prlimit is None"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_sockets(machine):
