@@ -107,6 +107,8 @@ async def test_a_thread_that_waits_for_a_disk_excuses_a_daemon_that_runs(monkeyp
 class Rpc:
     """Never answers: it asks, as often as the real client, until the time of the call is over."""
 
+    closed = False
+
     async def call(self, body, reply_type, *, timeout_s, on_chunk, on_silence):
         left_s = timeout_s
         while left_s > 0:
