@@ -47,7 +47,8 @@ def serve_forks(control_fd: int) -> int:
     home = pwd.getpwuid(uid).pw_dir
     with socket.socket(fileno=control_fd) as control:
         preload_shell()
-        filter_code(FIRST_PID, guarded=True)
+        for keyed in (True, False):
+            filter_code(FIRST_PID, guarded=True, keyed=keyed)
         for name in LATER:
             importlib.import_module(name)
         gc.collect()

@@ -69,25 +69,28 @@ def filter_program(architecture: Architecture, chosen: list[Rule]) -> list[Instr
     return program
 
 
-def filter_end(architecture: Architecture, key: bytes) -> list[Instruction]:
+def filter_end(architecture: Architecture, key: bytes | None) -> list[Instruction]:
     """Return the rule of `prlimit64`, and the end of a filter, which allows all other calls of this architecture.
 
     A program may read any limits that the kernel lets it, and set its own, `RLIMIT_LOCKS` aside: the process is 0 then,
     as in `setrlimit` of any C library. No number of another process is allowed: each of the daemon's threads has one
-    that the filter cannot know. Who gives the key in the fifth and sixth argument may set all: the daemon.
+    that the filter cannot know. Who gives the key in the fifth and sixth argument may set all: the daemon. If `key` is
+    None, nobody may.
 
     Calls that no rule names cost nothing: since Linux 5.11 the kernel remembers that they are always allowed.
     """
     allow = Instruction(RETURN, ALLOW)
-    words = [
-        step
-        for index, word in enumerate(struct.unpack("=4I", key))
-        for step in (
-            Instruction(LOAD, ARGUMENTS_AT + 8 * 4 + 4 * index),
-            Instruction(JUMP_EQUAL, word, 0, 2 * (3 - index) + 1),
-        )
-    ]
-    keyed = [*words, allow, Instruction(RETURN, ERROR | errno.EPERM)]
+    keyed = [Instruction(RETURN, ERROR | errno.EPERM)]
+    if key is not None:
+        words = [
+            step
+            for index, word in enumerate(struct.unpack("=4I", key))
+            for step in (
+                Instruction(LOAD, ARGUMENTS_AT + 8 * 4 + 4 * index),
+                Instruction(JUMP_EQUAL, word, 0, 2 * (3 - index) + 1),
+            )
+        ]
+        keyed = [*words, allow, *keyed]
     own = [
         Instruction(LOAD, ARGUMENTS_AT),
         Instruction(JUMP_EQUAL, 0, 0, 3),
@@ -142,15 +145,15 @@ def assemble(program: list[Instruction]) -> bytes:
 
 
 @functools.cache
-def filter_code(daemon_pid: int, *, guarded: bool) -> bytes:
-    """Return the filter of this machine, encoded, with `NO_KEY` for the daemon's key; see `confine`.
+def filter_code(daemon_pid: int, *, guarded: bool, keyed: bool) -> bytes:
+    """Return the filter of this machine, encoded; if it is `keyed`, with `NO_KEY` for the daemon's key. See `confine`.
 
     Raises:
         OSError: there is none for its architecture.
     """
     architecture = _architecture()
     begun = filter_program(architecture, rules(architecture, daemon_pid, guarded=guarded))
-    return assemble([*begun, *filter_end(architecture, NO_KEY)])
+    return assemble([*begun, *filter_end(architecture, NO_KEY if keyed else None)])
 
 
 def with_key(code: bytes, key: bytes) -> bytes:
@@ -186,7 +189,8 @@ def prlimit(pid: int, what: int, limits: tuple[int, int]) -> None:
 def confine(*, daemon_pid: int, guarded: bool) -> None:
     """Leave the keyring that the node's session has, and refuse what no tool needs, from now on.
 
-    In the daemon itself, `prlimit` still sets all limits afterwards.
+    In the daemon itself, `prlimit` still sets all limits afterwards, by a key that nothing else may have in its memory:
+    in any other process there is none.
 
     Args:
         daemon_pid: of the process that nothing under this filter may signal.
@@ -198,8 +202,11 @@ def confine(*, daemon_pid: int, guarded: bool) -> None:
     global _prlimit
     import ctypes  # here, because the daemons of tests do without
 
-    architecture, key = _architecture(), os.urandom(KEY_BYTES)
-    code = with_key(filter_code(daemon_pid, guarded=guarded), key)
+    architecture, is_daemon = _architecture(), os.getpid() == daemon_pid
+    key = os.urandom(KEY_BYTES) if is_daemon else b""
+    code = filter_code(daemon_pid, guarded=guarded, keyed=is_daemon)
+    if is_daemon:
+        code = with_key(code, key)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(architecture.keyctl, KEYCTL_JOIN_SESSION_KEYRING, None) < 0 and ctypes.get_errno() != ENOSYS:
         raise OSError(ctypes.get_errno(), "keyctl(KEYCTL_JOIN_SESSION_KEYRING)")
@@ -212,7 +219,7 @@ def confine(*, daemon_pid: int, guarded: bool) -> None:
             break
         if ctypes.get_errno() != EINVAL or not flags:
             raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
-    if os.getpid() != daemon_pid:
+    if not is_daemon:
         return
     number, words = PRLIMIT64[architecture.column], [ctypes.c_uint64(word) for word in struct.unpack("=2Q", key)]
 

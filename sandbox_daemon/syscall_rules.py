@@ -147,6 +147,18 @@ SCHEDULING = {
 """Calls that are for the caller only where no capability guards the daemon: their first argument is 0."""
 PRIORITIES = {"setpriority": ((141, 140), 0), "ioprio_set": ((251, 30), 1)}
 """Calls like those of `SCHEDULING`, each with the first argument that makes the second one a process."""
+FCNTL = (72, 25)
+F_CANCELLK, F_DUPFD_CLOEXEC = 1029, 1030
+FILE_COMMANDS = (
+    *(1, 2, 3, 4, 0, F_DUPFD_CLOEXEC),
+    *range(5, 18),  # locks of one process, and who gets signals of input
+    *(36, 37, 38),  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
+    *range(1025, F_CANCELLK + 1),  # F_GETLEASE, F_NOTIFY, what two descriptors have in common
+    *range(F_DUPFD_CLOEXEC + 1, 1039),  # sizes of pipes, seals, hints
+)
+"""The commands of `fcntl` that wait for nobody else, those that are used most first: not F_SETLEASE, nor any that a
+later kernel has. A lease makes whoever opens the file wait for 45 s, and its owner in a sandbox is that of the node's
+own files, which the sandboxes share."""
 PRLIMIT64 = (302, 261)
 SETRLIMIT = (160, 164)
 RLIMIT_LOCKS = 10
@@ -178,6 +190,7 @@ def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list
     return [
         *found,
         Rule(SETRLIMIT[column], errno.EPERM, equal=RLIMIT_LOCKS),
+        Rule(FCNTL[column], errno.EINVAL, argument=1, unless=FILE_COMMANDS),
         # Its flags are in memory, where no filter can look: the C library goes back to `clone` then.
         Rule(CLONE3[column], errno.ENOSYS),
         Rule(CLONE[column], errno.EPERM, flags=NEW_NAMESPACES),

@@ -163,14 +163,28 @@ def _cpu_ns(task: int | None) -> int | None:
 
 
 def _waiting_for_disk(pid: int | None) -> set[tuple[int, int | None]]:
-    """Return the threads of a process that wait and take no signal, each with the CPU time that it has used."""
+    """Return the threads of a process that wait and take no signal, each with the CPU time that it has used.
+
+    A thread that waits for a child to execute a program (`vfork`) waits for what the child waits for. The child may be
+    stopped, by any process of its user.
+    """
     found = set()
     with suppress(OSError):
         for task in map(int, os.listdir(f"/proc/{pid}/task")):
             fields = stat_fields(task)
-            if fields is not None and fields[0] == "D":
+            if fields is not None and fields[0] == "D" and not _waits_for_child(f"/proc/{pid}/task/{task}", fields):
                 found.add((task, _cpu_ns(task)))
     return found
+
+
+def _waits_for_child(thread: str, fields: list[str]) -> bool:
+    """Return whether a thread, of which /proc has `fields`, has a child with the same memory that waits for no disk.
+
+    Memory that is shared has one size.
+    """
+    with open(f"{thread}/children", encoding="ascii") as file:
+        of_children = [stat_fields(int(child)) for child in file.read().split()]
+    return any(each is not None and each[20] == fields[20] and each[0] != "D" for each in of_children)
 
 
 def _others_cpu_s(daemon: int) -> float:

@@ -20,7 +20,7 @@ KEYCTL, ADD_KEY = 250, 248
 JOIN_SESSION_KEYRING, SESSION_KEYRING, REVOKE = 1, -3, 3
 
 ATTEMPTS = """
-import ctypes, errno, os, socket
+import ctypes, errno, fcntl, os, socket, tempfile
 libc = ctypes.CDLL(None, use_errno=True)
 def call(number, *arguments):
     if libc.syscall(number, *arguments) < 0:
@@ -47,6 +47,7 @@ attempts = {
     "the daemon's limits": lambda: call(302, daemon, 7, (ctypes.c_ulong * 2)(3, 3), None),
     "the daemon's priority": lambda: os.setpriority(os.PRIO_PROCESS, daemon, 19),
     "the daemon's processors": lambda: os.sched_setaffinity(daemon, {0}),
+    "a lease of a file": lambda: fcntl.fcntl(tempfile.TemporaryFile().fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK),
     "an end of the daemon": lambda: os.kill(daemon, 15),
     "a stop of the daemon": lambda: call(234, daemon, daemon, 19),
 }
@@ -62,6 +63,7 @@ ANSWERS = {
     **dict.fromkeys(("io_uring_setup", "io_setup", "memfd_create"), "ENOSYS"),
     **dict.fromkeys(("vsock", "packet", "algorithms"), "EAFNOSUPPORT"),
     "audit": "EPROTONOSUPPORT",
+    "a lease of a file": "EINVAL",
     **dict.fromkeys(("user namespace", "user namespace of a child", "open_by_handle_at", "mount"), "EPERM"),
     **dict.fromkeys(("the daemon's limits", "the daemon's priority", "the daemon's processors"), "EPERM"),
     **dict.fromkeys(("an end of the daemon", "a stop of the daemon"), "EPERM"),

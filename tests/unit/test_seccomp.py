@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +123,42 @@ def test_namespaces(machine):
     assert ask(clone[column], 0x80) == ALLOW, "a fork that ends with another signal"
     assert ask(unshare[column], 0x400 | 0x200) == ALLOW, "CLONE_FILES, CLONE_FS"
     assert ask(clone3[column]) == refused(errno.ENOSYS)
+
+
+def test_nobody_waits_for_a_lease_of_a_file(machine):
+    name, ask = machine
+    number = (72, 25)[column_of(name)]
+    commands = {
+        getattr(fcntl, what)
+        for what in dir(fcntl)
+        if what.startswith("F_") and what[2:5] not in ("RDL", "WRL", "UNL", "OWN")
+    }
+    commands -= {fcntl.F_SETLEASE}
+    assert {ask(number, 3, command) for command in commands | {0, 36, 37, 38, 1030}} == {ALLOW}
+    for command in (fcntl.F_SETLEASE, 1039, 1040, 1 << 32 | fcntl.F_SETLEASE, -1):
+        assert ask(number, 3, command) == refused(errno.EINVAL), command
+
+
+def test_only_the_daemon_has_a_key_to_limits(machine):
+    name, _ = machine
+    architecture = ARCHITECTURES[name]
+    code = assemble([*filter_program(architecture, []), *filter_end(architecture, None)])
+    assert seccomp.with_key(code, struct.pack("=2Q", *KEY)) == code, "no place for one"
+    (placeholder, other) = struct.unpack("=2Q", seccomp.NO_KEY)
+    number = PRLIMIT64[column_of(name)]
+    for key in ((0, 0), KEY, (placeholder, other)):
+        assert interpret(code, architecture.audit, number, 1, 7, 99, 0, *key) == refused(errno.EPERM)
+    assert interpret(code, architecture.audit, number, 0, 7, 99, 0) == ALLOW, "its own"
+    assert interpret(code, architecture.audit, number, 1, 7, 0, 99) == ALLOW, "to read"
+
+
+def test_no_other_process_than_the_daemon_ever_has_a_key_in_its_memory():
+    program = (
+        "import os\nfrom sandbox_daemon import seccomp\nos.urandom = seccomp.with_key = None\n"
+        "seccomp.confine(daemon_pid=os.getppid(), guarded=True)\nassert seccomp._prlimit is None"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_sockets(machine):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import trio
 
@@ -121,3 +124,33 @@ async def test_a_call_waits_as_long_as_its_sandbox_stands_still_and_not_for_good
         seen.state, since_s = state, trio.current_time()
         await sandbox.call(None, None, 3.0)
         assert trio.current_time() - since_s == pytest.approx(lasts_s, abs=2 * SILENCE_S)
+
+
+STOPS_ITS_CHILD = """
+import os, signal, subprocess, threading
+def start_programs():
+    while True:
+        subprocess.Popen(["true"])  # by vfork
+thread = threading.Thread(target=start_programs, daemon=True)
+thread.start()
+task = f"/proc/self/task/{thread.native_id}"
+while "D" != open(f"{task}/stat").read().rpartition(")")[2].split()[0]:
+    for child in open(f"{task}/children").read().split():
+        os.kill(int(child), signal.SIGSTOP)
+        if open(f"{task}/stat").read().rpartition(")")[2].split()[0] != "D":
+            os.kill(int(child), signal.SIGCONT)
+    os.system("sleep 0.01")
+print(thread.native_id, flush=True)
+input()
+for child in open(f"{task}/children").read().split():
+    os.kill(int(child), signal.SIGKILL)
+os._exit(0)
+"""
+
+
+def test_a_thread_that_waits_for_a_stopped_child_waits_for_no_disk():
+    with subprocess.Popen([sys.executable, "-c", STOPS_ITS_CHILD], stdin=-1, stdout=-1, text=True) as process:
+        thread = int(process.stdout.readline())
+        seen = module._look(thread, 0.0).state, module._waiting_for_disk(process.pid)
+        process.communicate("\n")
+    assert seen == ("D", set())
