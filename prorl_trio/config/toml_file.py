@@ -36,8 +36,8 @@ def read_toml(path: Path, table: type[_T]) -> _T:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except msgspec.ValidationError as exc:
         raise ConfigError(f"{path}: {exc}{_advice(field_error(exc), table)}") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path}: not TOML: {exc}") from exc
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # a number of too many digits; endless nesting
+        raise ConfigError(f"{path}: not TOML that can be read: {exc}") from exc
 
 
 def _null_character(value: object, place: str = "$") -> str | None:
