@@ -96,7 +96,7 @@ async def test_sighup_takes_the_tokens_file_over_and_says_so(tmp_path, caplog):
     path = tmp_path / "token"
     path.write_text("the first\n")
     path.chmod(0o600)
-    config = NodeConfig(model=ModelConfig(path=""), listen=ListenConfig(token_file=str(path)))
+    config = NodeConfig(model=ModelConfig(path="m"), listen=ListenConfig(token_file=str(path)))
     door = Door(b"the first")
     assert "nothing has changed" in await reload(config, door, caplog, lambda: config)
     path.write_text("the second\n")
