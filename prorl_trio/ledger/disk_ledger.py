@@ -124,12 +124,12 @@ class DiskLedger(Ledger):
             self._waiting.extendleft(reversed(no_room))
             if self._store.freed > freed:
                 retry_at = trio.current_time()
-            elif no_room:
+            elif no_room or self._store.disk_is_full:
                 retry_at = trio.current_time() + self._limits.retry_interval_s
 
     async def _wait_for_work(self, retry_at: float) -> None:
         self._arrived = trio.Event()
-        if self._waiting:
+        if self._waiting or self._store.disk_is_full:  # also if nobody waits: `full` tells trainers not to come
             with trio.move_on_at(retry_at):  # nobody says when somebody else makes room on a disk
                 await self._arrived.wait()
         else:
