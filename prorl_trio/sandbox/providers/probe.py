@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 FOLDER_REMEDY: Final = "make room there, or set sandbox.runtime_dir to a folder of this user's on a local disk or tmpfs"
-"""What to do if the folder for a probe cannot be used."""
+"""The remedy where the folder for a probe cannot be used."""
 
 PROBE_TIMEOUT_S: Final = 20.0
 PROBE_DISK_BYTES: Final = 16 * 1024 * 1024
