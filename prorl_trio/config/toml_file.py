@@ -11,6 +11,7 @@ from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.field_errors import field_error
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from prorl_trio.types.field_errors import FieldError
@@ -27,13 +28,28 @@ def read_toml(path: Path, table: type[_T]) -> _T:
         ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
     """
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=table)
+        content = path.read_bytes()
+        if (place := _null_character(msgspec.toml.decode(content))) is not None:
+            raise ConfigError(f"{path}: a null character, which no path and no name can have - at `{place}`")
+        return msgspec.toml.decode(content, type=table)
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except msgspec.ValidationError as exc:
         raise ConfigError(f"{path}: {exc}{_advice(field_error(exc), table)}") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{path}: not TOML: {exc}") from exc
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # a number of too many digits; endless nesting
+        raise ConfigError(f"{path}: not TOML that can be read: {exc}") from exc
+
+
+def _null_character(value: object, place: str = "$") -> str | None:
+    """Return the place of the first text with a null character; None if there is none."""
+    if isinstance(value, str):
+        return place if "\0" in value else None
+    parts: Iterable[tuple[str, object]] = ()
+    if isinstance(value, dict):
+        parts = [("", "".join(value)), *((f".{key}", part) for key, part in value.items())]
+    elif isinstance(value, list):
+        parts = (("[...]", part) for part in value)
+    return next((found for name, part in parts if (found := _null_character(part, place + name)) is not None), None)
 
 
 def _advice(error: FieldError, table: Any) -> str:

@@ -215,7 +215,9 @@ def split_origin(origin: str) -> tuple[bool, str, int, str]:
         port = parts.port
     except ValueError as exc:
         raise ValueError(f"{wrong}: {exc}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or not origin.isascii():
+    if any(character <= " " or character > "~" for character in origin):
+        raise ValueError(f"{wrong}: leave out white space, and all that is not printable ASCII")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{wrong}: give the scheme (http or https), the host and the port")
     if parts.path or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"{wrong}: leave out path, query and credentials")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections import deque
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, Literal
@@ -28,6 +29,7 @@ from prorl_trio.ledger.operations import LAZY, Call, Finish
 from prorl_trio.ledger.store import Store, WaitForRoom
 from prorl_trio.supervision import service_task
 from prorl_trio.threads import run_sync
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -122,12 +124,12 @@ class DiskLedger(Ledger):
             self._waiting.extendleft(reversed(no_room))
             if self._store.freed > freed:
                 retry_at = trio.current_time()
-            elif no_room:
+            elif no_room or self._store.disk_is_full:
                 retry_at = trio.current_time() + self._limits.retry_interval_s
 
     async def _wait_for_work(self, retry_at: float) -> None:
         self._arrived = trio.Event()
-        if self._waiting:
+        if self._waiting or self._store.disk_is_full:  # also if nobody waits: `full` tells trainers not to come
             with trio.move_on_at(retry_at):  # nobody says when somebody else makes room on a disk
                 await self._arrived.wait()
         else:
@@ -180,8 +182,7 @@ async def open_ledger(
 
     Raises:
         ConfigError: another process has the folder (it is named), or it cannot be used, is on a network file system, or
-            of an older format.
-        OSError: the disk failed.
+            of an older format; or its disk failed, or has no room.
     """
     limits = limits or LedgerLimits()
     writing = trio.CapacityLimiter(1)
@@ -199,7 +200,11 @@ async def open_ledger(
 
 
 def _open(folder: Path, limits: LedgerLimits, disk: Disk) -> tuple[Store, Recovered]:
-    store = Store(folder, limits, disk)
+    try:
+        store = Store(folder, limits, disk)
+    except (OSError, sqlite3.Error) as exc:
+        why = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"the ledger in {folder} cannot be opened: {why}; see to its disk, and start again") from exc
     jobs = store.jobs()
     return store, Recovered(
         sessions=[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -100,5 +101,5 @@ class LedgerFolder:
                 "the version that wrote it once more until its trainers have everything, or set ledger.dir to another "
                 "folder, or remove this one with the jobs and outcomes in it"
             )
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # on a full disk; the lock holds all the same, and the number is for people
+            os.pwrite(self._lock, f"{os.getpid()}\n".ljust(PID_BYTES).encode(), 0)

@@ -78,6 +78,7 @@ class Store:
         """Why nothing is stored until the ledger is opened again."""
         self._full = ""
         """Why the disk takes nothing new."""
+        self._told_full = False
         self._over = ""
         """The same of `max_bytes`, until less than `_over_bytes` are in use."""
         self._over_bytes = 0
@@ -138,6 +139,11 @@ class Store:
     def freed(self) -> int:
         """Return a number that grows when something was dropped: there may be room again."""
         return self._tables.counts.freed
+
+    @property
+    def disk_is_full(self) -> bool:
+        """Return whether a `commit` should follow in a while, if only to see whether the disk has room again."""
+        return bool(self._full) and not self._failed
 
     def commit(self, operations: Sequence[Operation]) -> list[Answer]:
         """Do them in one transaction, then a step of cleaning if it is due.
@@ -439,6 +445,12 @@ class Store:
         return msgspec.structs.replace(self._statistics, fsync_p50_s=p50, fsync_p99_s=p99)
 
     def _note_statistics(self) -> None:
+        if bool(self._full) != self._told_full:
+            self._told_full = bool(self._full)
+            if self._full:
+                logger.error("the ledger takes nothing new until there is room: %s", self._full)
+            else:
+                logger.warning("the ledger has room, and takes new jobs again")
         log_bytes = _size_of(log_of(self._path))
         self._statistics = LedgerStatistics(
             disk_bytes=_size_of(self._path) + log_bytes + self._reserve_bytes,

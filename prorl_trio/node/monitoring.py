@@ -117,8 +117,9 @@ def _moves(pool: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _ledger(statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics with `_total` added to the names of counters, which Prometheus expects."""
-    return {f"{name}_total" if name in ("commits", "operations") else name: n for name, n in statistics.items()}
+    """Return the statistics with `_total` added to the names of counters, as Prometheus expects; `full` is 0 or 1."""
+    named = {f"{name}_total" if name in ("commits", "operations") else name: n for name, n in statistics.items()}
+    return {**named, "full": int(bool(statistics["full"]))} if "full" in statistics else named
 
 
 def _outbox(sessions: Mapping[str, Any]) -> dict[str, int]:

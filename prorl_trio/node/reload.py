@@ -94,7 +94,7 @@ async def serve_reloads(
             try:
                 config, token = await run_sync(_load_with_token, load)
                 plan = plan_reload(current(), config)
-            except ConfigError as exc:
+            except (ConfigError, OSError) as exc:  # an OSError: a file that goes, or changes, while it is read
                 logger.error("reload: the configuration stays as it is: %s", exc)
                 continue
             apply(plan.config)

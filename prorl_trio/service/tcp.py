@@ -30,6 +30,8 @@ async def open_tcp_listener(table: str, host: str, port: int) -> trio.SocketList
         if exc.errno == errno.EADDRINUSE:
             why += f"; end what listens there, or set {table}.port to another one (0: any that is free)"
         raise ConfigError(why) from exc
+    except UnicodeError as exc:  # of the codec that encodes host names
+        raise ConfigError(f"{table}.host: {host!r} is no host name: {exc.__cause__ or exc}") from exc
     for other in others:
         await other.aclose()
     return first

@@ -250,6 +250,17 @@ async def test_a_dead_engine_is_retryable_and_a_wrong_url_is_not():
     with pytest.raises(BackendError, match="leave out path") as caught:
         VllmClient("http://127.0.0.1:8000/v1")
     assert not caught.value.retryable
+    for url in (
+        "http://a\0b:80",
+        "http://[::1%\0]:80",
+        "http://a b:80",
+        "http://a:8\n0",
+        " http://a:80",
+        "http://ä:80",
+    ):
+        with pytest.raises(BackendError, match="printable ASCII") as caught:
+            VllmClient(url)
+        assert not caught.value.retryable
 
 
 def test_the_delay_doubles_up_to_its_maximum_with_jitter():

@@ -147,9 +147,15 @@ def said(caplog):
 async def test_a_hangup_reads_the_file_again(tmp_path, said):
     path = tmp_path / "node.toml"
     head = '[model]\npath = "/m"\n[listen]\ntoken = "hush"\n'
-    node = Node()
+    node, faults = Node(), []
+
+    def load():
+        if faults:
+            raise faults.pop()
+        return load_config(path)
+
     async with trio.open_nursery() as nursery:
-        await nursery.start(serve_reloads, lambda: load_config(path), lambda: node.config, node.apply, Door(b"hush"))
+        await nursery.start(serve_reloads, load, lambda: node.config, node.apply, Door(b"hush"))
 
         path.write_text("drain_timeout_s = 3.0\n" + head + "port = 9\n")
         os.kill(os.getpid(), signal.SIGHUP)
@@ -163,6 +169,11 @@ async def test_a_hangup_reads_the_file_again(tmp_path, said):
         await said.wait("the configuration stays as it is")
         assert "nonsense" in said.lines[-1]
         assert node.config.drain_timeout_s == 3.0
+
+        said.lines.clear()
+        faults.append(OSError(5, "Input/output error", str(path)))
+        os.kill(os.getpid(), signal.SIGHUP)
+        await said.wait("the configuration stays as it is: [Errno 5] Input/output error")
 
         path.write_text("drain_timeout_s = 3.0\n" + head)
         os.kill(os.getpid(), signal.SIGHUP)

@@ -151,6 +151,8 @@ async def test_the_oldest_of_too_many_strangers_makes_room(
     [
         ({"token": ""}, "listen.token is empty"),
         ({"token": "t", "host": "192.0.2.1"}, r"cannot bind 192\.0\.2\.1:0"),
+        ({"token": "t", "host": "a" * 70}, "listen.host: 'a*' is no host name"),
+        ({"token": "t", "host": "ä..b"}, "listen.host: 'ä..b' is no host name"),
         ({"token": "t", "port": 70_000}, "listen.port must be"),
         ({"token": "t", "heartbeat_interval_s": 5, "heartbeat_timeout_s": 5}, "heartbeat_interval_s"),
     ],

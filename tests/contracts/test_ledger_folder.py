@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import sqlite3
 import stat
@@ -13,7 +15,9 @@ import pytest
 import trio
 
 from prorl_trio.ledger import LedgerLimits, folder, open_ledger
+from prorl_trio.ledger.disk import Disk
 from prorl_trio.types.errors import ConfigError
+from support.faulty_disk import FaultyDisk
 
 KIB = 1024
 SMALL = LedgerLimits(log_bytes=64 * KIB, reserve_bytes=64 * KIB, max_bytes=1024 * KIB, retry_interval_s=0.01)
@@ -99,3 +103,72 @@ async def test_a_newer_format_is_refused(memory_path):
         with pytest.raises(ConfigError, match="is of version 99"):
             async with open_ledger(memory_path, SMALL):
                 pass
+
+
+class FailingDisk(Disk):
+    """Fails at one of its steps, which are counted from 0."""
+
+    def __init__(self, at, error):
+        self._steps, self._at, self._error = itertools.count(), at, error
+        self.failed = False
+
+    def _step(self):
+        if next(self._steps) == self._at:
+            self.failed = True
+            raise OSError(self._error, os.strerror(self._error))
+
+    def resize(self, path, size_bytes):
+        self._step()
+        super().resize(path, size_bytes)
+
+    def make_folder(self, path):
+        self._step()
+        super().make_folder(path)
+
+    def sync_folder(self, path):
+        self._step()
+        super().sync_folder(path)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("state", ["new", "there"])
+async def test_a_disk_that_fails_at_any_step_of_the_start_is_told_in_one_sentence(memory_path, error, state):
+    told = []
+    with trio.fail_after(30):
+        if state == "there":
+            async with open_ledger(memory_path / "ledger", SMALL):
+                pass
+        for at in itertools.count():
+            disk = FailingDisk(at, error)
+            try:
+                async with open_ledger(memory_path / "ledger", SMALL, disk=disk):
+                    pass
+            except ConfigError as exc:
+                told.append(str(exc))
+            if not disk.failed:
+                break
+        assert told
+        assert all(str(memory_path / "ledger") in sentence for sentence in told)
+        async with open_ledger(memory_path / "ledger", SMALL) as ledger:
+            assert ledger.recovered.damage == []
+
+
+@pytest.mark.parametrize("free_bytes", [0, 8 * KIB, 32 * KIB])
+async def test_a_new_ledger_on_a_full_disk_is_told_in_one_sentence(memory_path, free_bytes):
+    disk = FaultyDisk()
+    disk.free_bytes = free_bytes
+    with trio.fail_after(30), pytest.raises(ConfigError, match=f"{memory_path} cannot be opened: .* full"):
+        async with open_ledger(memory_path, SMALL, disk=disk):
+            pass
+
+
+async def test_a_disk_without_room_for_the_owner_s_number_opens(memory_path, monkeypatch):
+    def refuse(*_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with trio.fail_after(10):
+        async with open_ledger(memory_path, SMALL):
+            with pytest.raises(ConfigError, match="in use by another node, process not known yet"):
+                async with open_ledger(memory_path, SMALL):
+                    pass

@@ -257,6 +257,30 @@ async def test_a_full_disk_stops_admission_and_outcomes_go_to_the_reserve(memory
                 assert await ledger.read(outcome.outcome) == bytes([outcome.cursor]) * size
 
 
+async def test_a_ledger_that_nobody_uses_notices_that_its_disk_has_room_again(memory_path, caplog):
+    """Who asks whether the node is ready before they submit would otherwise never submit."""
+    disk = FaultyDisk()
+    with trio.fail_after(20):
+        async with open_ledger(memory_path, LIMITS, disk=disk) as ledger:
+            await ledger.open_session("s", 0)
+            disk.free_bytes = 0
+            with pytest.raises(LedgerFull):
+                await ledger.accept("s", [job("new")])
+            assert "No space left" in ledger.statistics().full
+            assert caplog.text.count("the ledger takes nothing new until there is room: No space left") == 1
+            commits = ledger.statistics().commits
+            disk.free_bytes = None
+            await until(lambda: not ledger.statistics().full)
+            assert ledger.statistics().commits == commits
+            assert caplog.text.count("the ledger has room, and takes new jobs again") == 1
+        disk.free_bytes = 0
+        (memory_path / "reserve").unlink()
+        async with open_ledger(memory_path, LIMITS, disk=disk) as ledger:
+            assert "No space left" in ledger.statistics().full
+            disk.free_bytes = None
+            await until(lambda: not ledger.statistics().full)
+
+
 async def test_who_waits_for_room_may_be_cancelled(memory_path):
     disk = FaultyDisk()
     with trio.fail_after(20):

@@ -99,7 +99,9 @@ async def test_jobs_outlive_a_start_whose_endpoint_file_cannot_be_written(tmp_pa
     assert not tmp_path.with_name(tmp_path.name + ".new").exists()
 
 
-@pytest.mark.parametrize("url", ["gpu1:8000", "http://gpu1:8000/v1", "ftp://gpu1", "http://gpu1:99999", ""])
+@pytest.mark.parametrize(
+    "url", ["gpu1:8000", "http://gpu1:8000/v1", "ftp://gpu1", "http://gpu1:99999", "http://gpu 1:80", ""]
+)
 async def test_a_url_that_no_backend_can_have_is_not_waited_for(config, url):
     config["backends"] = {"urls": ["http://127.0.0.1:1", url]}
     with (

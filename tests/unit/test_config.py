@@ -94,3 +94,39 @@ def test_a_field_that_does_not_exist_is_told_with_what_was_meant(tmp_path, text,
     file.write_text(f'[model]\npath = "x"\n{text}')
     with pytest.raises(ConfigError, match=advice):
         load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('[model]\npath = "a\\u0000b"\n', "$.model.path"),
+        ('[model]\npath = "x"\n[ledger]\ndir = "\\u0000"\n', "$.ledger.dir"),
+        ('[model]\npath = "x"\n[sandbox]\npackages = ["a", "b\\u0000"]\n', "$.sandbox.packages[...]"),
+        ('[model]\npath = "x"\n[rest.data_sources]\n"a\\u0000" = "math"\n', "$.rest.data_sources"),
+    ],
+)
+def test_a_null_character_is_told_with_its_place(tmp_path, text, place):
+    file = tmp_path / "node.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="a null character") as caught:
+        load_config(file)
+    assert f"`{place}`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[model]\npath = " + "[" * 5000 + "]" * 5000,
+        "[model.template_options]\na = " + "{a = " * 5000 + "1" + "}" * 5000,
+        "model.template_options." + ".".join(["a"] * 5000) + " = 1",
+        "[stages]\nrun_workers = " + "9" * 5000,
+        "\ufeff[model]",
+        "\x00",
+    ],
+    ids=["arrays", "tables", "dots", "digits", "a byte order mark", "binary"],
+)
+def test_a_file_that_no_reader_can_take_is_a_configuration_error(tmp_path, text):
+    file = tmp_path / "node.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 
 import pytest
+import trio
 
 from prorl_trio.config import SandboxConfig
 from prorl_trio.handlers.registry import HandlerRegistry
@@ -204,3 +205,16 @@ async def test_each_sandbox_is_opened_by_the_one_that_serves_it():
             pass
     assert both.serving(spec) is files
     assert (folders.opened_total, files.opened_total) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", [ApptainerProvider, BubblewrapProvider])
+async def test_a_runtime_folder_that_cannot_be_used_is_not_said_to_be_a_container_s_doing(tmp_path, kind):
+    (tmp_path / "file").write_text("")
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho bubblewrap 0.11.0\n")
+    program.chmod(0o700)
+    with trio.fail_after(10):
+        report = await kind(tmp_path / "file", executable=str(program)).probe()
+    assert not report.usable
+    assert "sandbox.runtime_dir" in report.problem
+    assert report.remedy.startswith("make room there, or set sandbox.runtime_dir")

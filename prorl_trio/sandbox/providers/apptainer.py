@@ -14,6 +14,7 @@ from prorl_trio.sandbox.images.layers import CONTENT_NAME
 from prorl_trio.sandbox.images.locate import check_host_layers, open_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.providers.probe import (
+    FOLDER_REMEDY,
     PROBE_DISK_BYTES,
     PROBE_TIMEOUT_S,
     REPLACE_IN_LAYER,
@@ -120,8 +121,8 @@ class ApptainerProvider(SandboxProvider):
                 _, images_problem = await run_probe((*started, *over), env)
                 if images_problem:
                     _, problem = await run_probe((*started, *mounts, str(run_dir.root), "/bin/true"), env)
-        except SandboxUnavailable as exc:
-            problem = str(exc)
+        except (SandboxUnavailable, OSError) as exc:
+            return ProviderReport(name=self.name, usable=False, version=version, problem=str(exc), remedy=FOLDER_REMEDY)
         return report_of(
             self.name, version, problem, images_problem, user_namespace_remedy() if problem else _OVERLAY_REMEDY
         )

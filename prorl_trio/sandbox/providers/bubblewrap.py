@@ -17,7 +17,7 @@ from ipc.nursery import open_single_nursery
 from prorl_trio.sandbox.fork_server import HOLD, open_fork_server
 from prorl_trio.sandbox.images.locate import check_host_layers, locate_root, open_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
-from prorl_trio.sandbox.providers.probe import REPLACE_IN_LAYER, make_probe_layer, report_of, run_probe
+from prorl_trio.sandbox.providers.probe import FOLDER_REMEDY, REPLACE_IN_LAYER, make_probe_layer, report_of, run_probe
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
@@ -167,8 +167,8 @@ class BubblewrapProvider(SandboxProvider):
                 if images_problem:
                     root = ("--ro-bind", str(run_dir.root), "/")
                     _, problem = await run_probe((*started, *root, *mounts, "--", "/bin/true"), {})
-        except SandboxUnavailable as exc:
-            problem = str(exc)
+        except (SandboxUnavailable, OSError) as exc:
+            return ProviderReport(name=self.name, usable=False, version=version, problem=str(exc), remedy=FOLDER_REMEDY)
         return report_of(
             self.name, version, problem, images_problem, user_namespace_remedy() if problem else _OVERLAY_REMEDY
         )
