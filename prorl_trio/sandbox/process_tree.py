@@ -151,8 +151,8 @@ class ProcessTree:
         In a PID namespace (`isolated`) the daemon is the first process: what runs beside it cannot kill or stop it,
         only make it end by itself, or starve it. So a daemon that was killed (SIGKILL) points outside, to the kernel
         perhaps, when the machine is out of memory. So does one that ended by an error of its own, which it says by
-        `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. A killed daemon
-        whose limits or OOM adjustment are not those of its start was killed by what changed them, which is inside; only
+        `OWN_ERROR_EXIT`: it survives all that tools can bring about. All other ends are from inside. Such a daemon
+        whose limits or OOM adjustment are not those of its start was ended by what changed them, which is inside; only
         the first process of a tree (`is_init`) can still be asked. One that still runs counts as True: whether it could
         run is for `Silence` to find out. Without a namespace, a daemon that still runs counts as False, and one that
         has ended is judged by its exit code alone.
@@ -165,10 +165,10 @@ class ProcessTree:
             return isolated
         if code < 0 and self.is_init:
             code = SIGNALLED - code  # as a launcher tells it of its daemon
-        if code == SIGNALLED + signal.SIGKILL:
+        if code in (SIGNALLED + signal.SIGKILL, OWN_ERROR_EXIT):
             bounds = _bounds_of(self.pid) if isolated and self.is_init else None
             return bounds is not None and bounds != self._bounds_at_start
-        return code >= 0 and code != OWN_ERROR_EXIT
+        return code >= 0
 
     def find_daemon(self) -> int | None:
         """Return the process id of the first process of its PID namespace; None if it has ended, or there is none."""
