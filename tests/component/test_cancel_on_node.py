@@ -178,6 +178,6 @@ async def test_the_blocking_client_has_it_too(deadline: None):
     ],
 )
 async def test_what_cannot_be_meant_is_refused(arguments, why):
-    result = await command(Service("127.0.0.1", 1, trio.CancelScope()), *arguments)
+    result = await command(Service("127.0.0.1", 1, trio.CancelScope(), door=None), *arguments)
     assert result.exit_code == 2
     assert why in result.stderr

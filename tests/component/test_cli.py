@@ -71,6 +71,7 @@ def test_a_command_that_needs_a_token_says_where_it_is_looked_for():
 def node_toml(tmp_path):
     path = tmp_path / "node.toml"
     path.write_text('[model]\npath = "/nowhere"\n[listen]\ntoken = "t"\n')
+    path.chmod(0o600)  # it has a token
     return str(path)
 
 

@@ -150,7 +150,7 @@ async def test_a_client_of_the_prorl_agent_server_is_told_as_well():
     node = RefusingNode()
     async with open_rest(node, prorl_compat=True, data_sources={"mathy": "fake"}) as rest:
         await rest.call("POST", "/start")
-        await rest.call("POST", "/add_llm_server", {"address": "10.0.0.1:8000"})
+        await rest.call("POST", "/add_llm_server", {"address": "127.0.0.1:8000"})
         instance = {"data_source": "mathy", "instance_id": 7, "trajectory_id": 1, "prompt": "6*7?"}
         answer = await rest.call("POST", "/process", {"instance": instance, "sampling_params": {}, "job_id": "j"})
     assert answer.status == 422

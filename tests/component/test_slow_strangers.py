@@ -87,6 +87,7 @@ async def test_a_tls_hello_that_dribbles_is_cut_off(tmp_path):
     trustme = pytest.importorskip("trustme")
     leaf = trustme.CA().issue_cert("127.0.0.1")
     leaf.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    (tmp_path / "both.pem").chmod(0o600)
     both = str(tmp_path / "both.pem")
     async with (
         open_service(FakeNode(), tls_cert=both, tls_key=both) as service,

@@ -369,7 +369,7 @@ INFRASTRUCTURE = {
     "a backend fails": (Raises("run", BackendError("down", retryable=True)), "inference"),
     "the handler has a bug": (Raises("run", ValueError("x")), "handler"),
     "the handler misspells a file": (Raises("run", FileNotFoundError(2, "/tmp/reprot")), "handler"),
-    "the node's disk is full": (Raises("run", OSError(28, "No space left on device")), "handler"),
+    "the node's disk is full": (Raises("run", OSError(28, "No space left on device")), "node"),
     "the evaluator has a bug": (Raises("eval", ValueError("x")), "evaluator"),
 }  # fmt: skip
 

@@ -15,7 +15,10 @@ import trio
 
 from ipc.channel import connect_unix
 from ipc.rpc import open_rpc_client
+from sandbox_daemon.limits import hold_proc
 from sandbox_daemon.processes import read_process_table
+
+hold_proc()  # as a daemon does at its start: tests that use its parts here do not leave it behind then
 
 TOKEN = "the token of the tests"
 END_TIMEOUT_S = 10

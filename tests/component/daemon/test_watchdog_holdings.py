@@ -163,7 +163,7 @@ def test_an_error_of_the_daemons_own_has_an_exit_code_of_its_own(monkeypatch, ca
     def fail(*_args, **_fields):
         raise ExceptionGroup("a task failed", [OSError(28, "No space left on device")])
 
-    for name in ("drop_privileges", "start_maker", "confine", "limit_self", "hide_self"):
+    for name in ("drop_privileges", "start_maker", "confine", "limit_self", "hide_self", "hold_proc"):
         monkeypatch.setattr(run, name, lambda *_args, **_fields: None)
     monkeypatch.setattr(run.trio, "run", fail)
     monkeypatch.setattr(run.gc, "freeze", lambda: None)
