@@ -145,7 +145,7 @@ async def test_one_call_is_refused_at_some_steps_of_a_rollout(folder, name):
         await check_sweep(folder, "bubblewrap", name, stride=QUICK_STRIDE[name], count=1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("count", [1, 5, 30])
 @pytest.mark.parametrize("provider", ["process", "bubblewrap"])
 @pytest.mark.parametrize("name", NUMBERS)
