@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import Final
 
 __all__ = ["extract_boxed", "find_final_answer", "last_number"]
 
 MAX_TAIL_CHARS: Final = 32_768
 """A final answer is searched in this many characters at the end of a text."""
+
+MAX_ANCHORS: Final = 100
+"""Places that may state an answer, the last ones, that are looked at."""
 
 _BOX: Final = re.compile(r"\\f?box(?:ed)?\s*(?P<open>\{)|\\boxed\s+(?P<bare>[^\s{}\\$]+)|\\.|[{}]", re.DOTALL)
 _BETWEEN: Final = re.compile(r"(?:[\s$,;]|\\[()]|\\q?quad|\\text(?:rm)?\s*\{\s*(?:and|or|,)\s*\}|and|or)*")
@@ -101,11 +105,14 @@ def find_final_answer(text: str) -> str:
     if tagged := _TAGGED.findall(text):
         text = tagged[-1][1]
     text = text.replace("\\boxed{}", "").strip().removeprefix("\\boxed{")  # never closed
-    anchors = [each for each in _ANCHOR.finditer(text) if not _TURNED.search(text[: each.start()][-80:])]
-    if not anchors:
+    anchors = islice(reversed(list(_ANCHOR.finditer(text))), MAX_ANCHORS)
+    anchor = next(
+        (each for each in anchors if not _TURNED.search(text[max(0, each.start() - 80) : each.start()])), None
+    )
+    if anchor is None:
         return text
-    rest = text[anchors[-1].end() :].strip()
-    if "\n" in anchors[-1][0]:
+    rest = text[anchor.end() :].strip()
+    if "\n" in anchor[0]:
         rest = re.sub(r"^[-+•]\s+", "", rest)  # an item of a list
     if (display := _DISPLAY.match(rest)) is not None:
         return (display[1] or display[2] or "").strip()
