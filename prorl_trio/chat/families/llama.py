@@ -20,6 +20,8 @@ from prorl_trio.types.models import ToolCall
 
 __all__ = ["LFM2", "LLAMA"]
 
+MAX_CALLS = 200
+"""Calls that are read at once: more than a turn may have (`tool_calls.MAX_TOOL_CALLS_PER_TURN`)."""
 _MARK = re.compile(r"(?:<\|python_tag\|>|<\|python_start\|>)\s*")
 _FENCE = re.compile(r"[ \t]*```(?:json)?[ \t]*\n\s*")
 _OPENING = re.compile(
@@ -87,7 +89,7 @@ def _read_objects(text: str, position: int, tools: Tools, *, marked: bool) -> tu
             else:
                 calls.append(ToolCall(name=name, arguments=arguments, raw=text[start:position]))
         separator = _SEPARATORS.match(text, position)
-        if separator is None:
+        if separator is None or len(calls) > MAX_CALLS:
             return calls, position
         position = separator.end()
 
