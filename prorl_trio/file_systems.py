@@ -1,4 +1,4 @@
-"""The kind of file system that a folder is on, and whether locks, sockets and syncs can be relied upon there."""
+"""File systems: of which kind one is, whether it can be relied upon, and how names are made to last there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["NETWORK_FILE_SYSTEMS", "file_system_of"]
+__all__ = ["NETWORK_FILE_SYSTEMS", "file_system_of", "sync_folder"]
 
 NETWORK_FILE_SYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "afs", "9p", "panfs", "pvfs2", "fuse.sshfs"}
@@ -25,3 +25,16 @@ def file_system_of(path: Path, mountinfo: str) -> str:
         if (real + "/").startswith(mount_point.rstrip("/") + "/") and len(mount_point) >= len(best):
             best, kind = mount_point, right.split()[0]
     return kind
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder survive a loss of power: those of files that were made, renamed or removed there.
+
+    Raises:
+        OSError: the disk fails, or the folder cannot be opened.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from prorl_trio.file_systems import sync_folder
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,15 +91,7 @@ class MoveLog:
                 os.fsync(file.fileno())
             if not self._named:  # else a loss of power may take its name, and with that what is in it
                 for folder in (self.path.parent, self.path.parent.parent):
-                    _sync_folder(folder)
+                    sync_folder(folder)
                 self._named = True
         except OSError as exc:
             raise ConfigError(f"{self.path} cannot be written: {exc.strerror}; make room on the fleet's disk") from exc
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -20,6 +20,7 @@ import numpy as np
 
 from prorl_trio.client.sampling.events import Event
 from prorl_trio.client.sampling.state import SamplerState
+from prorl_trio.file_systems import sync_folder
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class SamplerJournal:
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(self._path)
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
             if self._journal is not None:
                 self._journal.close()
             self._journal = self._files.enter_context(self._path.open("r+b"))
@@ -259,14 +260,6 @@ def _has_record(rest: bytes, begin: int) -> bool:
             if _payload(prefix, begin + int(at), BytesIO(rest[after:]).read) is not None:
                 return True
     return False
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager
