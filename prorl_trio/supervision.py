@@ -66,13 +66,13 @@ def service_task(
         while True:
             try:
                 await afn(*args, **kwargs)
-            except BaseException as exc:
+            except BaseException as exc:  # noqa: ASYNC103 - what is swallowed is no cancel (`_is_survivable`)
                 if only_cancelled(exc) and not is_cancelled():
                     raise _vanish(name, "was cancelled by nobody") from exc  # noqa: ASYNC104 - no scope waits for it
                 if not _is_survivable(exc) or (started is not None and not started.is_set):
                     raise
                 if not restarts:
-                    raise _vanish(name, f"failed ({exc!r})") from exc
+                    raise _vanish(name, f"failed ({exc!r})") from exc  # noqa: ASYNC104 - it is no cancel
                 delay_s = failures.next_delay_s(exc)
             else:
                 if not may_return and not is_cancelled():
@@ -97,7 +97,7 @@ def contained(afn: Callable[_P, Awaitable[object]], name: str) -> Callable[_P, A
             status = kwargs["task_status"] = _Status(status)
         try:
             await afn(*args, **kwargs)
-        except BaseException as exc:
+        except BaseException as exc:  # noqa: ASYNC103 - what is swallowed is no cancel (`_is_survivable`)
             if only_cancelled(exc) and not is_cancelled():
                 raise _vanish(name, "was cancelled by nobody") from exc  # noqa: ASYNC104 - no scope waits for it
             if not _is_survivable(exc) or (status is not None and not status.is_set):

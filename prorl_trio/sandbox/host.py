@@ -241,13 +241,14 @@ class SandboxHost:
             try:
                 hosted: HostedSandbox = await self._nursery.start(own, key, spec, name="sandbox owner")
             except SandboxUnavailable as exc:
-                if self._gates.paused or await self._is_machines(exc, spec, before):
-                    continue
-                refusals += 1
-                if not exc.of_machine or refusals >= MAX_REFUSALS:
-                    raise
+                refusal = exc
             else:
                 return hosted
+            if self._gates.paused or await self._is_machines(refusal, spec, before):
+                continue
+            refusals += 1
+            if not refusal.of_machine or refusals >= MAX_REFUSALS:
+                raise refusal
 
     async def _wait_resumed(self, in_line: InLine) -> None:
         await trio.lowlevel.checkpoint()

@@ -158,7 +158,7 @@ async def test_a_bug_passes_and_so_does_what_comes_before_the_start():
     with pytest.raises(InternalError, match="the service task 'b' failed"):
         await service_task(Fails(OSError(errno.EMFILE, "Too many open files")), "b", restarts=False)()
 
-    async def cannot_start(*, task_status):
+    async def cannot_start(*, task_status):  # noqa: ASYNC128 - it fails before
         await trio.lowlevel.checkpoint()
         raise ConfigError("the port is taken")
 

@@ -142,7 +142,7 @@ async def test_no_value_of_an_argument_is_an_error_of_the_daemons_own(sandbox, t
             count += 1
             if isinstance(call, UploadParts | UploadEnd | DownloadParts):
                 await sandbox.call(begin_of(call, tmp_path), msgspec.Raw, timeout_s=CALL_TIMEOUT_S)
-            with trio.fail_after(CALL_TIMEOUT_S + 10):
+            with trio.fail_after(CALL_TIMEOUT_S + 10):  # noqa: ASYNC912 - a call waits for its answer
                 try:
                     await sandbox.call(call, msgspec.Raw, timeout_s=_patience_s(call))
                 except CallFailed as exc:
