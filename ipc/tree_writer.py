@@ -181,7 +181,8 @@ class TreeWriter:
         if self._file_fd >= 0:
             fd, self._file_fd = self._file_fd, -1
             try:
-                os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))  # it may end in a hole
+                if (end := os.lseek(fd, 0, os.SEEK_CUR)) > os.fstat(fd).st_size:  # it ends in a hole
+                    os.ftruncate(fd, end)
                 os.fchmod(fd, self._file_mode)
             finally:
                 os.close(fd)
@@ -215,6 +216,8 @@ def write_with_holes(fd: int, content: bytes) -> int:
     Where the last block is a hole, the file does not have its length before it is truncated to its position.
     """
     at, end, written = 0, len(content), 0
+    if ZEROS not in content:
+        return _write_all(fd, content)
     while at < end:
         stop, is_hole = at, _is_zero(content, at)
         while stop < end and _is_zero(content, stop) == is_hole:
@@ -222,12 +225,16 @@ def write_with_holes(fd: int, content: bytes) -> int:
         if is_hole:
             os.lseek(fd, stop - at, os.SEEK_CUR)
         else:
-            written += stop - at
-            rest = memoryview(content)[at:stop]
-            while rest:
-                rest = rest[os.write(fd, rest) :]
+            written += _write_all(fd, memoryview(content)[at:stop])
         at = stop
     return written
+
+
+def _write_all(fd: int, content: bytes | memoryview) -> int:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    return len(content)
 
 
 def _is_zero(content: bytes, at: int) -> bool:
