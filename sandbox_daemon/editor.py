@@ -22,7 +22,7 @@ from sandbox_daemon.editor_text import (
     snippet,
     view_lines,
 )
-from sandbox_daemon.files import replace_file
+from sandbox_daemon.files import PIECE_BYTES, replace_file
 from sandbox_daemon.paths import open_path
 from sandbox_daemon.threads import run_blocking
 
@@ -221,7 +221,9 @@ def _read(path: str) -> bytes:
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise EditRefused(f"The path {path} is not a regular file and cannot be viewed or edited with this tool.")
-        content = file.read(MAX_EDIT_BYTES + 1)
+        content = b""
+        while len(content) <= MAX_EDIT_BYTES and (piece := file.read(PIECE_BYTES)):
+            content += piece
         _check_size(path, max(len(content), os.fstat(fd).st_size))
         return content
 

@@ -29,6 +29,8 @@ FRAME_MARGIN_BYTES = 4096
 """Bytes that a frame needs beside a file's."""
 MAX_MODE = 0o7777
 MAX_READ_BYTES = MAX_FRAME_BYTES - FRAME_MARGIN_BYTES
+PIECE_BYTES = 1024 * 1024
+"""Of a read. Of some files in /proc/sys the kernel refuses to give 4 MiB at once, however short they are."""
 MAX_OFFSET = 2**63 - 1 - MAX_READ_BYTES
 """With what is read from there it is still a number that the kernel knows."""
 
@@ -106,7 +108,7 @@ def _read(request: FileRead) -> FileData:
         at, end = request.offset, request.offset + request.max_bytes
         eof = False
         while at < end and not eof:
-            piece = os.pread(fd, end - at, at)
+            piece = os.pread(fd, min(end - at, PIECE_BYTES), at)
             pieces.append(piece)
             at += len(piece)
             eof = not piece
