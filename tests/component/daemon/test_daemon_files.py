@@ -12,7 +12,6 @@ from ipc.errors import CallFailed
 from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
 from ipc.sandbox_calls import Exec, ExecResult
 from sandbox_daemon import paths
-from sandbox_daemon.files import file_error
 
 
 async def read(sandbox, path, **options):
@@ -76,32 +75,31 @@ async def test_a_file_of_which_the_kernel_gives_no_large_pieces_is_read(sandbox)
 
 
 @pytest.mark.parametrize(
-    ("path", "code", "has_openat2"),
+    ("path", "refusal", "has_openat2"),
     [
-        ("/proc/self/environ", "permission", True),
-        ("/proc/self/environ", "permission", False),
-        ("/proc/self/task/../maps", "permission", True),
-        ("/proc/self/cwd/.", "io", True),
-        ("/proc/self/fd/0", "io", True),
+        ("/proc/self/environ", "Permission denied", True),
+        ("/proc/self/environ", "Permission denied", False),
+        ("/proc/self/task/../maps", "Permission denied", True),
+        ("/proc/self/cwd/.", "Too many levels", True),
+        ("/proc/self/fd/0", "Too many levels", True),
     ],
 )
 @pytest.mark.parametrize("linked", [False, True])
-def test_the_daemon_goes_nowhere_by_its_own_folder_in_proc(tmp_path, path, code, has_openat2, linked, monkeypatch):
+def test_the_daemon_goes_nowhere_by_its_own_folder_in_proc(tmp_path, path, refusal, has_openat2, linked, monkeypatch):
     monkeypatch.setattr(paths, "_has_openat2", lambda: has_openat2)
     if linked:
         (tmp_path / "link").symlink_to(path)
         path = str(tmp_path / "link")
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match=refusal):
         os.close(paths.open_path(path, os.O_RDONLY | os.O_NONBLOCK))
-    assert file_error(caught.value, path).code == code
 
 
 async def test_neither_a_call_nor_a_program_starts_from_a_descriptor_of_the_daemon(sandbox):
     for fd in range(16):
         with pytest.raises(CallFailed):
             await read(sandbox, f"/proc/self/fd/{fd}/version")
-        with pytest.raises(CallFailed), trio.fail_after(20):
-            call = Exec(argv=["true"], timeout_s=5, cwd=f"/proc/self/fd/{fd}")
+        call = Exec(argv=["true"], timeout_s=5, cwd=f"/proc/self/fd/{fd}")
+        with pytest.raises(CallFailed):
             await sandbox.call(call, ExecResult, timeout_s=10)
 
 
