@@ -62,7 +62,7 @@ class DaemonProcess:
             yield client
 
     async def wait_ended(self):
-        """The exit code and the lines on stderr, except of a machine that was too busy. Its socket must be gone by then."""
+        """The exit code and stderr, but for lines about a busy machine. Its socket must be gone by then."""
         with trio.fail_after(END_TIMEOUT_S):
             exit_code = await trio.to_thread.run_sync(self.process.wait, abandon_on_cancel=True)
         assert not await trio.Path(self.socket_path).exists()
