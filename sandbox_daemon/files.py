@@ -30,7 +30,7 @@ FRAME_MARGIN_BYTES = 4096
 MAX_MODE = 0o7777
 MAX_READ_BYTES = MAX_FRAME_BYTES - FRAME_MARGIN_BYTES
 PIECE_BYTES = 1024 * 1024
-"""Of a read. Of some files in /proc/sys the kernel refuses to give 4 MiB at once, however short they are."""
+"""Size of a read. The kernel refuses to read 4 MiB at once of some files in /proc/sys, however short they are."""
 MAX_OFFSET = 2**63 - 1 - MAX_READ_BYTES
 """With what is read from there it is still a number that the kernel knows."""
 

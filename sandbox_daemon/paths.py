@@ -45,7 +45,7 @@ def open_path(path: str, flags: int, mode: int = 0) -> int:
 def _openat2(path: str, flags: int, mode: int) -> int:
     how = struct.pack("=3Q", flags, mode, RESOLVE_NO_MAGICLINKS)
     while True:
-        fd: int = _libc().syscall(OPENAT2, AT_FDCWD, os.fsencode(path), how, ctypes.c_size_t(len(how)))
+        fd: int = _syscall()(OPENAT2, AT_FDCWD, os.fsencode(path), how, len(how))
         if fd >= 0:
             return fd
         if (number := ctypes.get_errno()) != errno.EINTR:
@@ -63,7 +63,8 @@ def _has_openat2() -> bool:
 
 
 @functools.cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    return libc
+def _syscall() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
+    call.restype = ctypes.c_long
+    return call
