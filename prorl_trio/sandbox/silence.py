@@ -7,6 +7,8 @@ no CPU time between two looks, it did not get to run. What kept it is told by it
 * runnable, in a wait that takes no signal (D, as of a disk, of swap or of a frozen group), or frozen: it stood still,
   unless the rest of the sandbox ran. Then that may have used up all CPU time or memory, and the time counts;
 * asleep (S): it could run, and did not. The time counts.
+
+If it ran, but had to wait for a CPU, that wait is judged like that of a thread which did not run at all.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class _Look(NamedTuple):
     at_s: float
     state: str
     cpu_ns: int | None
+    waited_ns: int = 0
 
 
 class Silence:
@@ -96,18 +99,21 @@ class Silence:
             self._forget()
             return
         passed_s = now_s - last.at_s
-        if pid is None or look.cpu_ns is None or look.cpu_ns != last.cpu_ns or look.state not in _KEPT:
+        waited_s = min(passed_s, (look.waited_ns - last.waited_ns) / 1e9)
+        is_kept = look.cpu_ns == last.cpu_ns and look.state in _KEPT
+        if pid is None or look.cpu_ns is None or not (is_kept or waited_s > RUNNING_SHARE * passed_s):
             self._forget()
-        elif look.state in _STOPPED:
+        elif is_kept and look.state in _STOPPED:
             self._add(passed_s)
         else:
+            kept_s = passed_s if is_kept else waited_s
             before_s, self._others_s = self._others_s, await run_blocking(_others_cpu_s, pid)
             if before_s is None:
-                self._unsure_s = passed_s
+                self._unsure_s = kept_s
             elif self._others_s - before_s > RUNNING_SHARE * passed_s:
                 self._lasts_s = self._unsure_s = 0.0
             else:
-                self._add(passed_s)
+                self._add(kept_s)
 
     async def stands_still(self) -> bool:
         """Return whether the sandbox does not run now, or one of its daemon's threads waits for a disk.
@@ -141,7 +147,8 @@ def _look(pid: int | None, at_s: float) -> _Look:
         fields = None if pid is None else stat_fields(pid)
     if fields is None:
         return _Look(at_s, "", None)
-    return _Look(at_s, "F" if fields[0] == "S" and _is_frozen(pid) else fields[0], _cpu_ns(pid))
+    cpu_ns, waited_ns = _schedstat(pid) or (None, 0)
+    return _Look(at_s, "F" if fields[0] == "S" and _is_frozen(pid) else fields[0], cpu_ns, waited_ns)
 
 
 def _is_frozen(pid: int | None) -> bool:
@@ -155,10 +162,17 @@ def _is_frozen(pid: int | None) -> bool:
 
 
 def _cpu_ns(task: int | None) -> int | None:
+    found = _schedstat(task)
+    return None if found is None else found[0]
+
+
+def _schedstat(task: int | None) -> tuple[int, int] | None:
+    """Return the time that a thread was on a CPU, and the time that it waited for one, in nanoseconds."""
     try:
         with open(f"/proc/{task}/schedstat", "rb") as file:
-            return int(file.read().split()[0])
-    except (OSError, ValueError, IndexError):
+            on_cpu, waited, _ = file.read().split()
+            return int(on_cpu), int(waited)
+    except (OSError, ValueError):
         return None
 
 
@@ -194,7 +208,7 @@ def _others_cpu_s(daemon: int) -> float:
         pid = waiting.pop()
         with suppress(OSError):
             waiting += children(pid)
-            fields = None if pid == daemon else stat_fields(pid)
-            if fields is not None:
-                ticks += sum(map(int, fields[11:15]))
+            fields = stat_fields(pid)
+            if fields is not None:  # of the daemon only the time of those that it has reaped
+                ticks += sum(map(int, fields[13 if pid == daemon else 11 : 15]))
     return ticks / _TICKS_PER_S
