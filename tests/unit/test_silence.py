@@ -19,8 +19,9 @@ PID = 17
 class Seen:
     """What /proc shows of a sandbox, which changes with each look: the daemon's state and CPU time, and the others'."""
 
-    def __init__(self, monkeypatch, *, state, daemon=0, others=0.0):
-        self.state, self.daemon, self.others = state, daemon, others
+    def __init__(self, monkeypatch, *, state, daemon=0, others=0.0, waits=0.0):
+        self.state, self.daemon, self.others, self.waits = state, daemon, others, waits
+        self.waited_ns = 0
         self.cpu_ns, self.others_s = 1_000_000, 5.0
         self.threads = set()
         monkeypatch.setattr(module, "_look", self.look)
@@ -35,7 +36,8 @@ class Seen:
     def look(self, pid, at_s):
         self.cpu_ns += self.daemon or 0
         self.others_s += self.others * SILENCE_S
-        return module._Look(at_s, self.state, None if self.daemon is None else self.cpu_ns)
+        self.waited_ns += int(self.waits * SILENCE_S * 1e9)
+        return module._Look(at_s, self.state, None if self.daemon is None else self.cpu_ns, self.waited_ns)
 
 
 async def look_for(silence, seconds):
@@ -57,6 +59,9 @@ async def look_for(silence, seconds):
         ("it waits for a CPU that others have", {"state": "R", "others": 0.02}, True),
         ("it waits for a CPU that its own sandbox has", {"state": "R", "others": 1.5}, False),
         ("it waits for memory that its own sandbox takes", {"state": "D", "others": 0.6}, False),
+        ("it runs now and then, on a CPU that others have", {"state": "S", "daemon": 1, "waits": 1.0}, True),
+        ("it runs, on a CPU that its own sandbox has", {"state": "R", "daemon": 1, "waits": 1.0, "others": 1.5}, False),
+        ("it hardly waits for a CPU", {"state": "S", "daemon": 1, "waits": 0.05}, False),
         ("it is gone", {"state": "", "daemon": None}, False),
         ("it has ended", {"state": "Z"}, False),
     ],
