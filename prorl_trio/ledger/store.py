@@ -19,7 +19,7 @@ import msgspec
 
 from prorl_trio.ledger.database import PAGE_BYTES, UNREADABLE, Job, Mark, connect, is_damage, log_of, open_database
 from prorl_trio.ledger.errors import LedgerCorrupt, LedgerFailed, LedgerFull
-from prorl_trio.ledger.folder import LedgerFolder
+from prorl_trio.ledger.folder import REMEDY, LedgerFolder
 from prorl_trio.ledger.ledger import LedgerStatistics
 from prorl_trio.ledger.operations import LAZY, Accept, Finish, OpenSession, Operation, size_of
 from prorl_trio.ledger.tables import Changed, SessionRow, Tables
@@ -113,7 +113,7 @@ class Store:
             return open_database(self._folder, self._disk)
         except sqlite3.Error as exc:
             if not self._reserve_bytes or not self._is_full(exc):
-                raise ConfigError(f"the ledger in {self._folder.path} cannot be opened: {exc}") from exc
+                raise ConfigError(f"the ledger in {self._folder.path} cannot be opened: {exc}; {REMEDY}") from exc
         self._shrink_reserve(0)  # the index of the log needs a little space, too
         return open_database(self._folder, self._disk)
 
