@@ -135,4 +135,8 @@ class _Ready:
         self._secure = secure
 
     def started(self, value: Any = None) -> None:
-        say(f"READY {endpoint_url(value, secure=self._secure)}")
+        try:
+            say(f"READY {endpoint_url(value, secure=self._secure)}")
+        except OSError as exc:
+            logger.warning("READY cannot be written to standard output: %s; the node runs", exc.strerror)
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else the end of the process fails on what was not written
