@@ -45,6 +45,8 @@ space to make much."""
 PROBE_BYTES: Final = 64 * 1024
 CLEAN_STEP_PAGES: Final = 1024
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_PASSING: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL)
+"""Why SQLite cannot read now what may be read later."""
 
 
 class WaitForRoom:
@@ -397,6 +399,7 @@ class Store:
         Raises:
             UnknownJob: there is no such payload any more.
             LedgerCorrupt: it is not what was written.
+            OSError: it cannot be read now.
         """
         what = f"the {'spec' if cursor is None else 'outcome'} of job {job_id!r}"
         try:
@@ -405,7 +408,10 @@ class Store:
                     "SELECT jobs.*, payload FROM jobs LEFT JOIN payloads USING (number) WHERE job_id = ?", (job_id,)
                 ).fetchone()
         except UNREADABLE as exc:
-            raise LedgerCorrupt(f"{what} cannot be read in {self._path}: {exc}") from exc
+            said = f"{what} cannot be read in {self._path}: {exc}"
+            if getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _PASSING:
+                raise OSError(errno.EAGAIN, said) from exc
+            raise LedgerCorrupt(said) from exc
         if row is None or row[5] != cursor:
             raise UnknownJob(f"the payload of job {job_id!r} is acknowledged, forgotten, or was replaced")
         *fields, payload = row
