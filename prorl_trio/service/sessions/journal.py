@@ -20,6 +20,7 @@ from prorl_trio.types.errors import (
     AlreadyDelivered,
     DuplicateJob,
     ServiceError,
+    is_exhaustion,
 )
 
 if TYPE_CHECKING:
