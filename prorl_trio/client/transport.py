@@ -166,7 +166,9 @@ class Transport:
                     welcome = await self._enter(link)
                 return await self._use(link, welcome)
         except ProtocolViolation as exc:
-            raise ProtocolError(f"{address}: {exc}") from None
+            if self._state.welcome is None:
+                raise ProtocolError(f"{address}: {exc}") from None
+            raise LinkClosed(CloseCode.PROTOCOL_ERROR, str(exc)) from None  # another server has the address for now
         except HandshakeAnswered as exc:
             if self._state.welcome is None and exc.status not in PASSING_STATUSES:
                 raise ProtocolError(f"{address}: not a node: {exc}") from None
@@ -194,7 +196,7 @@ class Transport:
         if isinstance(frame, SessionRefused):
             raise await self._refused(frame)
         if not isinstance(frame, SessionWelcome):
-            raise ProtocolError(f"{self._where} answered the handshake with {type(frame).__name__}")
+            raise ProtocolViolation(f"{self._where} answered the handshake with {type(frame).__name__}")
         link.batches = True
         return frame
 

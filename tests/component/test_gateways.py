@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 import runpy
 import time
 from contextlib import asynccontextmanager
@@ -54,10 +57,11 @@ class Gateway:
     async def serve(self, stream):
         async with stream:
             if self.answer is not None:
-                await stream.receive_some(65_536)
+                request = await stream.receive_some(65_536)
                 self.answered += 1
                 if not self.reset:
-                    await stream.send_all(self.answer.encode("latin-1"))
+                    answer = self.answer(request) if callable(self.answer) else self.answer.encode("latin-1")
+                    await stream.send_all(answer)
                 return
             async with await trio.open_tcp_stream(self.service.host, self.service.port) as behind:
                 with trio.CancelScope() as scope:
@@ -120,6 +124,62 @@ async def test_once_a_session_was_open_whatever_answers_is_tried_again(nursery, 
         node.finish("a", make_outcome(make_spec("a")))
         with trio.fail_after(20):
             assert (await anext(client.results())).job_id == "a"
+
+
+def upgraded(frames):
+    """An answer of another WebSocket server: it accepts whoever comes, and sends these bytes."""
+
+    def answer(request):
+        key = re.search(rb"(?i)sec-websocket-key: *(\S+)", request)[1]
+        accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+        head = b"HTTP/1.1 101 X\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: " + accept
+        return head + b"\r\n\r\n" + frames
+
+    return answer
+
+
+OTHER_SERVERS = {
+    "it says nothing": b"",
+    "text": b"\x81\x05hello",
+    "bytes that are no message": b"\x82\x05abcde",
+    "a message of another protocol": b"\x82\x01\xc0",
+    "a masked frame": b"\x82\x81\x00\x00\x00\x00\xc0",
+    "a frame without end": b"\x82\x7f" + b"\x3f" + b"\xff" * 7,
+    "an opcode that there is not": b"\x83\x00",
+    "a ping in pieces": b"\x09\x01x",
+    "a continuation of nothing": b"\x80\x01x",
+    "compressed": b"\xc2\x01x",
+    "a close": b"\x88\x02\x03\xe8",
+    "a close of a wrong code": b"\x88\x02\x00\x01",
+    "a close of one byte": b"\x88\x01x",
+}
+
+
+@pytest.mark.parametrize("frames", OTHER_SERVERS.values(), ids=OTHER_SERVERS)
+async def test_once_a_session_was_open_another_websocket_server_is_waited_out(nursery, frames):
+    node = FakeNode()
+    async with (
+        open_service(node) as service,
+        gateway_to(service, nursery) as gateway,
+        connect(gateway.url, TOKEN, session_id="t") as client,
+    ):
+        await client.submit([make_spec("a")])
+        gateway.cut(upgraded(frames))
+        await gateway.wait_answered(3)
+        gateway.answer = None
+        node.finish("a", make_outcome(make_spec("a")))
+        with trio.fail_after(20):
+            assert (await anext(client.results())).job_id == "a"
+
+
+@pytest.mark.parametrize("name", ["text", "bytes that are no message", "a message of another protocol"])
+async def test_before_the_first_session_another_websocket_server_is_an_error_at_once(nursery, name):
+    async with open_service(FakeNode()) as service, gateway_to(service, nursery) as gateway:
+        gateway.answer = upgraded(OTHER_SERVERS[name])
+        with pytest.raises(ProtocolError):
+            async with connect(gateway.url, TOKEN):
+                pass
+    assert gateway.answered == 1
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])
