@@ -12,6 +12,7 @@ import msgspec
 import trio
 
 from ipc.arena_socket import open_mapped_arena
+from ipc.clock import LATE_S
 from ipc.errors import IpcError, ProtocolViolation
 from ipc.session import (
     Ack,
@@ -142,7 +143,10 @@ class Transport:
             news = self._state.welcome is not None and delay_s == FIRST_DELAY_S
             level = logging.WARNING if news else logging.INFO
             logger.log(level, "no connection to %s, trying again: %s", self._where, why)
-            await trio.sleep(delay_s * random.uniform(0.5, 1.0))
+            sleep_s = delay_s * random.uniform(0.5, 1.0)
+            await trio.sleep(sleep_s)
+            # If this process was suspended, it could not try meanwhile: that time is not taken from its patience.
+            deadline_s += max(0.0, trio.current_time() - now_s - sleep_s - LATE_S)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     async def _connect_once(self, deadline_s: float) -> str:

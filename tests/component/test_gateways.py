@@ -90,6 +90,17 @@ class Gateway:
             await trio.sleep(0.005)
 
 
+class FakeModule:
+    """A module of which some names mean something else."""
+
+    def __init__(self, module, **names):
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
 @asynccontextmanager
 async def gateway_to(service, nursery):
     gateway = Gateway(service)
@@ -179,6 +190,28 @@ async def test_before_the_first_session_another_websocket_server_is_an_error_at_
         with pytest.raises(ProtocolError):
             async with connect(gateway.url, TOKEN):
                 pass
+    assert gateway.answered == 1
+
+
+async def test_a_client_that_was_suspended_while_it_waited_tries_again(nursery, monkeypatch):
+    node = FakeNode()
+    gap_s = 0.0
+    current_time, sleep = trio.current_time, trio.sleep
+
+    async def suspended(seconds):
+        nonlocal gap_s
+        await sleep(seconds)
+        gap_s += 1_000.0
+        gateway.answer = None
+
+    async with open_service(node) as service, gateway_to(service, nursery) as gateway:
+        gateway.answer = ANSWERS["503"]
+        monkeypatch.setattr(
+            transport, "trio", FakeModule(trio, sleep=suspended, current_time=lambda: current_time() + gap_s)
+        )
+        async with connect(gateway.url, TOKEN, session_id="t", connect_timeout_s=20) as client:
+            assert await client.submit([make_spec("a")])
+    assert gap_s == 1_000.0
     assert gateway.answered == 1
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import os
 import logging
+import os
 import ssl
 from contextlib import suppress
 from pathlib import Path
