@@ -183,16 +183,6 @@ async def test_once_a_session_was_open_another_websocket_server_is_waited_out(nu
             assert (await anext(client.results())).job_id == "a"
 
 
-@pytest.mark.parametrize("name", ["text", "bytes that are no message", "a message of another protocol"])
-async def test_before_the_first_session_another_websocket_server_is_an_error_at_once(nursery, name):
-    async with open_service(FakeNode()) as service, gateway_to(service, nursery) as gateway:
-        gateway.answer = upgraded(OTHER_SERVERS[name])
-        with pytest.raises(ProtocolError):
-            async with connect(gateway.url, TOKEN):
-                pass
-    assert gateway.answered == 1
-
-
 async def test_a_client_that_was_suspended_while_it_waited_tries_again(nursery, monkeypatch):
     node = FakeNode()
     gap_s = 0.0
