@@ -213,7 +213,8 @@ async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> Lease
     """
     backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
     job_id, priority = context.spec.job_id, PRIORITY[context.spec.priority]
-    scope, waits_until_s = trio.CancelScope(), None
+    scope = trio.CancelScope()
+    waits_until_s: float | None = None
 
     @contextmanager
     def waiting(what: str) -> Iterator[None]:

@@ -200,7 +200,7 @@ class Transport:
         if isinstance(frame, SessionRefused):
             raise await self._refused(frame)
         if not isinstance(frame, SessionWelcome):
-            raise ProtocolViolation(f"{self._where} answered the handshake with {type(frame).__name__}")
+            raise ProtocolViolation(f"the handshake was answered with {type(frame).__name__}")
         link.batches = True
         return frame
 
