@@ -166,16 +166,6 @@ async def test_a_node_without_a_backend_says_so(rig):
     assert "lease_timeout_s" in outcome.error
 
 
-async def test_without_time_to_wait_a_backend_with_room_is_taken(rig):
-    rig.config = msgspec.structs.replace(
-        rig.config, backends=msgspec.structs.replace(rig.config.backends, lease_timeout_s=0.0)
-    )
-    rig.says = [r"\boxed{42}"]
-    async with pipeline(rig):
-        outcome = await end(rig, MathHandler())
-    assert outcome.status == "completed", outcome.error
-
-
 # ---------------------------------------------------------------- the taxonomy
 
 
