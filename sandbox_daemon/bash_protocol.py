@@ -1,14 +1,19 @@
 """bash in the words of `shell_protocol`: over descriptors of its own. The text that it reads is all here.
 
-1. The trigger, typed at the shell's top level, reads the nonce and the command from their files, writes `BEGUN_MARK` to
-   the record pipe, evaluates the command with our descriptors closed, so that nothing it starts has them, and reports.
+1. The trigger, typed at the shell's top level, has the nonce and the command in it (a command that is long, or has
+   characters that a terminal treats specially, is read from its file). It writes `BEGUN_MARK` to the record pipe,
+   evaluates the command, and reports. Our descriptors are closed in all programs, but not in the shell itself.
 2. A report writes the record to that pipe: nonce, exit code, directory, options, traps, disabled builtins and function,
-   with a NUL after each. Then it writes the nonce to the terminal and passes the gate. `PROMPT_COMMAND`, which bash
-   runs whenever it is ready again, reports a command that was interrupted; after a command that was reported it writes
-   `PROMPT_MARK` and the last nonce. (The nonce lies ready twice, because a command may unset our variables.)
+   with a NUL after each; the traps may come before the nonce. Then it writes the nonce to the terminal and passes the
+   gate. `PROMPT_COMMAND`, which bash runs whenever it is ready again, reports a command that was interrupted. At every
+   prompt but the first after a report it writes `PROMPT_MARK` and the last nonce. (The nonce lies ready in a file, too,
+   because a command may unset our variables.)
 3. A report also takes away what could disturb our own lines: the options of `NEUTRAL`, aliases, the traps that bash
    runs for its every command, and a function `builtin`; it enables the builtins that we call. The next command begins
    with text that puts all of that back.
+4. Our lines are in a function, `__prorl_f`, which a user can see (`declare -f`) and delete. The trigger and
+   `PROMPT_COMMAND` then evaluate the long report, which lies in the hook file and defines the function anew. A command
+   that deletes the function and makes `builtin` useless is reported when its time is up.
 
 What ends the shell: `exit`, `exec`, a failing command under `set -e`, end of file on its input, `TMOUT`; `set -o vi`,
 `set +o vi` and the same of `emacs`, which in bash 5.2 replace the input of any `eval` they are in (a file that is
@@ -38,18 +43,18 @@ MAX_TYPED_CHARS = 500
 """A longer command is read from its file: a terminal holds 4,095 characters of a line, and carries them slowly."""
 
 # Our variables are the elements of one array, because `set -a` exports no array: 1 the exit code and 2 the options
-# after the command, 3 whether it is reported ("1"; "2" after the prompt that follows), 4 whether `builtin` works, 5 text
+# after the command, 3 whether it is reported ("1"; "2" after the next prompt), 4 whether `builtin` works, 5 text
 # that puts it back, 6 nothing that matters, 7 the nonce, 8 the command, 9 `_LONG_REPORT`, 10 `PROMPT_COMMAND`.
 # Backslashes keep aliases out. Output of `set -x`, traps, and complaints about our own lines go nowhere. SIGINT makes
 # bash drop what it does and show another prompt: what it cuts off here is done anew. Bash parses the trigger and
-# `PROMPT_COMMAND` anew for every command, at some 60 ns a character: what they do is in a function that it parses once.
+# `PROMPT_COMMAND` anew for every command, some 60 ns a character: what they do is in a function that it parses once.
 _RECORD = r"""\builtin printf "%s\0%s\0%s\0%s\0" "${__prorl[7]}" "${__prorl[1]}" "${PWD-}" "${__prorl[2]}" """
 _SHORT_RECORD = r"""\builtin printf "%s\0%s\0%s\0%s\0\0\0\0" "${__prorl[7]}" "${__prorl[1]}" "${PWD-}" "$-" """
 _TRAPS = r"""\builtin trap -p DEBUG ERR RETURN"""
 _UNTRAP = r"""\builtin trap - DEBUG ERR RETURN"""
 # A `read` may have left what it had not looked at yet in a buffer of bash's own, which the next `read` would take for
-# what it reads: from /dev/null it only empties that. Other ways to read depend on `IFS`.
-_EMPTY_BUFFER = r"""\builtin read -r -d "" "__prorl[6]" </dev/null"""
+# what it reads: from /dev/null, our standard input, it only empties that. Other ways to read depend on `IFS`.
+_EMPTY_BUFFER = r"""\builtin read -r -d "" "__prorl[6]" """
 _FINISH = (
     r"""\builtin printf %s "${__prorl[7]}" >&52 && \builtin read -r -u 54 "__prorl[6]" && """
     r"""\builtin printf "\n" >&54 && __prorl[1]= __prorl[2]= __prorl[3]=1"""
@@ -66,7 +71,10 @@ _REPAIR = (
     r"""case ${__prorl[9]-} in "") \builtin enable read || __prorl[6]=; """
     rf"""{_EMPTY_BUFFER}; \builtin read -r -N 99999 -u 55 "__prorl[9]" || __prorl[6]=;; esac"""
 )
-_EVAL_LONG_REPORT = r"""case ${__prorl[9]-} in "") \builtin read -r -N 99999 -u 55 "__prorl[9]";; esac; \builtin eval "${__prorl[9]-}" """
+_EVAL_LONG_REPORT = (
+    r"""case ${__prorl[9]-} in "") \builtin read -r -N 99999 -u 55 "__prorl[9]";; esac; """
+    r"""\builtin eval "${__prorl[9]-}" """
+)
 # Where a command left nothing that is in the way of our lines, as most do, the report is a short one, and what it calls
 # is enabled. A file that was sourced may have switched line editing on, which bash only switches off at the top level.
 _FUNCTION = (
@@ -87,7 +95,8 @@ _FUNCTION = (
 )
 _PROMPT_COMMAND = (
     r"""case ${__prorl[3]-} in 1) __prorl[3]=2;; *) { __prorl[1]=${__prorl[1]:-$?}; """
-    rf"""\__prorl_f p || {{ {_EVAL_LONG_REPORT}; }}; }} </dev/null >/dev/null 2>&1 || \__prorl_f x;; esac"""
+    rf"""{{ \__prorl_f p || {{ {_EVAL_LONG_REPORT}; }}; }} && __prorl[3]=2; }} </dev/null >/dev/null 2>&1 || """
+    r"""\__prorl_f x;; esac"""
 )
 # Bash parses it line by line: the first one has no reserved word, of which the command may have made an alias. The
 # end of POSIX mode switches aliases on, and its beginning `inherit_errexit`. A command may have made `PROMPT_COMMAND` a
@@ -114,7 +123,7 @@ _LONG_REPORT = (
 )
 _READ_COMMAND = r"""\builtin read -r -N 999999999 -u 50 "__prorl[8]"; """
 _TRIGGER_BEGIN = r"""__prorl[3]= __prorl[7]="""
-_TRIGGER_MARK = r"""\builtin printf "\2" >&51; """
+_TRIGGER_MARK = r"""\builtin printf "\2" "" >&51; """
 _TRIGGER_END = (
     rf"""{{ __prorl[1]=$?; {_TRAPS} >&51; {_UNTRAP}; \__prorl_f e || {{ {_EVAL_LONG_REPORT} && \__prorl_f v; }}; }} """
     r"""</dev/null >/dev/null 2>&1 || \__prorl_f x"""
@@ -163,13 +172,13 @@ class Bash(Dialect):
         else:
             replace_content(files.command, command)
             read, word = _READ_COMMAND, '"${__prorl[8]-}"'
-        status = f"\\__prorl_f s {last.exit_code} || " if last.exit_code and not restore else ""
+        status = rf'\__prorl_f s {last.exit_code} "" || ' if last.exit_code and not restore else ""
         return (
             f"{_TRIGGER_BEGIN}{nonce}; {read}{_TRIGGER_MARK}{status}\\builtin eval -- {word}; {_TRIGGER_END}\n".encode()
         )
 
     def report_line(self) -> bytes:
-        return _PROMPT_COMMAND.encode() + b"\n"
+        return f"{_FUNCTION}; {_PROMPT_COMMAND}\n".encode()
 
 
 def _restore(last: CommandEnd) -> str:

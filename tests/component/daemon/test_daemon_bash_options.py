@@ -72,6 +72,15 @@ CHANGES = {
     "positional parameters": "set -- a 'b c'; set -eu; shift",
     "exports everything": "set -a; . /dev/null",
     "POSIXLY_CORRECT": "POSIXLY_CORRECT=1; set -eu",
+    "our function, deleted": "unset -f $(compgen -A function)",
+    "our function and variables, deleted": "unset -f $(compgen -A function); unset ${!__prorl*} PROMPT_COMMAND; set -u",
+    "our function, deleted, and another prompt": "unset -f __prorl_f; PROMPT_COMMAND=(no no); set -T",
+    "our function, replaced": "__prorl_f() { true; }; set -eu",
+    "our function, replaced by one that fails": "__prorl_f() { false; }",
+    "our function, read-only": "readonly -f __prorl_f; set -eu",
+    "our function, traced": "declare -ft __prorl_f; trap 'false' DEBUG RETURN ERR",
+    "functions do not nest": "FUNCNEST=1; readonly FUNCNEST; set -eu",
+    "not found": "command_not_found_handle() { echo NOT FOUND; }; unset -f __prorl_f",
 }
 
 
