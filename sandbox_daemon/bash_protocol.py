@@ -93,10 +93,11 @@ _FUNCTION = (
     rf"""{_REPAIR}; \builtin return 1;; """
     r"""esac; }"""
 )
+# Whether it is reported is asked for anew, because a command may have replaced the function.
 _PROMPT_COMMAND = (
-    r"""case ${__prorl[3]-} in 1) __prorl[3]=2;; *) { __prorl[1]=${__prorl[1]:-$?}; """
-    rf"""{{ \__prorl_f p || {{ {_EVAL_LONG_REPORT}; }}; }} && __prorl[3]=2; }} </dev/null >/dev/null 2>&1 || """
-    r"""\__prorl_f x;; esac"""
+    r"""case ${__prorl[3]-} in 1) __prorl[3]=2;; *) { __prorl[1]=${__prorl[1]:-$?}; \__prorl_f p; """
+    rf"""case ${{__prorl[3]-}} in 2) ;; *) {_EVAL_LONG_REPORT} && __prorl[3]=2;; esac; }} """
+    r"""</dev/null >/dev/null 2>&1 || \__prorl_f x;; esac"""
 )
 # Bash parses it line by line: the first one has no reserved word, of which the command may have made an alias. The
 # end of POSIX mode switches aliases on, and its beginning `inherit_errexit`. A command may have made `PROMPT_COMMAND` a
@@ -125,8 +126,8 @@ _READ_COMMAND = r"""\builtin read -r -N 999999999 -u 50 "__prorl[8]"; """
 _TRIGGER_BEGIN = r"""__prorl[3]= __prorl[7]="""
 _TRIGGER_MARK = r"""\builtin printf "\2" "" >&51; """
 _TRIGGER_END = (
-    rf"""{{ __prorl[1]=$?; {_TRAPS} >&51; {_UNTRAP}; \__prorl_f e || {{ {_EVAL_LONG_REPORT} && \__prorl_f v; }}; }} """
-    r"""</dev/null >/dev/null 2>&1 || \__prorl_f x"""
+    rf"""{{ __prorl[1]=$?; {_TRAPS} >&51; {_UNTRAP}; \__prorl_f e; case ${{__prorl[3]-}} in 1) ;; """
+    rf"""*) {_EVAL_LONG_REPORT} && \__prorl_f v;; esac; }} </dev/null >/dev/null 2>&1 || \__prorl_f x"""
 )
 
 
