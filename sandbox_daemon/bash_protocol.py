@@ -13,7 +13,8 @@
    with text that puts all of that back.
 4. Our lines are in a function, `__prorl_f`, which a user can see (`declare -f`) and delete. The trigger and
    `PROMPT_COMMAND` then evaluate the long report, which lies in the hook file and defines the function anew. A command
-   that deletes the function and makes `builtin` useless is reported when its time is up.
+   that deletes the function and makes `builtin` useless is reported when its time is up; one that deletes it and
+   disables a builtin that the report calls finds that enabled again.
 
 What ends the shell: `exit`, `exec`, a failing command under `set -e`, end of file on its input, `TMOUT`; `set -o vi`,
 `set +o vi` and the same of `emacs`, which in bash 5.2 replace the input of any `eval` they are in (a file that is
@@ -71,8 +72,9 @@ _REPAIR = (
     r"""case ${__prorl[9]-} in "") \builtin enable read || __prorl[6]=; """
     rf"""{_EMPTY_BUFFER}; \builtin read -r -N 99999 -u 55 "__prorl[9]" || __prorl[6]=;; esac"""
 )
+# Where the function is gone, nothing has repaired what this calls; that it was disabled is forgotten then.
 _EVAL_LONG_REPORT = (
-    r"""case ${__prorl[9]-} in "") \builtin read -r -N 99999 -u 55 "__prorl[9]";; esac; """
+    r"""\builtin enable builtin eval printf read; case ${__prorl[9]-} in "") \builtin read -r -N 99999 -u 55 "__prorl[9]";; esac; """
     r"""\builtin eval "${__prorl[9]-}" """
 )
 # Where a command left nothing that is in the way of our lines, as most do, the report is a short one, and what it calls

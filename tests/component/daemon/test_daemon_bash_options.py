@@ -75,6 +75,7 @@ CHANGES = {
     "our function, deleted": "unset -f $(compgen -A function)",
     "our function and variables, deleted": "unset -f $(compgen -A function); unset ${!__prorl*} PROMPT_COMMAND; set -u",
     "our function, deleted, and another prompt": "unset -f __prorl_f; PROMPT_COMMAND=(no no); set -T",
+    "our function, deleted, and builtins disabled": "unset -f __prorl_f; enable -n printf eval read trap; set -u",
     "our function, replaced": "__prorl_f() { true; }; set -eu",
     "our function, replaced by one that fails": "__prorl_f() { false; }",
     "our function, read-only": "readonly -f __prorl_f; set -eu",
