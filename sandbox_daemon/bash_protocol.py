@@ -74,7 +74,8 @@ _REPAIR = (
 )
 # Where the function is gone, nothing has repaired what this calls; that it was disabled is forgotten then.
 _EVAL_LONG_REPORT = (
-    r"""\builtin enable builtin eval printf read; case ${__prorl[9]-} in "") \builtin read -r -N 99999 -u 55 "__prorl[9]";; esac; """
+    r"""\builtin enable builtin eval printf read; """
+    r"""case ${__prorl[9]-} in "") \builtin read -r -N 99999 -u 55 "__prorl[9]";; esac; """
     r"""\builtin eval "${__prorl[9]-}" """
 )
 # Where a command left nothing that is in the way of our lines, as most do, the report is a short one, and what it calls
