@@ -176,8 +176,9 @@ async def test_a_client_that_was_suspended_while_it_waited_tries_again(nursery, 
     async def suspended(seconds):
         nonlocal gap_s
         await sleep(seconds)
-        gap_s += 1_000.0
-        gateway.answer = None
+        if gap_s:  # the attempt after the suspension has failed, too
+            gateway.answer = None
+        gap_s = 1_000.0
 
     async with open_service(node) as service, gateway_to(service, nursery) as gateway:
         gateway.answer = ANSWERS["503"]
@@ -186,8 +187,7 @@ async def test_a_client_that_was_suspended_while_it_waited_tries_again(nursery, 
         )
         async with connect(gateway.url, TOKEN, session_id="t", connect_timeout_s=20) as client:
             assert await client.submit([make_spec("a")])
-    assert gap_s == 1_000.0
-    assert gateway.answered == 1
+    assert gateway.answered == 2
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])
