@@ -57,6 +57,9 @@ MAX_BURIED_LOOKS = 5
 """Looks in a row that find sockets in flight, in which more may be that cannot be counted."""
 MAX_LOCKS = 65_536
 """Locks of files."""
+MAX_FILTERS = 1024
+"""Filters of system calls on all threads. Compiled, they come out of one memory of the machine
+(`net.core.bpf_jit_limit`), without which no sandbox of an ordinary user's node starts: a large one takes some 30 KiB."""
 KILL_DEADLINE_S = 2.0
 _MIB = 1024 * 1024
 _SIGNALLED = 128
@@ -205,6 +208,7 @@ class Watchdog:
             (held.files, MAX_FILES, "they had {} files open"),
             (held.in_flight, MAX_IN_FLIGHT, "{} open files had been sent through sockets and not received"),
             (held.locks, MAX_LOCKS, "they held {} locks of files"),
+            (held.filters, MAX_FILTERS, "their threads had {} filters of system calls"),
         ):
             if number > most:
                 return what.format(f"more than {most}")
