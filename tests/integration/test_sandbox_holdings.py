@@ -71,7 +71,10 @@ TRIES = {
         f"{FILTER}for _ in range(30):\n    threading.Thread(target=put_on, args=(40,)).start()",
         "descriptors",
     ),
-    "filters of processes": (f"{FILTER}import os\nfor _ in range(30): os.fork() or put_on(40)\nput_on(0)", "descriptors"),
+    "filters of processes": (
+        f"{FILTER}import os\nfor _ in range(30): os.fork() or put_on(40)\nput_on(0)",
+        "descriptors",
+    ),
     "page tables": (
         "import mmap, time\narea = mmap.mmap(-1, 120 << 30, flags=0x4022, prot=1)\narea.madvise(mmap.MADV_NOHUGEPAGE)\n"
         "for at in range(0, 120 << 30, 2 << 20): area[at]\ntime.sleep(300)",
