@@ -59,7 +59,7 @@ MAX_LOCKS = 65_536
 """Locks of files."""
 MAX_FILTERS = 1024
 """Filters of system calls on all threads. Compiled, they come out of one memory of the machine
-(`net.core.bpf_jit_limit`), without which no sandbox of an ordinary user's node starts: a large one takes some 30 KiB."""
+(`net.core.bpf_jit_limit`), without which no sandbox of an ordinary user's node starts: a large one takes 30 KiB."""
 KILL_DEADLINE_S = 2.0
 _MIB = 1024 * 1024
 _SIGNALLED = 128
