@@ -43,7 +43,7 @@ threading.stack_size(256 * 1024)
 def put_on(count):
     for _ in range(count):
         if libc.prctl(22, 2, program, 0, 0): raise OSError(ctypes.get_errno(), "no filter")
-    time.sleep(300)
+    time.sleep(300)  # they last as long as their thread, which is killed before
 """
 TRIES = {
     "epoll watches": (f"{WATCH}watch()", "descriptors"),
@@ -104,6 +104,7 @@ async def test_what_is_held_in_the_kernel_is_bounded_in_each_and_named(provider)
 
 
 async def test_a_program_with_some_filters_is_let_alone(provider):
+    # 480 filters, for as long as four looks of the watchdog take.
     code = f"{FILTER}import os\nfor _ in range(60): os.fork() or put_on(8)\ntime.sleep(4)"
     with trio.fail_after(TEST_TIMEOUT_S):
         async with provider.open_sandbox(SandboxSpec(limits=LIMITS)) as sandbox:
