@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["FairOrder"]
 
@@ -68,10 +68,23 @@ class FairOrder(Generic[T]):
                 return self._take(priority, of, session)
         return None
 
-    def _take(self, priority: int, of: _Class[T], session: str) -> T:
+    def pop_chosen(self, choose: Callable[[Iterable[T]], T | None]) -> T | None:
+        """Take the item that `choose` returns of the first session, in turn, of which it returns one; None if of none.
+
+        It is given the waiting items of a session and a priority, in order: it may pass over some.
+        """
+        for priority in sorted(self._classes):
+            of = self._classes[priority]
+            for session in sorted(of.lines, key=lambda name: of.lines[name].turn):
+                item = choose(of.lines[session].items.values())
+                if item is not None:
+                    return self._take(priority, of, session, item)
+        return None
+
+    def _take(self, priority: int, of: _Class[T], session: str, item: T | None = None) -> T:
         line = of.lines[session]
-        key, item = line.items.popitem(last=False)
-        del self._where[key]
+        item = line.first if item is None else item
+        del line.items[id(item)], self._where[id(item)]
         of.time = line.turn[0]
         line.turn = of.next_turn(self._weight_of(session))
         self._drop_empty(priority, session)
