@@ -26,11 +26,11 @@ from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import claim_folder, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.service.auth import Door
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.node_api import Room
-from prorl_trio.service.sessions.journal import Journal
-from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.sessions.journal import Journal
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.node_api import Room
+from prorl_trio.sessions.session_table import SessionTable
 from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory
 

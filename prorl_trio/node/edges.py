@@ -18,11 +18,11 @@ from prorl_trio.service.auth import Door
 from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
 from prorl_trio.service.prorl_compat import configured_endpoints
 from prorl_trio.service.rest.edge import serve_rest
-from prorl_trio.service.sessions.restore import restore_sessions
 from prorl_trio.service.tcp import open_tcp_listener
 from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.sessions.restore import restore_sessions
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import ConfigError
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from prorl_trio.node.node import Node
     from prorl_trio.service.rest.call import Endpoint
     from prorl_trio.service.rest.events import EventFeed
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.session_table import SessionTable
 
 __all__ = ["Edges", "open_edges", "prepare_edges"]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prorl_trio.config import MonitoringConfig, NodeConfig
     from prorl_trio.node.node import Node
     from prorl_trio.pipeline.observer import Observer
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.session_table import SessionTable
 
 __all__ = ["Monitoring", "open_monitoring"]
 

@@ -13,7 +13,7 @@ import trio
 from prorl_trio.handlers.gold_checks import GoldChecks, validate_payload
 from prorl_trio.pipeline.admission import Load
 from prorl_trio.pipeline.pipeline import Job
-from prorl_trio.service.node_api import Room
+from prorl_trio.sessions.node_api import Room
 from prorl_trio.supervision import vanished_task
 from prorl_trio.types.errors import Draining, DuplicateJob, MalformedJob, UnknownHandler, UnknownJob
 
@@ -41,7 +41,7 @@ GOLD_CHECKS_TIMEOUT_S: Final = 30.0
 
 
 class Outbox(Protocol):
-    """The sessions, for admission and drain: `service.sessions.session_table.SessionTable` is one."""
+    """The sessions, for admission and drain: `sessions.session_table.SessionTable` is one."""
 
     def undelivered(self) -> tuple[int, int]:
         """Return the number of outcomes that are not acknowledged, and their bytes."""
@@ -57,7 +57,7 @@ class Outbox(Protocol):
 
 
 class Node:
-    """A node with its pipeline, backends and sandboxes, for its edges. Implements `service.node_api.NodeApi`."""
+    """A node with its pipeline, backends and sandboxes, for its edges. Implements `sessions.node_api.NodeApi`."""
 
     def __init__(
         self,

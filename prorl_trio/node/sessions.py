@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.shared_outcomes import SharedOutcomes
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ipc.arena import Arena
     from prorl_trio.config import LedgerConfig, NodeConfig
-    from prorl_trio.service.sessions.journal import Journal
+    from prorl_trio.sessions.journal import Journal
 
 __all__ = ["open_sessions"]
 

@@ -13,12 +13,12 @@ import trio.testing
 from prorl_trio.config import LedgerConfig
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, LedgerStatistics, open_ledger
 from prorl_trio.ledger.operations import Acknowledge, Finish
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.restore import restore_sessions
-from prorl_trio.service.sessions.session import Session
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.submission import submit_all
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.restore import restore_sessions
+from prorl_trio.sessions.session import Session
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.submission import submit_all
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.sessions import all_held, ended, submit

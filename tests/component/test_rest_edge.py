@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.service.limits import SessionLimits
+from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.types.errors import AdmissionRejected
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import EventReader, open_rest

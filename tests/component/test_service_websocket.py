@@ -24,9 +24,9 @@ from ipc.session import (
     Submit,
     WithdrawCall,
 )
-from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.websocket import connection as connection_module
 from prorl_trio.service.websocket import server as server_module
+from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.types.backends import BackendList
 from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec

@@ -11,11 +11,11 @@ import trio.testing
 
 from ipc.session import OutcomeFrame
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.cancelling import cancel_on_node
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.submission import submit_one
+from prorl_trio.sessions.cancelling import cancel_on_node
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.submission import submit_one
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, DuplicateJob, ProtocolError, UnknownHandler
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.sessions import all_held, ended, submit

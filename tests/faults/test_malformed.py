@@ -28,9 +28,9 @@ from ipc.session import (
     WithdrawCall,
 )
 from prorl_trio.client import connect
-from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.service.rest.app import ENDPOINTS
+from prorl_trio.sessions.limits import SessionLimits
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest
 from support.fake_service import TOKEN, open_service

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from ipc.session import OutcomeFrame
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed
 from prorl_trio.ledger.operations import Call, Finish
-from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.submission import submit_one
+from prorl_trio.sessions.feed import READ_AHEAD_BYTES
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.submission import submit_one
 from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 
 if TYPE_CHECKING:
     from ipc.session import JobEvent
-    from prorl_trio.service.sessions.feed import Feed
-    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.sessions.feed import Feed
+    from prorl_trio.sessions.session import Session
 
 HOT_BYTES = 6_000
 SESSIONS = 2

@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from ipc.session import Ack, JobEvent, OutcomeFrame
 from prorl_trio.client.inbox import Inbox
 from prorl_trio.ledger import MemoryLedger
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.feed import Feed
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.session import Session
-from prorl_trio.service.sessions.submission import submit_one
+from prorl_trio.sessions.feed import Feed
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.session import Session
+from prorl_trio.sessions.submission import submit_one
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered
 from support.fake_node import FakeNode, make_spec
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from prorl_trio.service.sessions.journal import Journal
+    from prorl_trio.sessions.journal import Journal
 
     Step = Callable[["World", int], Awaitable[None]]
 

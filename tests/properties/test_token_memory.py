@@ -21,7 +21,7 @@ from prorl_trio.config import AgentConfig, ArenaConfig, ModelConfig, NodeConfig,
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.pipeline.pipeline import Job, open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
-from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
+from prorl_trio.sessions.shared_outcomes import SharedOutcomes
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import BackendError

@@ -14,7 +14,7 @@ from prorl_trio.client.fleet import roster
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import claim_folder, remove_entry, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
-from prorl_trio.service.limits import SessionLimits
+from prorl_trio.sessions.limits import SessionLimits
 from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service
 from support.sessions import sessions_in

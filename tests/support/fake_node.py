@@ -12,7 +12,7 @@ import trio
 from prorl_trio.inference.engines.protocol import EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.pipeline.observer import JobView
-from prorl_trio.service.node_api import Room
+from prorl_trio.sessions.node_api import Room
 from prorl_trio.types.errors import AdmissionRejected, BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, ToolCall, Trajectory
 from support.pausable_engine import PausableEngine
@@ -92,7 +92,7 @@ class PretendedEngine(PausableEngine):
 
 
 class FakeNode:
-    """A `service.node_api.NodeApi`. Jobs wait for `finish`, `advance` or a cancel.
+    """A `sessions.node_api.NodeApi`. Jobs wait for `finish`, `advance` or a cancel.
 
     With `on_submit`, a job for which it returns an outcome ends at once, inside `submit`. `shared_engines` are those
     that several nodes can reach, by URL.

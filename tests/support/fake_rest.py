@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.session_table import SessionTable
     from support.fake_node import FakeNode
 
 __all__ = ["TOKEN", "EventReader", "RestAnswer", "RestService", "open_rest"]

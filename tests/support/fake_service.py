@@ -11,16 +11,16 @@ import trio
 from ipc.nursery import single_exception
 from prorl_trio.config import ListenConfig
 from prorl_trio.service.auth import Door
-from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.sessions.limits import SessionLimits
 from support.sessions import sessions_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.session_table import SessionTable
 
 __all__ = ["TOKEN", "Service", "open_service"]
 

@@ -6,17 +6,17 @@ import sys
 from typing import TYPE_CHECKING
 
 from prorl_trio.ledger import MemoryLedger
-from prorl_trio.service.sessions.journal import Journal
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.submission import submit_all
+from prorl_trio.sessions.journal import Journal
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.submission import submit_all
 
 if TYPE_CHECKING:
     import trio
 
-    from prorl_trio.service.limits import SessionLimits
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.outcome_log import Held
-    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.sessions.limits import SessionLimits
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.outcome_log import Held
+    from prorl_trio.sessions.session import Session
     from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec
 

@@ -7,8 +7,8 @@ import pytest
 import trio
 
 from ipc.session import OutcomeFrame
-from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES, READ_AHEAD_OUTCOMES, Feed
-from prorl_trio.service.sessions.outcome_log import OutcomeCache, OutcomeLog
+from prorl_trio.sessions.feed import READ_AHEAD_BYTES, READ_AHEAD_OUTCOMES, Feed
+from prorl_trio.sessions.outcome_log import OutcomeCache, OutcomeLog
 
 KIB = 1024
 BLOB = msgspec.msgpack.encode(bytes(KIB - 3))

@@ -27,9 +27,9 @@ from prorl_trio.service.requests import ErrorDetail, error_of
 from prorl_trio.service.rest.call import Endpoint
 from prorl_trio.service.rest.errors import ApiError, decode_body, status_of
 from prorl_trio.service.rest.schema import ErrorBody, NoQuery
-from prorl_trio.service.sessions.cancelling import cancel_live
-from prorl_trio.service.sessions.submission import submit_one
 from prorl_trio.service.tcp import is_loopback
+from prorl_trio.sessions.cancelling import cancel_live
+from prorl_trio.sessions.submission import submit_one
 from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, ServiceError, UnknownBackend
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.config import BackendConfig, NodeConfig
-    from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.call import Api, Call
-    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.session import Session
     from prorl_trio.types.models import JobSpec, Outcome
 
 __all__ = ["SESSION", "compat_endpoints", "configured_endpoints"]

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
     from prorl_trio.config import RestConfig
-    from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.requests import ErrorDetail
     from prorl_trio.service.rest.events import EventFeed
-    from prorl_trio.service.sessions.session import Session
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.session import Session
+    from prorl_trio.sessions.session_table import SessionTable
 
 __all__ = ["DEFAULT_SESSION", "Api", "Call", "Endpoint", "Reply"]
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import RestConfig
     from prorl_trio.service.auth import Door
-    from prorl_trio.service.node_api import NodeApi
     from prorl_trio.service.rest.call import Endpoint
     from prorl_trio.service.rest.events import EventFeed
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.session_table import SessionTable
 
 __all__ = ["serve_rest"]
 

@@ -10,11 +10,11 @@ import msgspec
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.service.limits import RETRY_AFTER_S
 from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.service.rest.errors import ApiError
 from prorl_trio.service.rest.schema import ErrorBody
 from prorl_trio.service.rest.visitors import VISITOR
+from prorl_trio.sessions.limits import RETRY_AFTER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.schema import ResultEntry, ResultsQuery, ResultsReply
 
 if TYPE_CHECKING:
-    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.sessions.session import Session
 
 __all__ = ["ENDPOINTS"]
 

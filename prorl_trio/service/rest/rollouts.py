@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
 from prorl_trio.service.requests import ErrorDetail, JobId, error_of, job_id_of
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.errors import decode_body, malformed, status_of
@@ -26,8 +25,9 @@ from prorl_trio.service.rest.schema import (
     SubmitReply,
     SubmittedJob,
 )
-from prorl_trio.service.sessions.cancelling import LiveJobs, cancel_live
-from prorl_trio.service.sessions.submission import submit_all
+from prorl_trio.sessions.cancelling import LiveJobs, cancel_live
+from prorl_trio.sessions.limits import JOBS_PER_CHECKPOINT
+from prorl_trio.sessions.submission import submit_all
 from prorl_trio.types.errors import MalformedJob, ServiceError, Undelivered
 from prorl_trio.types.models import JobSpec
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prorl_trio.service.rest.call import Api
-    from prorl_trio.service.sessions.jobs import RunningJob
-    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.sessions.jobs import RunningJob
+    from prorl_trio.sessions.session import Session
     from prorl_trio.types.models import Outcome, Status
 
 __all__ = ["ENDPOINTS", "cancel_jobs"]

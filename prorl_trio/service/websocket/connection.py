@@ -33,10 +33,10 @@ from ipc.session import (
 )
 from ipc.websocket import CloseCode, LinkClosed, WebSocketLink
 from prorl_trio.service.backend_operations import answer_call
-from prorl_trio.service.limits import JOBS_PER_CHECKPOINT
 from prorl_trio.service.requests import JobId, error_of, job_id_of, read
-from prorl_trio.service.sessions.cancelling import LiveJobs, cancel_live, cancel_on_node
-from prorl_trio.service.sessions.submission import submit_all
+from prorl_trio.sessions.cancelling import LiveJobs, cancel_live, cancel_on_node
+from prorl_trio.sessions.limits import JOBS_PER_CHECKPOINT
+from prorl_trio.sessions.submission import submit_all
 from prorl_trio.types.errors import ProtocolError, ServiceError
 from prorl_trio.types.models import JobSpec
 
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from ipc.session import SessionHello
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.observation import Observation
-    from prorl_trio.service.sessions.session import Session
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.observation import Observation
+    from prorl_trio.sessions.session import Session
+    from prorl_trio.sessions.session_table import SessionTable
 
 __all__ = ["Connection", "RefusalCode", "refuse"]
 

@@ -16,10 +16,10 @@ from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, ClientMessage, Se
 from ipc.tls import open_tls
 from ipc.websocket import LinkClosed, LinkLimits, WebSocketLink, open_server_link
 from prorl_trio.service.containment import contain_errors
-from prorl_trio.service.limits import RETRY_AFTER_S
 from prorl_trio.service.strangers import MAX_STRANGERS, Stranger, Strangers, peer_of
 from prorl_trio.service.tcp import is_loopback, open_tcp_listener
 from prorl_trio.service.websocket.connection import Connection, refuse
+from prorl_trio.sessions.limits import RETRY_AFTER_S
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import ListenConfig
     from prorl_trio.service.auth import Door
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.session import Session
-    from prorl_trio.service.sessions.session_table import SessionTable
     from prorl_trio.service.websocket.local_sockets import LocalSockets
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.session import Session
+    from prorl_trio.sessions.session_table import SessionTable
 
 __all__ = ["serve_websocket"]
 

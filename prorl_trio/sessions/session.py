@@ -14,21 +14,21 @@ import trio
 
 from ipc.session import JobEvent
 from prorl_trio.ledger import LedgerCorrupt
-from prorl_trio.service.sessions.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTCOMES, Feed, References
-from prorl_trio.service.sessions.jobs import RunningJob, encode_outcome, fingerprint_of, lost_outcome
-from prorl_trio.service.sessions.observation import Observations
-from prorl_trio.service.sessions.outcome_log import Held, OutcomeLog
+from prorl_trio.sessions.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTCOMES, Feed, References
+from prorl_trio.sessions.jobs import RunningJob, encode_outcome, fingerprint_of, lost_outcome
+from prorl_trio.sessions.observation import Observations
+from prorl_trio.sessions.outcome_log import Held, OutcomeLog
 from prorl_trio.types.errors import AdmissionRejected, DuplicateJob, ProtocolError, UnknownJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prorl_trio.ledger import UndeliveredOutcome
-    from prorl_trio.service.limits import SessionLimits
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.feed import Listener
-    from prorl_trio.service.sessions.journal import Journal
-    from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
+    from prorl_trio.sessions.feed import Listener
+    from prorl_trio.sessions.journal import Journal
+    from prorl_trio.sessions.limits import SessionLimits
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.shared_outcomes import SharedOutcomes
     from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec, Outcome, Status
 

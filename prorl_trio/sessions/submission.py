@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
-from prorl_trio.service.limits import JOBS_PER_CHECKPOINT, RETRY_AFTER_S
+from prorl_trio.sessions.limits import JOBS_PER_CHECKPOINT, RETRY_AFTER_S
 from prorl_trio.types.errors import AdmissionRejected, Draining, ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.jobs import RunningJob
-    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.sessions.jobs import RunningJob
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.session import Session
     from prorl_trio.types.models import JobSpec
 
     Answer = Callable[[int, ServiceError | None], None]

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from prorl_trio.ledger import LedgerCorrupt
-from prorl_trio.service.sessions.jobs import failed_outcome, unreadable_spec
+from prorl_trio.sessions.jobs import failed_outcome, unreadable_spec
 from prorl_trio.types.errors import ServiceError, UnknownJob
 from prorl_trio.types.models import JobSpec
 
 if TYPE_CHECKING:
     from prorl_trio.config import LedgerConfig
     from prorl_trio.ledger import Ledger, UnfinishedJob
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.session import Session
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.session import Session
+    from prorl_trio.sessions.session_table import SessionTable
     from prorl_trio.types.errors import FailureCause
 
 __all__ = ["restore_sessions"]

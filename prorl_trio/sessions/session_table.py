@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from prorl_trio.service.limits import RETRY_AFTER_S, SessionLimits
-from prorl_trio.service.sessions.observation import Observations
-from prorl_trio.service.sessions.session import Session
+from prorl_trio.sessions.limits import RETRY_AFTER_S, SessionLimits
+from prorl_trio.sessions.observation import Observations
+from prorl_trio.sessions.session import Session
 from prorl_trio.types.errors import AdmissionRejected, ProtocolError
 
 if TYPE_CHECKING:
-    from prorl_trio.service.sessions.journal import Journal
-    from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
+    from prorl_trio.sessions.journal import Journal
+    from prorl_trio.sessions.shared_outcomes import SharedOutcomes
 
 __all__ = ["SessionTable"]
 

@@ -14,7 +14,7 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, NewJob, Ref
 from prorl_trio.ledger.operations import Acknowledge, BeginAttempt, Call, CloseSession, Finish, Forget
-from prorl_trio.service.sessions.outcome_log import HOT_OUTCOME_BYTES, OutcomeCache
+from prorl_trio.sessions.outcome_log import HOT_OUTCOME_BYTES, OutcomeCache
 from prorl_trio.types.errors import (
     AdmissionRejected,
     AlreadyDelivered,
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from prorl_trio.ledger import Ledger
     from prorl_trio.ledger.operations import Operation
-    from prorl_trio.service.sessions.jobs import RunningJob
-    from prorl_trio.service.sessions.outcome_log import OutcomeLog
+    from prorl_trio.sessions.jobs import RunningJob
+    from prorl_trio.sessions.outcome_log import OutcomeLog
     from prorl_trio.types.errors import ProrlError
 
 __all__ = ["Journal", "open_journal"]

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from ipc.session import JobEvent
-    from prorl_trio.service.sessions.outcome_log import OutcomeLog
-    from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
+    from prorl_trio.sessions.outcome_log import OutcomeLog
+    from prorl_trio.sessions.shared_outcomes import SharedOutcomes
 
 __all__ = [
     "MAX_UNACKED_BYTES",

@@ -13,8 +13,8 @@ from prorl_trio.types.errors import UnknownJob
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.session import Session
     from prorl_trio.types.models import JobSpec
 
 __all__ = ["Cancelled", "LiveJobs", "cancel_live", "cancel_on_node"]
