@@ -122,6 +122,7 @@ class MemberPlaces:
 
     Attributes:
         jobs: the head's jobs that it has, or is about to get.
+        held: number of these before EVAL.
         workers: of RUN; 0: not known yet.
         others: jobs before EVAL that are not the head's.
         is_full: it has refused a job, and has not reported room since.
@@ -129,10 +130,22 @@ class MemberPlaces:
         unready: why a job submitted there would not be worked on; empty: it would.
     """
 
-    __slots__ = ("_settled", "_waiting", "behind", "is_full", "jobs", "others", "unready", "withdrawing", "workers")
+    __slots__ = (
+        "_settled",
+        "_waiting",
+        "behind",
+        "held",
+        "is_full",
+        "jobs",
+        "others",
+        "unready",
+        "withdrawing",
+        "workers",
+    )
 
     def __init__(self, behind: str = "") -> None:
         self.jobs: dict[str, FleetJob] = {}
+        self.held = 0
         self.workers = 0
         self.others = 0
         self.is_full = False
@@ -142,11 +155,6 @@ class MemberPlaces:
         """Jobs that it is to forget: they must not be submitted there meanwhile."""
         self._waiting: deque[int] = deque()
         self._settled: set[int] = set()
-
-    @property
-    def held(self) -> int:
-        """Return the number of the head's jobs there before EVAL."""
-        return sum(job.status in _BEFORE_EVAL for job in self.jobs.values())
 
     @property
     def capacity(self) -> int:
@@ -236,7 +244,7 @@ class Dispatch:
                 self._answer(event, effects)
             case Progress(node_id, job_id, status):
                 if (job := self._present(node_id, job_id)) is not None:
-                    job.status = status
+                    self._enter(job, status)
             case Ended():
                 self._end(event, effects)
             case Settled(node_id, cursor):
@@ -278,7 +286,7 @@ class Dispatch:
         member = self.members.get(job.node_id)
         if job.cancel_reason is not None:
             self._end_here(job, job.cancel_reason, effects)
-        elif member is None or member.behind or job_id in member.withdrawing:
+        elif member is None or member.jobs.get(job_id) is not job or member.behind or job_id in member.withdrawing:
             self._requeue(job)
         else:
             self._send(job, effects)
@@ -314,9 +322,12 @@ class Dispatch:
         if job is None:
             self._settle(event.node_id, event.cursor, effects)
             return
-        here = job.node_id == event.node_id and job.place in ("sent", "there")
-        if not here and job.place not in ("queued", "recovering"):  # it is another member's now
+        here = self._present(event.node_id, event.job_id) is job
+        is_older = event.attempt < job.attempt
+        if is_older or not (here or job.place in ("queued", "recovering")):
             effects.append(self._forget(member, event))
+            if here:  # a member that was asked for the next attempt has gone on with its former copy
+                self._move(job, effects)
         elif event.error_code == SHUTDOWN and event.status == "cancelled":
             effects.append(self._forget(member, event))
             if here:
@@ -356,15 +367,16 @@ class Dispatch:
         for job_id in sorted(event.holds):
             job = self.jobs.get(job_id)
             takes = job is not None and (
-                job.place in ("queued", "recovering") or (job.place == "waiting" and job.node_id == event.node_id)
+                (job.place in ("queued", "recovering") and not job.begun)
+                or (job.place == "waiting" and job.node_id == event.node_id)
             )
             if job is None or not takes:
                 stale.append(job_id)
                 continue
             self._queue.remove(job)
             self._refused.discard(job)
-            job.place, job.node_id, job.status, job.begun = "there", event.node_id, "queued", False
-            member.jobs[job_id] = job
+            job.place = "there"
+            self._assign(job, event.node_id)
             effects.append(Restored(job_id, event.node_id))
             if job.cancel_reason is not None:
                 effects.append(CancelThere(event.node_id, job_id, job.cancel_reason))
@@ -378,8 +390,7 @@ class Dispatch:
             return
         for job in list(member.jobs.values()):
             if job.place == "begins":
-                job.node_id = event.node_id  # `_begun` finds no member
-                continue
+                continue  # `_begun` finds no member
             if job.cancel_reason is not None:
                 self._end_here(job, job.cancel_reason, effects)
                 continue
@@ -388,7 +399,7 @@ class Dispatch:
                 why = f"the nodes {', '.join(job.losses)} were lost while they had it: {event.why}"
                 self._end_here(job, why, effects, failed=True)
             elif event.waits:
-                job.place, job.status = "waiting", "queued"
+                job.place, job.status, job.begun = "waiting", "queued", False
             else:
                 self._requeue(job)
 
@@ -468,8 +479,7 @@ class Dispatch:
             self._homes[job.group_key] = node_id
             if len(self._homes) > GROUPS_KEPT:
                 del self._homes[next(iter(self._homes))]
-        job.node_id, job.status = node_id, "queued"
-        self.members[node_id].jobs[job.spec.job_id] = job
+        self._assign(job, node_id)
         if job.begun:
             self._send(job, effects)
             return
@@ -480,6 +490,16 @@ class Dispatch:
     def _send(self, job: FleetJob, effects: list[Effect]) -> None:
         job.place, job.begun = "sent", False
         effects.append(Submit(job.node_id, job.spec.job_id))
+
+    def _assign(self, job: FleetJob, node_id: str) -> None:
+        member = self.members[node_id]
+        job.node_id, job.status = node_id, "queued"
+        member.jobs[job.spec.job_id] = job
+        member.held += 1
+
+    def _enter(self, job: FleetJob, status: Status) -> None:
+        self.members[job.node_id].held += (status in _BEFORE_EVAL) - (job.status in _BEFORE_EVAL)
+        job.status = status
 
     def _present(self, node_id: str, job_id: str) -> FleetJob | None:
         job = self.jobs.get(job_id)
@@ -497,8 +517,9 @@ class Dispatch:
         self._push(job)
 
     def _unplace(self, job: FleetJob) -> None:
-        if (member := self.members.get(job.node_id)) is not None:
-            member.jobs.pop(job.spec.job_id, None)
+        member = self.members.get(job.node_id)
+        if member is not None and member.jobs.pop(job.spec.job_id, None) is not None:
+            member.held -= job.status in _BEFORE_EVAL
         job.node_id, job.status = "", "queued"
 
     def _drop(self, job: FleetJob) -> None:

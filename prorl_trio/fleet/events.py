@@ -118,11 +118,12 @@ class Progress(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The outcome of a job has arrived from a member, as `cursor` of the head's session there."""
+    """The outcome of a job's `attempt` has arrived from a member, as `cursor` of the head's session there."""
 
     node_id: str
     job_id: str
     cursor: int
+    attempt: int
     status: TerminalStatus
     error_code: str | None = None
 

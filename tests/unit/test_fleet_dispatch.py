@@ -88,7 +88,7 @@ def test_a_member_holds_its_workers_and_a_quarter_more():
     head.take(*(f"{n}" for n in range(40)))
     assert {name: len(jobs) for name, jobs in head.where().items()} == {"a": 5, "b": 10}
     assert head.state.queued == 25
-    head.apply(Ended("a", head.where()["a"][0], 1, "completed"))
+    head.apply(Ended("a", head.where()["a"][0], 1, 1, "completed"))
     assert (len(head.where()["a"]), head.state.queued) == (5, 24)
 
 
@@ -139,7 +139,7 @@ def test_a_group_with_a_policy_stays_on_the_member_that_watches_over_it():
     head.join("b", 4)
     assert head.where() == {"a": ["g0", "g1"], "b": ["x"]}
     head.accept()
-    head.apply(Ended("a", "g0", 1, "completed"))
+    head.apply(Ended("a", "g0", 1, 1, "completed"))
     assert head.where()["a"] == ["g1", "g2"]
     head.apply(Lost("a", "killed"))
     assert head.where()["b"] == ["g1", "g2", "g3", "x"]
@@ -258,8 +258,8 @@ def test_an_outcome_is_acknowledged_when_all_before_it_are_stored():
     head = Head(a=4)
     head.take("x", "y")
     head.accept()
-    assert head.apply(Ended("a", "x", 1, "completed")) == [Deliver("a", "x", 1)]
-    head.apply(Ended("a", "y", 2, "failed"))
+    assert head.apply(Ended("a", "x", 1, 1, "completed")) == [Deliver("a", "x", 1)]
+    head.apply(Ended("a", "y", 2, 1, "failed"))
     assert head.apply(Settled("a", 2)) == []
     assert head.apply(Settled("a", 1)) == [Acknowledge("a", 2)]
 
@@ -268,10 +268,10 @@ def test_an_outcome_of_a_job_that_has_ended_is_dropped_whenever_it_arrives():
     head = Head(a=4)
     head.take("x")
     head.accept()
-    head.apply(Ended("a", "x", 1, "completed"))
+    head.apply(Ended("a", "x", 1, 1, "completed"))
     head.apply(Settled("a", 1))
-    assert head.apply(Ended("a", "x", 2, "completed")) == [Acknowledge("a", 2)]
-    assert head.apply(Ended("a", "never", 3, "completed")) == [Acknowledge("a", 3)]
+    assert head.apply(Ended("a", "x", 2, 1, "completed")) == [Acknowledge("a", 2)]
+    assert head.apply(Ended("a", "never", 3, 1, "completed")) == [Acknowledge("a", 3)]
 
 
 def test_an_outcome_of_a_former_member_is_forgotten_there():
@@ -282,7 +282,7 @@ def test_an_outcome_of_a_former_member_is_forgotten_there():
     head.join("b", 4)
     head.apply(Lost("a", "cut off"))
     head.apply(Joined("a", frozenset()))
-    assert head.apply(Ended("a", "x", 1, "completed")) == [Forget("a", "x", 1)]
+    assert head.apply(Ended("a", "x", 1, 1, "completed")) == [Forget("a", "x", 1)]
     assert "x" in head.state.jobs
     assert head.apply(Settled("a", 1)) == [Acknowledge("a", 1)]
 
@@ -292,7 +292,7 @@ def test_a_job_that_the_shutdown_of_its_member_cut_goes_on_elsewhere():
     head.take("x")
     head.accept()
     head.join("b", 4)
-    cut = Ended("a", "x", 1, "cancelled", "shutdown")
+    cut = Ended("a", "x", 1, 1, "cancelled", "shutdown")
     assert head.apply(cut)[0] == Forget("a", "x", 1)
     assert head.where() == {"a": [], "b": ["x"]}
     assert head.of(Begin)[-1].attempt == 2
@@ -302,7 +302,7 @@ def test_a_job_that_the_shutdown_of_its_member_cut_goes_on_elsewhere():
 def test_an_outcome_may_come_before_the_answer_to_its_submit():
     head = Head(a=4)
     head.take("x")
-    assert head.apply(Ended("a", "x", 1, "completed")) == [Deliver("a", "x", 1)]
+    assert head.apply(Ended("a", "x", 1, 1, "completed")) == [Deliver("a", "x", 1)]
     assert head.apply(Answered("a", "x")) == []
 
 
@@ -323,7 +323,7 @@ def test_a_job_on_a_member_is_cancelled_there_and_its_outcome_is_delivered():
     head.take("x")
     assert head.apply(Cancel("x", "not needed")) == [], "it is on its way"
     assert head.apply(Answered("a", "x")) == [CancelThere("a", "x", "not needed")]
-    assert head.apply(Ended("a", "x", 1, "cancelled", "cancelled")) == [Deliver("a", "x", 1)]
+    assert head.apply(Ended("a", "x", 1, 1, "cancelled", "cancelled")) == [Deliver("a", "x", 1)]
 
 
 def test_a_job_that_begins_is_cancelled_before_a_member_has_it():
@@ -375,7 +375,7 @@ def test_an_outcome_of_a_job_that_nobody_has_yet_counts():
     state = Dispatch()
     state.apply(Taken(spec_of("x"), "s", 1))
     state.apply(Joined("a", frozenset()))
-    assert state.apply(Ended("a", "x", 1, "completed")) == [Deliver("a", "x", 1)]
+    assert state.apply(Ended("a", "x", 1, 1, "completed")) == [Deliver("a", "x", 1)]
 
 
 def test_places_are_those_of_members_that_get_jobs():
