@@ -9,9 +9,11 @@ import msgspec
 import trio
 
 from prorl_trio.types.errors import MalformedJob
-from prorl_trio.types.models import JobSpec, Outcome, TaskInstance, Timing
+from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, TaskInstance, Timing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prorl_trio.types.errors import FailureCause, ServiceError
     from prorl_trio.types.models import Status
 
@@ -21,6 +23,7 @@ __all__ = [
     "encode_outcome",
     "failed_outcome",
     "fingerprint_of",
+    "fit_outcome",
     "lost_outcome",
     "unreadable_spec",
 ]
@@ -63,6 +66,7 @@ class RunningJob:
         "spec",
         "status",
         "submitted_s",
+        "waiting",
         "withdrawn",
     )
 
@@ -77,6 +81,8 @@ class RunningJob:
         self.withdrawn = False
         self.finishing: bytes | None = None
         """The outcome, while it is being stored."""
+        self.waiting: list[Callable[[bool], None]] = []
+        """Called when the outcome is stored, or refused by the ledger."""
         self.ended = trio.Event()
         self.encoded: bytes | None = None
 
@@ -133,6 +139,13 @@ def encode_outcome(outcome: Outcome, max_message_bytes: int) -> Encoded:
                 attempt, status="failed", reward=None, cause="handler", error_code="handler_raised"
             )
     return Encoded(attempt, _encoder.encode(attempt))
+
+
+def fit_outcome(outcome: EncodedOutcome, max_message_bytes: int) -> EncodedOutcome:
+    """Return an outcome that was encoded elsewhere so that its frame fits into a message. See `encode_outcome`."""
+    if len(outcome.data) <= max_message_bytes - FRAME_OVERHEAD_BYTES:
+        return outcome
+    return EncodedOutcome.of(*encode_outcome(outcome.decode(), max_message_bytes))
 
 
 def failed_outcome(spec: JobSpec, cause: FailureCause, error: str, attempt: int) -> Outcome:

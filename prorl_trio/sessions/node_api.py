@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from prorl_trio.pipeline.job import JobSink
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.pipeline.observer import JobView
-    from prorl_trio.pipeline.pipeline import JobSink
-    from prorl_trio.types.models import JobSpec, Status, ToolCall
+    from prorl_trio.types.models import EncodedOutcome, JobSpec, Status, ToolCall
 
-__all__ = ["NodeApi", "Room"]
+__all__ = ["NodeApi", "Room", "SessionSink"]
 
 
 class Room(NamedTuple):
@@ -24,6 +25,19 @@ class Room(NamedTuple):
     run_workers: int
 
 
+class SessionSink(JobSink, Protocol):
+    """The session that gets a job's outcome: from a pipeline as an object, or as bytes from another node."""
+
+    def deliver_encoded(self, outcome: EncodedOutcome, stored: Callable[[bool], None]) -> None:
+        """Take the job's outcome as bytes; may be called more than once for a job.
+
+        `stored` is called once, perhaps before this returns. True: the outcome is stored here, or is not needed: the
+        job has another one, runs as a later attempt, or is not known (any more). So whoever sent it may forget it.
+        False: the ledger has refused it, and the job is dropped. It is not called, and the sender has to keep the
+        outcome, while the disk does not take it, and for a job that the node's end cuts and leaves to its next start.
+        """
+
+
 class NodeApi(Protocol):
     """A node, as its network services see it."""
 
@@ -31,7 +45,7 @@ class NodeApi(Protocol):
     backends: Backends
     """The pool of backends. Trainers and operators change and pause it through either service."""
 
-    def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
+    def check(self, spec: JobSpec, sink: SessionSink, ahead: int) -> None:
         """Check whether the node would accept a job. Reserves nothing.
 
         Args:
@@ -53,7 +67,7 @@ class NodeApi(Protocol):
         `check` raises what was found. Bounded in time: what cannot be found out speaks against no job. Safe to cancel.
         """
 
-    def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
+    def take(self, spec: JobSpec, sink: SessionSink, attempt: int) -> None:
         """Accept a job that was promised a place, even if the node is full by now.
 
         Its attempts are counted from `attempt`. `sink.deliver` may be called before this returns.

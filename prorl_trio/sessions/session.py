@@ -15,10 +15,11 @@ import trio
 from ipc.session import JobEvent
 from prorl_trio.ledger import LedgerCorrupt
 from prorl_trio.sessions.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTCOMES, Feed, References
-from prorl_trio.sessions.jobs import RunningJob, encode_outcome, fingerprint_of, lost_outcome
+from prorl_trio.sessions.jobs import RunningJob, encode_outcome, fingerprint_of, fit_outcome, lost_outcome
 from prorl_trio.sessions.observation import Observations
 from prorl_trio.sessions.outcome_log import Held, OutcomeLog
 from prorl_trio.types.errors import AdmissionRejected, DuplicateJob, ProtocolError, UnknownJob
+from prorl_trio.types.models import EncodedOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -249,25 +250,59 @@ class Session:
         """
         job = self._running.get(outcome.job_id)
         if job is None or job.finishing is not None:
-            logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
+            self._log_second(outcome.job_id)
             return
-        encoded = encode_outcome(outcome, self._limits.max_message_bytes)
-        job.finishing = encoded.data
+        outcome, data = encode_outcome(outcome, self._limits.max_message_bytes)
+        if self._ends(job, EncodedOutcome.of(outcome, data)):
+            if self.shared is not None and self._listener is not None and self._listener.reader_id:
+                self.shared.keep(self.session_id, outcome)
+            self._store(job, data, max(1, job.attempt))
+
+    def deliver_encoded(self, outcome: EncodedOutcome, stored: Callable[[bool], None]) -> None:
+        """Store a job's outcome that came as bytes, and send it once it is stored. See `SessionSink`."""
+        job = self._running.get(outcome.job_id)
+        if job is None:
+            self._log_second(outcome.job_id)
+            stored(True)
+        elif job.finishing is not None:
+            self._log_second(outcome.job_id)
+            job.waiting.append(stored)
+        elif outcome.attempt < job.attempt:
+            logger.warning(
+                "session %s: job %s is at attempt %d, outcome of attempt %d dropped",
+                self.session_id,
+                outcome.job_id,
+                job.attempt,
+                outcome.attempt,
+            )
+            stored(True)
+        else:
+            outcome = fit_outcome(outcome, self._limits.max_message_bytes)
+            job.waiting.append(stored)
+            if self._ends(job, outcome):
+                self._store(job, outcome.data, max(1, outcome.attempt))
+
+    def _log_second(self, job_id: str) -> None:
+        logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, job_id)
+
+    def _ends(self, job: RunningJob, outcome: EncodedOutcome) -> bool:
+        """Note a job's outcome. Return whether it is to be stored."""
+        job.finishing = outcome.data
         if job.withdrawn and outcome.status == "cancelled":
             self._forget_running(job)
-            return
+            return False
         if outcome.error_code == "shutdown" and not self.journal.ends_cut_jobs:
             self.left += 1
             self._on_change()
-            return
-        if self.shared is not None and self._listener is not None and self._listener.reader_id:
-            self.shared.keep(self.session_id, encoded.outcome)
-        attempt = max(1, job.attempt)
-        cursor = self.log.reserve(outcome.job_id, job.finishing, attempt)
-        stored = partial(self._offer, job, cursor)
-        self.journal.finish(self.session_id, outcome.job_id, attempt, cursor, job.finishing, stored)
+            return False
+        return True
 
-    def _offer(self, refused: RunningJob, cursor: int, is_stored: bool) -> None:
+    def _store(self, job: RunningJob, data: bytes, attempt: int) -> None:
+        job_id = job.spec.job_id
+        cursor = self.log.reserve(job_id, data, attempt)
+        self.journal.finish(self.session_id, job_id, attempt, cursor, data, partial(self._offer, job, cursor))
+
+    def _offer(self, stored: RunningJob, cursor: int, is_stored: bool) -> None:
         """Let the outcome at a cursor be sent, once all before it may be; drop its job if storing was refused."""
         if not is_stored:
             self.log.blank(cursor)
@@ -279,8 +314,10 @@ class Session:
             if len(self._observations) and job.encoded is not None:
                 self._observations.outcome(self.session_id, job.spec.group_id, job_id, job.encoded)
         if not is_stored:
-            self.dismiss(refused)
+            self.dismiss(stored)
             self._on_change()
+        for call in stored.waiting:
+            call(is_stored)
         self._arrival.unpark_all()
         if self._listener is not None:
             self._listener.wake()
@@ -291,6 +328,8 @@ class Session:
         self.journal.forget(self.session_id, job.spec.job_id)
         job.encoded = job.finishing
         job.ended.set()
+        for call in job.waiting:
+            call(True)
         self._on_change()
 
     def dismiss(self, job: RunningJob) -> None:

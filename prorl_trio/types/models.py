@@ -30,6 +30,7 @@ __all__ = [
     "AttemptRecord",
     "Budgets",
     "ChatMessage",
+    "EncodedOutcome",
     "FinishReason",
     "GroupPolicy",
     "JobSpec",
@@ -309,3 +310,45 @@ class Outcome(_Model, frozen=True):
             return self
         segments = [segment.detached() for segment in self.trajectory.segments]
         return msgspec.structs.replace(self, trajectory=msgspec.structs.replace(self.trajectory, segments=segments))
+
+
+class _Header(msgspec.Struct):
+    """The fields of an encoded outcome that can be read without its tokens. All others are passed over."""
+
+    job_id: str
+    status: TerminalStatus
+    error_code: ErrorCode | None = None
+    attempt: int = 1
+
+
+_decode_header = msgspec.msgpack.Decoder(_Header).decode
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+class EncodedOutcome(msgspec.Struct, frozen=True):
+    """An outcome as the bytes that are stored and sent, with the fields that decide what becomes of it."""
+
+    job_id: str
+    status: TerminalStatus
+    error_code: ErrorCode | None
+    attempt: int
+    data: bytes
+
+    @classmethod
+    def of(cls, outcome: Outcome, data: bytes) -> EncodedOutcome:
+        """Return an outcome with its bytes."""
+        return cls(outcome.job_id, outcome.status, outcome.error_code, outcome.attempt, data)
+
+    @classmethod
+    def read(cls, data: bytes) -> EncodedOutcome:
+        """Return the outcome that these bytes encode. Its token arrays are not decoded.
+
+        Raises:
+            msgspec.DecodeError: they encode none.
+        """
+        header = _decode_header(data)
+        return cls(header.job_id, header.status, header.error_code, header.attempt, data)
+
+    def decode(self) -> Outcome:
+        """Return the whole outcome. Its arrays are views of the bytes."""
+        return _decode_outcome(self.data)

@@ -17,6 +17,7 @@ from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.sessions.session_table import SessionTable
 from prorl_trio.sessions.submission import submit_one
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, DuplicateJob, ProtocolError, UnknownHandler
+from prorl_trio.types.models import EncodedOutcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.sessions import all_held, ended, submit
 
@@ -313,6 +314,46 @@ async def test_a_second_outcome_of_a_job_is_dropped(open_sessions, caplog):
         assert session.log.last == 1
         assert (await session.held(1)).decode() == outcome
     assert session.log.last == 1
+
+
+async def test_outcomes_may_arrive_as_bytes_more_than_once(open_sessions):
+    """Whoever sent one is told when it may forget it: once it is stored, or if it is not needed."""
+    async with open_sessions() as (table, node):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"), make_spec("b"))
+        node.advance("b", "init")
+        node.advance("b", "init")
+        outcome = make_outcome(make_spec("a"), reward=0.5)
+        sent = EncodedOutcome.read(msgspec.msgpack.encode(outcome))
+        assert (sent.job_id, sent.status, sent.error_code, sent.attempt) == ("a", "completed", None, 1)
+        stored = []
+        session.deliver_encoded(sent, stored.append)
+        session.deliver_encoded(sent, stored.append)  # again, perhaps before the first is stored
+        await ended(session, 1)
+        assert stored == [True, True]
+        session.deliver_encoded(sent, stored.append)
+        session.ack(1)
+        session.deliver_encoded(sent, stored.append)
+        assert stored == [True] * 4
+        late = EncodedOutcome.read(msgspec.msgpack.encode(make_outcome(make_spec("b"))))
+        session.deliver_encoded(late, stored.append)  # of the first attempt, and the second one runs
+        assert stored == [True] * 5
+        assert session.is_running("b")
+        session.deliver_encoded(msgspec.structs.replace(late, attempt=2), stored.append)
+        await ended(session, 1)
+        assert len(stored) == 6
+        assert [(held.cursor, held.job_id) for held in await all_held(session)] == [(2, "b")]
+
+
+async def test_an_outcome_of_bytes_that_is_too_large_loses_its_trajectory(open_sessions):
+    async with open_sessions(SessionLimits(max_message_bytes=4_000)) as (table, node):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"))
+        outcome = msgspec.structs.replace(make_outcome(make_spec("a")), details={"log": "x" * 5_000})
+        session.deliver_encoded(EncodedOutcome.read(msgspec.msgpack.encode(outcome)), lambda _stored: None)
+        await ended(session, 1)
+        got = (await session.held(1)).decode()
+        assert (got.status, got.error_code, got.details) == ("failed", "handler_raised", {})
 
 
 async def test_an_outcome_that_one_job_forgets_is_not_redelivered(open_sessions):
