@@ -173,9 +173,18 @@ class Journal:
                 )
         return refused
 
-    def begin_attempt(self, job_id: str, attempt: int) -> None:
-        """Store that an attempt of the job has begun, so that the next start continues the count."""
-        self._post(BeginAttempt(job_id, attempt), _note)
+    def begin_attempt(self, job_id: str, attempt: int, stored: Callable[[], None] = lambda: None) -> None:
+        """Store that an attempt of the job has begun, so that the next start continues the count.
+
+        Then calls `stored`, also if the ledger has no job of that id (any more); never once the disk has failed.
+        """
+
+        def then(error: ProrlError | None) -> None:
+            _note(error)
+            if not isinstance(error, LedgerFailed):
+                stored()
+
+        self._post(BeginAttempt(job_id, attempt), then)
 
     # ------------------------------------------------------------ outcomes
 

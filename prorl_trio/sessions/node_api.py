@@ -28,6 +28,13 @@ class Room(NamedTuple):
 class SessionSink(JobSink, Protocol):
     """The session that gets a job's outcome: from a pipeline as an object, or as bytes from another node."""
 
+    def begin_attempt(self, job_id: str, detail: str, stored: Callable[[], None]) -> None:
+        """Take the news that the job's next attempt begins on another node, as `report` takes that it entered `init`.
+
+        `stored` is called when that is stored, perhaps before this returns: a node that is given the job then has an
+        attempt whose number no other one gets.
+        """
+
     def deliver_encoded(self, outcome: EncodedOutcome, stored: Callable[[bool], None]) -> None:
         """Take the job's outcome as bytes; may be called more than once for a job.
 

@@ -339,8 +339,15 @@ class Session:
         if self.shared is not None:
             self.shared.forget(self.session_id, job.spec.job_id)
 
+    def begin_attempt(self, job_id: str, detail: str, stored: Callable[[], None]) -> None:
+        """Count an attempt that begins on another node, as stage `init`. See `SessionSink`."""
+        self._enter(job_id, "init", detail, stored)
+
     def report(self, job_id: str, status: Status, detail: str) -> None:
         """Note a job's new stage, and send it as an event. See `JobSink`."""
+        self._enter(job_id, status, detail)
+
+    def _enter(self, job_id: str, status: Status, detail: str, stored: Callable[[], None] = lambda: None) -> None:
         event = JobEvent(job_id=job_id, status=status, detail=detail)
         if (job := self._running.get(job_id)) is not None:
             job.status = status
@@ -348,7 +355,7 @@ class Session:
                 self._observations.event(self.session_id, job.spec.group_id, event)
             if status == "init":
                 job.attempt += 1
-                self.journal.begin_attempt(job_id, job.attempt)
+                self.journal.begin_attempt(job_id, job.attempt, stored)
         if self._listener is not None:
             self._listener.event(event)
 
