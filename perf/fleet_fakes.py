@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import EngineClient
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.pipeline.pipeline import JobSink
+    from prorl_trio.types.backends import AnswerT, BackendRequest
     from prorl_trio.types.models import JobSpec, ToolCall
 
 __all__ = ["TOKEN", "FakeNodes"]
@@ -70,6 +71,10 @@ class _Node:
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
         self.backends = Backends(_no_engine)
+
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """See `NodeApi`."""
+        return await self.backends.operate(request)
 
     def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
         """See `NodeApi`. It takes everything."""

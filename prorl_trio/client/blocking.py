@@ -16,6 +16,7 @@ from outcome import Error, capture
 
 from ipc.clock import RunningClock
 from ipc.nursery import only_cancelled, single_exception
+from prorl_trio.client.backend_calls import BlockingBackendCalls
 from prorl_trio.client.client import RolloutClient
 from prorl_trio.client.connection import connect
 from prorl_trio.client.errors import ConnectionLost
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.weights.check import WeightCheck
     from prorl_trio.client.weights.tensors import StateDict
-    from prorl_trio.types.backends import PauseMode
+    from prorl_trio.types.backends import AnswerT, BackendRequest, PauseMode
     from prorl_trio.types.models import Outcome
 
 __all__ = ["BlockingClient", "BlockingPolicyUpdate", "BlockingResults", "Hosted"]
@@ -56,7 +57,19 @@ def _blocking(
     return method
 
 
-class BlockingClient:
+def _blocking_step(
+    afn: Callable[Concatenate[PolicyUpdate, P], Awaitable[T]],
+) -> Callable[Concatenate[BlockingPolicyUpdate, P], T]:
+    """Return a blocking method for `BlockingPolicyUpdate` that runs `afn`; it keeps `afn`'s docstring."""
+
+    @wraps(afn)
+    def method(update: BlockingPolicyUpdate, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return update._client._call(partial(afn, update._update, *args, **kwargs))
+
+    return method
+
+
+class BlockingClient(BlockingBackendCalls):
     """A session on one node, behind blocking calls.
 
         with BlockingClient("ws://127.0.0.1:8700", token) as client:
@@ -118,15 +131,11 @@ class BlockingClient:
     cancel = _blocking(RolloutClient.cancel)
     cancel_on_node = _blocking(RolloutClient.cancel_on_node)
     status = _blocking(RolloutClient.status)
-    list_backends = _blocking(RolloutClient.list_backends)
-    add_backend = _blocking(RolloutClient.add_backend)
-    drain_backend = _blocking(RolloutClient.drain_backend)
-    weigh_backend = _blocking(RolloutClient.weigh_backend)
-    remove_backend = _blocking(RolloutClient.remove_backend)
-    clear_backends = _blocking(RolloutClient.clear_backends)
-    pause = _blocking(RolloutClient.pause)
-    load_weights = _blocking(RolloutClient.load_weights)
-    resume = _blocking(RolloutClient.resume)
+
+    def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """Have the node carry out a request to its pool of LLM backends: see `RolloutClient.operate`."""
+        answer: AnswerT = self._call(self._client.operate, request)
+        return answer
 
     def policy_update(
         self,
@@ -230,15 +239,7 @@ class BlockingPolicyUpdate:
         self._client = client
         self._update = update
 
-    def load_folder(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        base: str | os.PathLike[str] | None = None,
-        check: WeightCheck = "values",
-    ) -> None:
-        """Have every engine load the weights in `folder`, and wait for that. See `PolicyUpdate.load_folder`."""
-        self._client._call(partial(self._update.load_folder, folder, base=base, check=check))
+    load_folder = _blocking_step(PolicyUpdate.load_folder)
 
     def load_state_dict(
         self,
@@ -256,16 +257,7 @@ class BlockingPolicyUpdate:
         staged.write(state)
         self._client._call(self._update.load_staged, staged)
 
-    def load_adapter(
-        self,
-        name: str,
-        folder: str | os.PathLike[str],
-        *,
-        base: str | os.PathLike[str] | None = None,
-        check: WeightCheck = "values",
-    ) -> None:
-        """Have every engine load a LoRA adapter, and wait for that. See `PolicyUpdate.load_adapter`."""
-        self._client._call(partial(self._update.load_adapter, name, folder, base=base, check=check))
+    load_adapter = _blocking_step(PolicyUpdate.load_adapter)
 
     @contextmanager
     def transfer(self) -> Iterator[None]:

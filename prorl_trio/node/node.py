@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.pipeline import JobSink, Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.types.backends import AnswerT, BackendRequest
     from prorl_trio.types.models import JobSpec, Status, ToolCall
 
 __all__ = ["Node", "Outbox"]
@@ -83,7 +84,7 @@ class Node:
             "pipeline": pipeline.statistics,
             "jobs": self.live_jobs,
             "backends": backends.statistics,
-            "sandboxes": lambda: {"provider": provider.name, "paused": sandboxes.paused, **sandboxes.statistics()},
+            "sandboxes": lambda: {"provider": provider.name, "paused": sandboxes.why_paused, **sandboxes.statistics()},
             "scorers": resources.scorers.statistics,
             "arena": resources.tokens.statistics,
         }
@@ -99,6 +100,10 @@ class Node:
     def config(self) -> NodeConfig:
         """Return the configuration that the node works with now."""
         return self._resources.config
+
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """Carry out a request to the pool of backends. See `NodeApi.operate`."""
+        return await self.backends.operate(request)
 
     def apply(self, config: NodeConfig) -> None:
         """Replace the configuration of the running node; worker counts, queue sizes and limits change at once.
@@ -229,7 +234,7 @@ class Node:
             return "the node is draining"
         if refusal := self._outbox.refusal:
             return refusal
-        if reason := self._sandboxes.paused:
+        if reason := self._sandboxes.why_paused:
             return f"sandbox starts are paused: {reason}"
         return "" if self.backends.accepting else "no backend takes tasks; add one"
 

@@ -167,7 +167,7 @@ class SandboxHost:
         """Starts that have succeeded, trials among them."""
 
     @property
-    def paused(self) -> str:
+    def why_paused(self) -> str:
         """Return why no sandbox can be started now; empty if one can."""
         return self._gates.paused
 
@@ -284,15 +284,15 @@ class SandboxHost:
 
     async def _try_starts(self) -> None:
         """Whenever a start has failed, find out whether the machine can start any. While it cannot, starts pause."""
-        if not self.paused:
+        if not self.why_paused:
             await self._doubt.wait()
         delay_s = TRIAL_DELAY_S
         while problem := await self._find_problem():
-            self._gates.pause(problem)
+            self._gates.close(problem)
             self._verdict.set()
             await trio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_TRIAL_DELAY_S)
-        self._gates.resume()
+        self._gates.open()
         self._verdict.set()
         self._doubt = trio.Event()
 

@@ -49,8 +49,8 @@ class StartGates:
         """The images of those that are inside or wait."""
         return frozenset(self._images)
 
-    def pause(self, reason: str) -> None:
-        """Let no start in until `resume`. Logs the reason, once for each pause."""
+    def close(self, reason: str) -> None:
+        """Let no start in until `open`. Logs the reason, once for each pause."""
         if not self.paused:
             self._resumed = trio.Event()
             self._paused_since_s = trio.current_time()
@@ -58,7 +58,7 @@ class StartGates:
             logger.error("no sandbox can be started; starts pause until a trial start succeeds: %s", reason)
         self.paused = reason
 
-    def resume(self) -> None:
+    def open(self) -> None:
         """Let starts in again. Calling it again has no effect."""
         if self.paused:
             paused_s = trio.current_time() - self._paused_since_s

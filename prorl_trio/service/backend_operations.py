@@ -1,17 +1,15 @@
-"""The operations on a node's pool of backends, in one table that WebSocket and REST both serve."""
+"""The operations on a node's pool of backends, in one table that WebSocket and REST both serve by `NodeApi.operate`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
-import trio
 
 from ipc.session import BackendsAnswer
 from prorl_trio.service.requests import error_of, read
 from prorl_trio.types.backends import (
     AddBackend,
-    BackendList,
     BackendRequest,
     ConfirmWeights,
     DrainBackend,
@@ -23,16 +21,13 @@ from prorl_trio.types.backends import (
     RemoveBackends,
     RenewUpdate,
     ResumeBackends,
-    UpdateReport,
     WeighBackend,
 )
 from prorl_trio.types.errors import BackendError, MalformedJob, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from ipc.session import CallBackends
-    from prorl_trio.inference.pool.pool import Backends
+    from prorl_trio.service.node_api import NodeApi
 
 __all__ = ["TABLE", "Row", "answer_call"]
 
@@ -44,7 +39,6 @@ class Row(NamedTuple, Generic[RequestT]):
 
     Attributes:
         request: the type of its request.
-        call: carries the operation out.
         method: its HTTP method. GET and DELETE take the request as query parameters, POST takes it as the body.
         path: its path in REST, appended to `/v1/backends`.
         summary: one sentence for the OpenAPI description.
@@ -52,78 +46,16 @@ class Row(NamedTuple, Generic[RequestT]):
     """
 
     request: type[RequestT]
-    call: Callable[[Backends, RequestT], Awaitable[msgspec.Struct]]
     method: Literal["GET", "POST", "DELETE"]
     path: str
     summary: str
     codes: tuple[str, ...] = ()
 
 
-async def _list(pool: Backends, _wanted: ListBackends) -> BackendList:
-    return await _listed(pool)
-
-
-async def _add(pool: Backends, wanted: AddBackend) -> BackendList:
-    await pool.add(wanted.url, wanted.weight, wanted.policy_version)
-    return await _listed(pool)
-
-
-async def _drain(pool: Backends, wanted: DrainBackend) -> BackendList:
-    pool.drain(wanted.url)
-    return await _listed(pool)
-
-
-async def _weigh(pool: Backends, wanted: WeighBackend) -> BackendList:
-    pool.weigh(wanted.url, wanted.weight)
-    return await _listed(pool)
-
-
-async def _remove(pool: Backends, wanted: RemoveBackends) -> BackendList:
-    if wanted.url is None:
-        await pool.clear()
-    else:
-        await pool.remove(wanted.url)
-    return await _listed(pool)
-
-
-async def _pause(pool: Backends, wanted: PauseBackends) -> UpdateReport:
-    return await pool.pause(wanted.mode, wanted.timeout_s, wanted.holder, wanted.lease_s)
-
-
-async def _renew(pool: Backends, wanted: RenewUpdate) -> UpdateReport:
-    return await pool.renew_update(wanted.holder)
-
-
-async def _load_adapter(pool: Backends, wanted: LoadAdapter) -> UpdateReport:
-    return await pool.load_adapter(wanted.name, wanted.folder, wanted.timeout_s, wanted.holder)
-
-
-async def _expect(pool: Backends, wanted: ExpectTransfer) -> UpdateReport:
-    return await pool.expect_transfer(wanted.timeout_s, wanted.holder)
-
-
-async def _confirm(pool: Backends, wanted: ConfirmWeights) -> UpdateReport:
-    return await pool.confirm_weights(wanted.policy_version, wanted.timeout_s, wanted.holder, tell=wanted.tell)
-
-
-async def _load_weights(pool: Backends, wanted: LoadWeights) -> UpdateReport:
-    return await pool.load_weights(wanted.folder, wanted.timeout_s, wanted.holder)
-
-
-async def _resume(pool: Backends, wanted: ResumeBackends) -> UpdateReport:
-    return await pool.resume(wanted.policy_version, wanted.holder)
-
-
-async def _listed(pool: Backends) -> BackendList:
-    await trio.lowlevel.checkpoint()
-    return BackendList(urls=list(pool.urls()), pool=pool.statistics())
-
-
 TABLE: Final = (
-    Row(ListBackends, _list, "GET", "", "The pool's backends and their load."),
+    Row(ListBackends, "GET", "", "The pool's backends and their load."),
     Row(
         AddBackend,
-        _add,
         "POST",
         "",
         "Probe an LLM backend and add it. 422 if it is down or not fit for token-exact work, with the reason. With a "
@@ -132,7 +64,6 @@ TABLE: Final = (
     ),
     Row(
         DrainBackend,
-        _drain,
         "POST",
         "/drain",
         "Give a backend no new rollouts; it stays listed, and POST /v1/backends puts it to use again. Its rollouts "
@@ -141,7 +72,6 @@ TABLE: Final = (
     ),
     Row(
         WeighBackend,
-        _weigh,
         "POST",
         "/weight",
         "Change a backend's share of the rollouts, from the next one on.",
@@ -149,7 +79,6 @@ TABLE: Final = (
     ),
     Row(
         RemoveBackends,
-        _remove,
         "DELETE",
         "",
         "Take out one backend (url), or all of them (all=true). Calls that run there end there.",
@@ -157,7 +86,6 @@ TABLE: Final = (
     ),
     Row(
         PauseBackends,
-        _pause,
         "POST",
         "/pause",
         "Let no completion begin until the resume. Completions in flight are awaited (wait), aborted and later "
@@ -167,7 +95,6 @@ TABLE: Final = (
     ),
     Row(
         RenewUpdate,
-        _renew,
         "POST",
         "/renew",
         "Let the lease of a policy update begin anew. Any step of its holder does so, too.",
@@ -175,7 +102,6 @@ TABLE: Final = (
     ),
     Row(
         LoadWeights,
-        _load_weights,
         "POST",
         "/weights",
         "Have the engines load the policy's new weights from a folder, in a pause. They count from the resume with a "
@@ -184,7 +110,6 @@ TABLE: Final = (
     ),
     Row(
         LoadAdapter,
-        _load_adapter,
         "POST",
         "/adapter",
         "Have the engines load a LoRA adapter from a folder, in a pause. From the resume with a version on, "
@@ -193,7 +118,6 @@ TABLE: Final = (
     ),
     Row(
         ExpectTransfer,
-        _expect,
         "POST",
         "/transfer",
         "Note, in a pause, that the caller moves the policy's new weights to the engines itself. They count from the "
@@ -202,7 +126,6 @@ TABLE: Final = (
     ),
     Row(
         ConfirmWeights,
-        _confirm,
         "POST",
         "/confirm",
         "Have each engine say, in a pause, which weights it has, after it was told (tell) or not. One that says "
@@ -211,7 +134,6 @@ TABLE: Final = (
     ),
     Row(
         ResumeBackends,
-        _resume,
         "POST",
         "/resume",
         "Let completions begin again, recorded under policy_version from now on. 409: an engine failed to load the "
@@ -222,7 +144,7 @@ TABLE: Final = (
 _ROWS: Final[dict[str, Row[Any]]] = {row.request.operation: row for row in TABLE}
 
 
-async def answer_call(pool: Backends, call: CallBackends) -> BackendsAnswer:
+async def answer_call(node: NodeApi, call: CallBackends) -> BackendsAnswer:
     """Carry out an operation that came through the WebSocket, and return its answer.
 
     A `BackendError` or `ServiceError`, also for an unknown operation or a malformed request, is returned as an answer
@@ -232,8 +154,10 @@ async def answer_call(pool: Backends, call: CallBackends) -> BackendsAnswer:
         row = _ROWS.get(call.operation)
         if row is None:
             raise MalformedJob(f"no operation {call.operation!r}; there are: {', '.join(_ROWS)}", "$.operation")
-        wanted = read(msgspec.msgpack.Decoder(row.request).decode, call.arguments, prefix="$.arguments")
-        answer = await row.call(pool, wanted)
+        request: BackendRequest[msgspec.Struct] = read(
+            msgspec.msgpack.Decoder(row.request).decode, call.arguments, prefix="$.arguments"
+        )
+        answer = await node.operate(request)
     except (BackendError, ServiceError) as exc:
         error = error_of(exc)
         return BackendsAnswer(request_id=call.request_id, code=error.code, message=error.message, path=error.path)

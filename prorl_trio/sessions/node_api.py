@@ -10,9 +10,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.chat.messages import ToolSchema
-    from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.pipeline.observer import JobView
+<<<<<<< HEAD:prorl_trio/sessions/node_api.py
     from prorl_trio.types.models import EncodedOutcome, JobSpec, Status, ToolCall
+=======
+    from prorl_trio.pipeline.pipeline import JobSink
+    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.models import JobSpec, Status, ToolCall
+>>>>>>> w-operate:prorl_trio/service/node_api.py
 
 __all__ = ["NodeApi", "Room", "SessionSink"]
 
@@ -49,8 +54,10 @@ class NodeApi(Protocol):
     """A node, as its network services see it."""
 
     node_id: str
-    backends: Backends
-    """The pool of backends. Trainers and operators change and pause it through either service."""
+
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """Carry out what a trainer or an operator asks of the pool of backends. See the request for its errors."""
+        ...
 
     def check(self, spec: JobSpec, sink: SessionSink, ahead: int) -> None:
         """Check whether the node would accept a job. Reserves nothing.

@@ -159,14 +159,14 @@ class FakeEngine:
         """End `hold`."""
         self._gate.set()
 
-    def pause(self, mode: str) -> None:
+    def begin_pause(self, mode: str) -> None:
         """Pause, as its API does."""
         self.paused = mode
         if mode == "abort":
             self.abort_all()
         self.hold()
 
-    def resume(self) -> None:
+    def end_pause(self) -> None:
         """Resume, as its API does."""
         self.paused = None
         self.release()
@@ -258,9 +258,9 @@ class FakeEngine:
         told = msgspec.json.decode(body) if body else {}
         match path:
             case "/pause":
-                self.pause(mode)
+                self.begin_pause(mode)
             case "/resume":
-                self.resume()
+                self.end_pause()
             case "/update_weight_version":
                 self.weight_version = told["new_version"]
             case "/collective_rpc":

@@ -64,9 +64,9 @@ class FakeSglang(FakeEngine):
 
     def _control(self, call: HttpCall) -> dict[str, Any] | None:
         if call.path == "/pause_generation":
-            self.pause(msgspec.json.decode(call.body)["mode"])
+            self.begin_pause(msgspec.json.decode(call.body)["mode"])
         elif call.path == "/continue_generation":
-            self.resume()
+            self.end_pause()
         elif call.path == "/update_weight_version":
             self.weight_version = msgspec.json.decode(call.body)["new_version"]
         else:

@@ -7,6 +7,7 @@ import trio
 
 from prorl_trio.client import ConnectionLost, PolicyUndecided, PolicyUpdateFailed, connect
 from prorl_trio.client.fleet import opening, policy, roster
+from prorl_trio.types.backends import ResumeBackends
 from support.fake_fleet import open_fake_fleet, until, update
 from support.fake_node import make_spec
 
@@ -90,8 +91,8 @@ async def test_versions_whose_order_nobody_knows_refuse_jobs_until_an_update(fol
     monkeypatch.setattr(policy.FleetPolicy, "_ask", ask_late)
     monkeypatch.setattr(opening, "POLL_S", 0.0)
     async with open_fake_fleet(folder, "a", "b") as fleet:
-        await fleet["a"].node.backends.resume("green")
-        await fleet["b"].node.backends.resume("blue")
+        await fleet["a"].node.backends.operate(ResumeBackends("green"))
+        await fleet["b"].node.backends.operate(ResumeBackends("blue"))
         async with connect(fleet=folder) as client:
             with pytest.raises(PolicyUndecided, match=r"blue: b; green: a.*policy_update"):
                 await client.submit(specs_of(4), patience_s=0)
@@ -102,8 +103,8 @@ async def test_versions_whose_order_nobody_knows_refuse_jobs_until_an_update(fol
 
 async def test_versions_whose_order_nobody_knows_are_settled_by_the_end_of_a_node(folder):
     async with open_fake_fleet(folder, "a", "b") as fleet:
-        await fleet["a"].node.backends.resume("green")
-        await fleet["b"].node.backends.resume("blue")
+        await fleet["a"].node.backends.operate(ResumeBackends("green"))
+        await fleet["b"].node.backends.operate(ResumeBackends("blue"))
         async with connect(fleet=folder) as client:
             await fleet["b"].leave()
             while (await behind(client)) != {"a": ""}:
@@ -153,11 +154,15 @@ async def test_a_node_that_is_lost_at_the_resume_is_behind_when_it_is_back(folde
         b = fleet["b"].node.backends
         asked = trio.Event()
 
-        async def hang(*_):
+        operate = b.operate
+
+        async def hang(request):
+            if not isinstance(request, ResumeBackends):
+                return await operate(request)
             asked.set()
             await trio.sleep_forever()
 
-        monkeypatch.setattr(b, "resume", hang)
+        monkeypatch.setattr(b, "operate", hang)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(update, client, "2")
             await asked.wait()
@@ -165,7 +170,7 @@ async def test_a_node_that_is_lost_at_the_resume_is_behind_when_it_is_back(folde
         monkeypatch.undo()
         assert versions(fleet) == {"a": {"2"}, "b": {"1"}}
         await fleet["b"].start()
-        await b.resume(None, b.statistics()["updating"])  # its lease runs out
+        await b.operate(ResumeBackends(None, b.statistics()["updating"]))  # its lease runs out
         await until(lambda: client.node_id == "a,b")
         while "policy versions" not in (await behind(client))["b"]:
             await trio.sleep(0.01)

@@ -20,6 +20,7 @@ from prorl_trio.inference.pool.pace import MAX_FIRST_SCOUTS, PACE_VALID_S, Pace
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike
+from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from prorl_trio.types.errors import BackendError
 from support.completions import asked, begun
 
@@ -125,9 +126,9 @@ async def test_a_pause_waits_for_a_slice_only():
             nursery.start_soon(sample)
             await engine.wait_until(lambda stats: stats.running == 1)
             nursery.start_soon(release_when_closed)
-            await backends.pause("wait", 5)
+            await backends.operate(PauseBackends("wait", 5))
             assert (len(engine.requests), done) == (1, [])
-            await backends.resume("7")
+            await backends.operate(ResumeBackends("7"))
     assert done[0].token_ids == WHOLE
     assert [(span.start, span.end, span.policy_version) for span in done[0].spans] == [(0, 8, "0"), (8, 60, "7")]
 

@@ -18,6 +18,7 @@ from prorl_trio.inference.pool.partial import version_name
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sglang import open_fake_sglang
+from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import SamplingParams
 from support.completions import asked, begun
@@ -63,10 +64,10 @@ async def test_an_aborted_completion_goes_on_from_what_the_engine_had_sampled():
             nursery.start_soon(sample)
             await engine.wait_until(lambda stats: stats.running == 1)
             await trio.sleep(0.2)
-            report = await backends.pause("abort", 10)
+            report = await backends.operate(PauseBackends("abort", 10))
             assert [(backend.engine, backend.in_flight) for backend in report.backends] == [("paused", 0)]
             assert engine.paused == "abort"
-            await backends.resume("v1")
+            await backends.operate(ResumeBackends("v1"))
             assert (engine.paused, engine.weight_version) == (None, "v1")
     (completion,) = got
     assert completion.token_ids == list(range(100, 160))
@@ -90,8 +91,8 @@ async def test_a_pause_that_changes_nothing_leaves_one_span():
             nursery.start_soon(sample)
             await engine.wait_until(lambda stats: stats.running == 1)
             await trio.sleep(0.1)
-            await backends.pause("abort", 10)
-            await backends.resume()
+            await backends.operate(PauseBackends("abort", 10))
+            await backends.operate(ResumeBackends())
     assert [(span.start, span.end) for span in got[0].spans] == [(0, 60)]
 
 
@@ -104,7 +105,7 @@ async def test_tokens_streamed_before_a_failure_are_not_sampled_again():
     async with open_fake_engine() as engine:
         backends = Backends(EngineRegistry().finder("auto"))
         await backends.add(engine.url)
-        await backends.resume("v2")
+        await backends.operate(ResumeBackends("v2"))
         async with backends.lease("task") as lease:
             completion = await lease.attempt(partial)
         await backends.aclose()

@@ -27,7 +27,7 @@ from ipc.session import (
 from prorl_trio.service.websocket import connection as connection_module
 from prorl_trio.service.websocket import server as server_module
 from prorl_trio.sessions.limits import SessionLimits
-from prorl_trio.types.backends import BackendList
+from prorl_trio.types.backends import BackendList, ResumeBackends
 from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
@@ -332,7 +332,7 @@ async def test_a_pause_is_undone_when_its_call_is_withdrawn_or_its_connection_en
                     engine.silent.clear()
                     await trainer.send(call(2, "pause", mode="keep"))
                     assert (await trainer.receive()).request_id == 2, "one that is withdrawn is not answered"
-                    await node.backends.resume()
+                    await node.backends.operate(ResumeBackends())
             while node.backends.admission.closed:
                 await trio.sleep(0.01)
 

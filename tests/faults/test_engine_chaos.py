@@ -16,6 +16,7 @@ from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sampling import default_script
 from prorl_trio.testing.fake_sglang import open_fake_sglang
+from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
 from prorl_trio.types.models import SamplingParams
 from support.completions import asked, begun
@@ -89,8 +90,8 @@ class Chaos:
                 case 4:
                     version += 1
                     with suppress(PauseTimeout, BackendsBusy):
-                        await self.backends.pause(self.random.choice(["wait", "abort", "keep"]), 0.5)
-                        await self.backends.resume(str(version))
+                        await self.backends.operate(PauseBackends(self.random.choice(["wait", "abort", "keep"]), 0.5))
+                        await self.backends.operate(ResumeBackends(str(version)))
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -268,7 +268,7 @@ async def test_a_required_backend_that_is_paused_joins_when_it_is_resumed(tmp_pa
     make_tiny_model(tmp_path)
     engine_config = FakeEngineConfig(vocab_size=259, development=True)
     async with open_fake_engine(config=engine_config) as engine:
-        engine.pause("wait")
+        engine.begin_pause("wait")
         config = NodeConfig(
             model=ModelConfig(path=str(tmp_path)),
             sandbox=SandboxConfig(provider="process"),
@@ -279,7 +279,7 @@ async def test_a_required_backend_that_is_paused_joins_when_it_is_resumed(tmp_pa
                 (backend,) = node.backends.statistics()["backends"]
                 assert backend.state == "down"
                 assert f"POST {engine.url}/resume" in backend.error
-                engine.resume()
+                engine.end_pause()
                 while not node.backends.list():
                     await trio.sleep(0.05)
 

@@ -20,7 +20,7 @@ from prorl_trio.inference.engines.load_report import LoadReport
 from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.line import MAX_PASSED_OVER
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.types.backends import PauseMode
+from prorl_trio.types.backends import PauseMode, ResumeBackends
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
 from support.completions import asked, begun
 
@@ -270,7 +270,7 @@ def test_conserved_and_served_under_any_schedule(schedule, limit, seed):
                     for client in world.clients:
                         client.ill, client.breaks, client.says, client.slow_s = False, False, None, 0.0
                     await trio.sleep(60)  # what is under way ends
-                    await world.backends.resume()
+                    await world.backends.operate(ResumeBackends())
                     for ends in world.ends.values():
                         ends.set()
                     await world.backends.add(URLS[0])

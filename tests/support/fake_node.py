@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.backend import BackendStatistics
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.pipeline.pipeline import JobSink
+    from prorl_trio.types.backends import AnswerT, BackendRequest
     from prorl_trio.types.models import Status
 
 __all__ = ["FakeNode", "PretendedEngine", "make_outcome", "make_spec"]
@@ -138,6 +139,10 @@ class FakeNode:
         self._on_submit = on_submit
         self._sinks: dict[str, JobSink] = {}
         self._changed = trio.Event()
+
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """See `NodeApi`."""
+        return await self.backends.operate(request)
 
     def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
         """See `NodeApi`. Knows the handler `fake` only."""

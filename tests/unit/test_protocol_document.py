@@ -18,6 +18,8 @@ from ipc.channel import MAX_SOCKET_PATH_BYTES
 from ipc.envelope import encode_envelope
 from ipc.framing import encode_frame
 from ipc.websocket import CloseCode
+from prorl_trio.client import BlockingClient, RolloutClient, backend_calls
+from prorl_trio.client.fleet.client import FleetClient
 from prorl_trio.handlers.math import MathPayload
 from prorl_trio.node import edges
 from prorl_trio.service.backend_operations import TABLE
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.service.backend_operations import Row
 
+VERBS = [name for name, verb in vars(backend_calls._BackendVerbs).items() if isinstance(verb, backend_calls._Verb)]
 TEXT = (Path(ipc.__file__).parent / "PROTOCOL.md").read_text()
 
 
@@ -124,9 +127,17 @@ def test_every_field_of_what_the_backends_answer_is_described(struct: type[msgsp
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.request.operation)
-def test_each_operation_takes_and_returns_what_its_row_says(row: Row[Any]):
-    hints = inspect.get_annotations(row.call)
-    assert list(hints.values())[1:] == [row.request.__name__, row.request.answer.__name__]
+def test_each_operation_returns_what_its_type_says(row: Row[Any]):
+    (base,) = row.request.__orig_bases__
+    assert get_args(base) == (row.request.answer,)
+
+
+def test_every_request_has_a_row_and_every_client_a_method_of_its_own():
+    requests = {struct for struct in structs(backends) if hasattr(struct, "operation")}
+    assert {row.request for row in TABLE} == requests
+    for client in (RolloutClient, FleetClient, BlockingClient):
+        assert {vars(backend_calls._BackendVerbs)[name].__doc__ for name in VERBS} == {r.__doc__ for r in requests}
+        assert all(getattr(client, name) is vars(backend_calls._BackendVerbs)[name] for name in VERBS)
 
 
 def test_the_answers_of_engines_are_on_the_page():

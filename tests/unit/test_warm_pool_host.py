@@ -190,7 +190,7 @@ async def test_a_failed_start_in_advance_reaches_nobody_and_is_tried_again(autoj
         await stocked(host)
         assert host.statistics()["warm"] == 0
         await trio.sleep(2 * TRIAL_DELAY_S)
-        assert not host.paused  # a trial start has passed
+        assert not host.why_paused  # a trial start has passed
         await trio.sleep(4 * REFILL_BACKOFF_S + START_S)
         await stocked(host)
         assert host.statistics()["warm"] >= 1

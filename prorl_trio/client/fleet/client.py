@@ -207,7 +207,8 @@ class FleetClient(RolloutClient):
             "jobs": len(self._state.book.of_node(member.node_id)),
         }
 
-    async def _operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """Carry out a request on the pools of all nodes that it concerns."""
         return await self._pools.operate(request)
 
     async def _everywhere(self, ask: Callable[[Member], Awaitable[_T]]) -> dict[str, _T]:

@@ -6,7 +6,7 @@ import logging
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import trio
 
@@ -23,6 +23,16 @@ from prorl_trio.inference.pool.policy_update import PolicyUpdates
 from prorl_trio.inference.pool.versions import VersionOrder
 from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.supervision import service_task
+from prorl_trio.types.backends import (
+    AddBackend,
+    BackendList,
+    DrainBackend,
+    ListBackends,
+    RemoveBackends,
+    ResumeBackends,
+    UpdateReport,
+    WeighBackend,
+)
 from prorl_trio.types.errors import BackendError, BackendsBusy, UnknownBackend
 
 if TYPE_CHECKING:
@@ -31,7 +41,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import Waiting
     from prorl_trio.inference.pool.same_model import ModelProof
-    from prorl_trio.types.backends import PauseMode, UpdateReport
+    from prorl_trio.types.backends import AnswerT, BackendRequest
 
 __all__ = ["Backends"]
 
@@ -235,112 +245,46 @@ class Backends:
 
     @property
     def policy_version(self) -> str:
-        """The version that the trainer has: see `resume`."""
+        """The version that the last resume announced."""
         return self.versions.current
 
     def fresh(self, max_staleness: int) -> list[Backend]:
         """See `LoadBalancer.fresh`."""
         return self._balancer.fresh(max_staleness)
 
-    async def pause(
-        self, mode: PauseMode, timeout_s: float, holder: str = "", lease_s: float | None = None
-    ) -> UpdateReport:
-        """Let no completion begin until `resume`; return when those in flight are dealt with as `mode` says.
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """Carry out a request of a trainer or an operator: see its type for what it does, its errors and a cancel.
 
-        Jobs go on up to their next completion and wait there. Engines that can be paused are paused too. A paused pool
-        may be paused again, in another mode.
-
-        A pause by a `holder` is for an update of the policy, of which there is one at a time: no step of anybody else
-        changes the weights before that holder's `resume`. Unless a step of the holder's, or `renew_update`, comes every
-        `lease_s`, `watch` puts the former weights back and resumes. A pause without a holder, before it or meanwhile,
-        outlasts it.
-
-        Raises:
-            PauseTimeout: completions still run, or engines have not answered, after `timeout_s`; it says which. The
-                pause is undone, and so it is by a cancel: the pool is then as it was before.
-            BackendsBusy: another pause or resume is under way, or another holder's update.
+        An engine that fails in a policy update does not raise: it is in the report.
         """
-        return await self._updates.pause(mode, timeout_s, holder, lease_s)
+        answer: BackendList | UpdateReport
+        match request:
+            case ListBackends() | AddBackend() | DrainBackend() | WeighBackend() | RemoveBackends():
+                await self._register(request)
+                await trio.lowlevel.checkpoint()
+                answer = BackendList(urls=list(self.urls()), pool=self.statistics())
+            case _:
+                before = self.policy_version
+                answer = await self._updates.operate(cast("BackendRequest[UpdateReport]", request))
+                if isinstance(request, ResumeBackends):
+                    self._tell(updated=self.policy_version != before)
+                    self._judge_resumed()
+        return cast("AnswerT", answer)
 
-    async def renew_update(self, holder: str) -> UpdateReport:
-        """Let the lease of `holder`'s update begin anew.
-
-        Raises:
-            UpdateRefused: that update is over: its lease had run out.
-            BackendsBusy: another holder's update is under way.
-        """
-        return await self._updates.renew(holder)
-
-    async def expect_transfer(self, timeout_s: float, holder: str = "") -> UpdateReport:
-        """Note in a pause that the trainer moves the weights to the engines by means of its own.
-
-        They are on trial as those of `load_weights` are. A `resume` without a version loads the former ones from their
-        folder, where that is known; engines where it is not take no tasks then.
-
-        Raises:
-            UpdateRefused: the pool is not paused, or the update of `holder` is over.
-            BackendsBusy: another step is under way, or another holder's update.
-        """
-        return await self._updates.expect_transfer(timeout_s, holder)
-
-    async def confirm_weights(
-        self, policy_version: str, timeout_s: float, holder: str = "", *, tell: bool = True
-    ) -> UpdateReport:
-        """Have every engine say, in a pause, which weights it has; with `tell`, after it was told their version.
-
-        One that says otherwise, or fails to answer, is reported as `failed`. What they were told is taken back by a
-        `resume` without a version.
-
-        Raises:
-            UpdateRefused: the pool is not paused, or the update of `holder` is over.
-            BackendsBusy: another step is under way, or another holder's update.
-        """
-        return await self._updates.confirm_weights(policy_version, timeout_s, holder, tell=tell)
-
-    async def load_weights(self, folder: str, timeout_s: float, holder: str = "") -> UpdateReport:
-        """Have every engine that can load the weights in `folder`, a path as the engines see it, in a pause.
-
-        They are on trial until `resume` announces their version, or takes them back. A failure is reported, not raised.
-        After a cancel, each engine may have them or not.
-
-        Raises:
-            UpdateRefused: the pool is not paused, or the update of `holder` is over.
-            BackendsBusy: another step is under way, or another holder's update.
-        """
-        return await self._updates.load_weights(folder, timeout_s, holder)
-
-    async def load_adapter(self, name: str, folder: str, timeout_s: float, holder: str = "") -> UpdateReport:
-        """Have every engine that takes LoRA adapters load the one in `folder`, as the engines see it, in a pause.
-
-        It is on trial as weights are: from a `resume` with a version on, completions are sampled with it, and the one
-        before is unloaded. Whole weights that are loaded later are used without an adapter. A failure is reported.
-
-        Raises:
-            UpdateRefused: the pool is not paused, or completions were kept in engines; or the update of `holder` is
-                over.
-            BackendsBusy: another step is under way, or another holder's update.
-        """
-        return await self._updates.load_adapter(name, folder, timeout_s, holder)
-
-    async def resume(self, policy_version: str | None = None, holder: str = "") -> UpdateReport:
-        """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
-
-        Without a version, engines with weights on trial get their former ones back before.
-
-        Engines are told the version, and asked for it, and those that were paused are resumed, before; one that fails
-        to is reported, not raised, and takes no tasks until `watch` has resumed it. The pool stays paused if this is
-        cancelled, and after an update by a `holder` if somebody else asked for a pause.
-
-        Raises:
-            UpdateRefused: an engine failed to load the weights that the version is to be of, or says that it has
-                others; or the update of `holder` is over, and there is a version. The pool stays as it is.
-            BackendsBusy: another pause or resume is under way, or another holder's update.
-        """
-        before = self.policy_version
-        report = await self._updates.resume(policy_version, holder)
-        self._tell(updated=self.policy_version != before)
-        self._judge_resumed()
-        return report
+    async def _register(self, request: BackendRequest[BackendList]) -> None:
+        match request:
+            case AddBackend(when_up=True):
+                self.expect(request.url, request.weight)
+            case AddBackend():
+                await self.add(request.url, request.weight, request.policy_version)
+            case DrainBackend():
+                self.drain(request.url)
+            case WeighBackend():
+                self.weigh(request.url, request.weight)
+            case RemoveBackends(url=str(url)):
+                await self.remove(url)
+            case RemoveBackends():
+                await self.clear()
 
     def _judge_resumed(self) -> None:
         if self.admission.closed:

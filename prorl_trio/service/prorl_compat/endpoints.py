@@ -31,6 +31,7 @@ from prorl_trio.service.tcp import is_loopback
 from prorl_trio.sessions.cancelling import cancel_live
 from prorl_trio.sessions.submission import submit_one
 from prorl_trio.threads import run_sync
+from prorl_trio.types.backends import AddBackend, ListBackends, RemoveBackends
 from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, ServiceError, UnknownBackend
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class _Server:
         session = self._session(api)
         request = decode_body(call.body, ProcessRequest)
         spec = make_spec(request, api.config.data_sources)
-        if not api.node.backends.urls():
+        if not (await api.node.operate(ListBackends())).urls:
             raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "no_llm_server", "No LLM server: /add_llm_server first")
         await self._submit(session, spec, api)
         outcome = await self._outcome(session, spec.job_id, api)
@@ -191,29 +192,28 @@ class _Server:
         """
         address = decode_body(call.body, ServerRequest).address
         url = (address if "://" in address else f"http://{address}").rstrip("/").removesuffix(OPENAI_PATH)
-        pool = call.api.node.backends
+        node = call.api.node
         if not self._allowed.allows(url, LOOPBACK):
             message = f"{url} is not among the addresses that the node's backends.allowed has; it was not contacted"
             raise _error(HTTPStatus.FORBIDDEN, "backend_not_allowed", message)
-        if url not in self._engines and url in pool.urls():
+        if url not in self._engines and url in (await node.operate(ListBackends())).urls:
             return _say(f"Added LLM server {address}")
         self._engines.add(url)
         try:
-            await pool.add(url)
+            await node.operate(AddBackend(url=url))
         except BackendError as exc:
             if not exc.retryable:
                 raise
-            pool.expect(url, why=str(exc))
+            await node.operate(AddBackend(url=url, when_up=True))
             return _say(f"Buffered LLM server {address}: it joins when it is up")
         return _say(f"Added LLM server {address}")
 
     async def clear_llm_server(self, call: Call) -> Response:
         """Remove the backends that were added here. Jobs go on: they use the backends that are added next."""
-        pool = call.api.node.backends
         await trio.lowlevel.checkpoint()
         while self._engines:
             with suppress(UnknownBackend):
-                await pool.remove(self._engines.pop())
+                await call.api.node.operate(RemoveBackends(url=self._engines.pop()))
         return _say("Cleared all LLM servers")
 
     def _session(self, api: Api) -> Session:

@@ -22,7 +22,7 @@ def _endpoint(row: Row[Any]) -> Endpoint:
 
     async def serve(call: Call) -> Reply:
         wanted = read_body_as(call.body, request) if in_body else call.query
-        return Reply(body=await row.call(call.api.node.backends, wanted))
+        return Reply(body=await call.api.node.operate(wanted))
 
     return Endpoint(
         method=row.method,

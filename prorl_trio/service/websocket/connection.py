@@ -298,7 +298,7 @@ class Connection:
     async def _call_backends(self, call: CallBackends, scope: trio.CancelScope) -> None:
         try:
             with scope:
-                self._link.post(await answer_call(self._node.backends, call))
+                self._link.post(await answer_call(self._node, call))
         finally:
             if self._calls.get(call.request_id) is scope:
                 del self._calls[call.request_id]
