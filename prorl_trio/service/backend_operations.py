@@ -27,7 +27,7 @@ from prorl_trio.types.errors import BackendError, MalformedJob, ServiceError
 
 if TYPE_CHECKING:
     from ipc.session import CallBackends
-    from prorl_trio.service.node_api import NodeApi
+    from prorl_trio.sessions.node_api import NodeApi
 
 __all__ = ["TABLE", "Row", "answer_call"]
 

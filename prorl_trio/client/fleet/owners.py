@@ -16,7 +16,7 @@ from prorl_trio.types.errors import BackendError, ProrlError, ServiceError, Unkn
 
 if TYPE_CHECKING:
     from prorl_trio.client.fleet.policy import FleetPolicy
-    from prorl_trio.client.fleet.state import FleetState, Member
+    from prorl_trio.client.fleet.asking import PoolMember, PoolMembers
 
 __all__ = ["BackendOwners"]
 
@@ -44,7 +44,7 @@ class BackendOwners:
     has the fleet's policy, the others give them up.
     """
 
-    def __init__(self, state: FleetState, policy: FleetPolicy) -> None:
+    def __init__(self, state: PoolMembers, policy: FleetPolicy) -> None:
         self._state = state
         self._policy = policy
         self._placed: dict[str, _Placed] = {}
@@ -66,7 +66,7 @@ class BackendOwners:
         for url in urls:
             self._placed.pop(url, None)
 
-    async def move(self, member: Member, version: str | None) -> None:
+    async def move(self, member: PoolMember, version: str | None) -> None:
         """Give the backends of a lost node to others: return when each has one, its node is back, or it cannot be.
 
         Args:
@@ -129,7 +129,7 @@ class BackendOwners:
             if self._placed.get(url) == placed:
                 del self._placed[url]
 
-    def _without_owner(self, lost: Member) -> dict[str, _Placed]:
+    def _without_owner(self, lost: PoolMember) -> dict[str, _Placed]:
         mine = {
             url: _Placed(lost.node_id, weight, _host_of(url, lost.entry.host))
             for url, weight in lost.entry.backends.items()
@@ -167,7 +167,7 @@ class BackendOwners:
         return chosen.node_id
 
 
-def _own(member: Member) -> dict[str, float]:
+def _own(member: PoolMember) -> dict[str, float]:
     """Return the backends of a node's own configuration."""
     return member.entry.backends
 
@@ -182,7 +182,7 @@ def _host_of(url: str, here: str) -> str:
     return here if host in LOOPBACK else host
 
 
-def _is_on(member: Member, host: str) -> bool:
+def _is_on(member: PoolMember, host: str) -> bool:
     """Return True if the node is on that machine, by any of the names that its entry has for it."""
     entry = member.entry
     names = {entry.host, urlsplit(entry.url).hostname}

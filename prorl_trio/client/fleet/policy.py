@@ -15,7 +15,7 @@ from prorl_trio.types.errors import ServiceError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from prorl_trio.client.fleet.state import FleetState, Member
+    from prorl_trio.client.fleet.asking import PoolMember, PoolMembers
     from prorl_trio.client.fleet.versions import NodePolicy
 
 __all__ = ["SHUTTING_DOWN", "FleetPolicy"]
@@ -41,7 +41,7 @@ class FleetPolicy:
         waiting: a policy update is under way, whose end nodes that have joined must await.
     """
 
-    def __init__(self, state: FleetState) -> None:
+    def __init__(self, state: PoolMembers) -> None:
         self.version: str | None = None
         self.undecided: PolicyUndecided | None = None
         self.waiting = False
@@ -51,7 +51,7 @@ class FleetPolicy:
         """Resumes so far: an answer from before one says nothing of what is after it."""
         self._judging = trio.Lock()
 
-    def joined(self, member: Member) -> None:
+    def joined(self, member: PoolMember) -> None:
         """Give a node that has joined no jobs until `settle` has judged it."""
         member.behind = UNSETTLED
 
@@ -118,7 +118,7 @@ class FleetPolicy:
             return ""
         return f"its backends have the policy versions {sorted(policy.versions)}, and the fleet has {self.version!r}"
 
-    def _set(self, member: Member, behind: str) -> None:
+    def _set(self, member: PoolMember, behind: str) -> None:
         if behind and behind != member.behind and self.undecided is None:
             logger.error("node %s gets no jobs until the next policy update: %s", member.node_id, behind)
         member.behind = behind
@@ -126,7 +126,7 @@ class FleetPolicy:
     async def _ask(self) -> dict[str, NodePolicy]:
         policies: dict[str, NodePolicy] = {}
 
-        async def ask(member: Member) -> None:
+        async def ask(member: PoolMember) -> None:
             try:
                 policies[member.node_id] = policy_of(await member.client.list_backends())
             except ServiceError as exc:

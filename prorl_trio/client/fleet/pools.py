@@ -25,7 +25,7 @@ from prorl_trio.types.errors import UnknownBackend
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from prorl_trio.client.fleet.state import FleetState, Member
+    from prorl_trio.client.fleet.asking import PoolMember, PoolMembers
     from prorl_trio.types.backends import AnswerT, BackendRequest
 
 __all__ = ["FleetPools"]
@@ -46,13 +46,13 @@ class FleetPools:
         owners: who has which backend.
     """
 
-    def __init__(self, state: FleetState, run_soon: Callable[[Callable[[], Awaitable[None]]], None]) -> None:
+    def __init__(self, state: PoolMembers, run_soon: Callable[[Callable[[], Awaitable[None]]], None]) -> None:
         """Look at no node yet. `run_soon` runs a function in the background."""
         self.policy = FleetPolicy(state)
         self.owners = BackendOwners(state, self.policy)
         self._state = state
         self._run_soon = run_soon
-        self._updates: dict[str, list[Member]] = {}
+        self._updates: dict[str, list[PoolMember]] = {}
         """Nodes of a policy update, from its pause on, by its holder."""
         self._open: set[str] = set()
         """Holders of the updates that are under way."""
@@ -75,7 +75,7 @@ class FleetPools:
             return await self._where_it_is(request, request.url)
         return joined(await ask_all(self._members(), request))
 
-    def version_of(self, member: Member) -> str | None:
+    def version_of(self, member: PoolMember) -> str | None:
         """Return the policy version that the backends of a node have for certain; None: that is not known.
 
         In an update they may have the new weights, or not.
@@ -83,12 +83,12 @@ class FleetPools:
         in_update = any(member in self._updates[holder] for holder in self._open)
         return None if member.behind or in_update else self.policy.version
 
-    async def node_lost(self, member: Member, version: str | None) -> None:
+    async def node_lost(self, member: PoolMember, version: str | None) -> None:
         """Give the backends of a lost node, which had the policy `version`, to others."""
         await self.policy.judge_again()
         await self.owners.move(member, version)
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[PoolMember]:
         members = list(self._state.members.values())
         if not members:
             raise ConnectionLost("the fleet has no node now")
@@ -117,10 +117,10 @@ class FleetPools:
             return await self._resume(request, members)
         return _together([report for _, report in await ask_all(members, request)])
 
-    async def _resume(self, request: ResumeBackends, members: list[Member]) -> UpdateReport:
+    async def _resume(self, request: ResumeBackends, members: list[PoolMember]) -> UpdateReport:
         """End an update. A node that is lost meanwhile is none of it: it goes back, or is behind, by itself."""
         self.policy.begin_resume()
-        answers: list[tuple[Member, UpdateReport]] = []
+        answers: list[tuple[PoolMember, UpdateReport]] = []
         try:
             answers = await ask_all(members, request, lost_is_fine=True)
         finally:
