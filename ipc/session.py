@@ -25,6 +25,8 @@ __all__ = [
     "CancelOnNode",
     "CancelledJobs",
     "CancelledOnNode",
+    "CheckJobs",
+    "CheckedJobs",
     "ClientFrame",
     "ClientMessage",
     "HeartbeatPing",
@@ -93,6 +95,16 @@ class Submit(_Frame, frozen=True, omit_defaults=True):
     request_id: int
     jobs: list[msgspec.Raw]
     attempts: dict[str, int] = {}
+
+
+class CheckJobs(_Frame, frozen=True):
+    """Ask what speaks against these jobs, whoever has room for them: handler, payload, gold answer.
+
+    Nothing is accepted. Answered by `CheckedJobs`.
+    """
+
+    request_id: int
+    jobs: list[msgspec.Raw]
 
 
 class CancelJobs(_Frame, frozen=True):
@@ -248,6 +260,13 @@ class Rejected(_Frame, frozen=True):
     retry_after_s: float | None = None
 
 
+class CheckedJobs(_Frame, frozen=True):
+    """Answer to `CheckJobs`: why some of the jobs, by their `index`, would be refused."""
+
+    request_id: int
+    refused: list[Rejected]
+
+
 class OutcomeFrame(_Frame, frozen=True):
     """A terminal outcome. `cursor` increases by one per session; acknowledge it with `Ack`."""
 
@@ -375,6 +394,7 @@ class BackendsAnswer(_Frame, frozen=True):
 ClientFrame = (
     SessionHello
     | Submit
+    | CheckJobs
     | CancelJobs
     | CancelOnNode
     | Ack
@@ -392,6 +412,7 @@ ServerFrame = (
     | SessionRefused
     | Accepted
     | Rejected
+    | CheckedJobs
     | OutcomeFrame
     | OutcomeRefFrame
     | JobEvent

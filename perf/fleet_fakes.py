@@ -76,6 +76,9 @@ class _Node:
         """See `NodeApi`."""
         return await self.backends.operate(request)
 
+    def validate(self, spec: JobSpec) -> None:
+        """See `NodeApi`. Nothing speaks against any job."""
+
     def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
         """See `NodeApi`. It takes everything."""
 

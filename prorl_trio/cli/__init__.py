@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COMMANDS: Final = ("cancel", "eval", "regrade", "serve", "show", "simulate", "status", "submit", "top")
+COMMANDS: Final = ("cancel", "eval", "fleet", "regrade", "serve", "show", "simulate", "status", "submit", "top")
 """Each is the function of its name, in the module of its name."""
 PLUGINS: Final = "prorl_trio.commands"
 ASKING: Final = ("eval", "regrade", "submit", "status", "top", "cancel", "show")

@@ -18,6 +18,8 @@ from ipc.session import (
     CancelledJobs,
     CancelledOnNode,
     CancelOnNode,
+    CheckedJobs,
+    CheckJobs,
     Rejected,
     RoomReport,
     RoomRequest,
@@ -144,6 +146,27 @@ class RolloutClient(ResultCalls, BackendCalls):
                     continue
                 answers += await self._submit_batch(batch, deadline_s, attempts or {})
         return [msgspec.structs.replace(answer, index=index) for index, answer in enumerate(answers)]
+
+    async def check(self, specs: Sequence[JobSpec]) -> list[Rejected]:
+        """Return the answers for the jobs that the node would refuse, whatever room it has. Submits nothing.
+
+        `index` is the job's position in `specs`. The node looks at handler, payload and gold answer.
+
+        Raises:
+            ServiceError: the session is over.
+        """
+        refused: list[Rejected] = []
+        done = 0
+        for batch in self._batches(specs):
+            if isinstance(batch, Rejected):
+                refused.append(msgspec.structs.replace(batch, index=done))
+                done += 1
+                continue
+            jobs = [encoded for _, encoded in batch]
+            answer = await self._ask(CheckedJobs, lambda i, jobs=jobs: CheckJobs(request_id=i, jobs=jobs))  # type: ignore[misc]
+            refused += [msgspec.structs.replace(each, index=done + each.index) for each in answer.refused]
+            done += len(batch)
+        return refused
 
     async def _submit_batch(
         self, batch: Sequence[tuple[str, msgspec.Raw]], deadline_s: float, attempts: Mapping[str, int]

@@ -18,6 +18,8 @@ from ipc.session import (
     CancelledJobs,
     CancelledOnNode,
     CancelOnNode,
+    CheckedJobs,
+    CheckJobs,
     Rejected,
     RoomReport,
     RoomRequest,
@@ -34,9 +36,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Call", "FrameT", "RequestFrame", "Requests", "SubmitCall"]
 
-Answer = Accepted | Rejected | CancelledJobs | CancelledOnNode | StatusReport | RoomReport | BackendsAnswer
-RequestFrame = Submit | CancelJobs | CancelOnNode | StatusRequest | RoomRequest | CallBackends
-FrameT = TypeVar("FrameT", CancelledJobs, CancelledOnNode, StatusReport, RoomReport, BackendsAnswer)
+Answer = (
+    Accepted | Rejected | CheckedJobs | CancelledJobs | CancelledOnNode | StatusReport | RoomReport | BackendsAnswer
+)
+RequestFrame = Submit | CheckJobs | CancelJobs | CancelOnNode | StatusRequest | RoomRequest | CallBackends
+FrameT = TypeVar("FrameT", CheckedJobs, CancelledJobs, CancelledOnNode, StatusReport, RoomReport, BackendsAnswer)
 
 
 class Call(Generic[FrameT]):

@@ -16,6 +16,7 @@ from ipc.session import (
     BackendsAnswer,
     CancelledJobs,
     CancelledOnNode,
+    CheckedJobs,
     JobEvent,
     JobList,
     ListJobs,
@@ -176,6 +177,7 @@ class ClientState:
             case (
                 Accepted()
                 | Rejected()
+                | CheckedJobs()
                 | CancelledJobs()
                 | CancelledOnNode()
                 | StatusReport()

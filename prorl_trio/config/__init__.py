@@ -5,6 +5,7 @@ from __future__ import annotations
 from prorl_trio.config.agent import AgentConfig, ModelConfig
 from prorl_trio.config.backends import BackendConfig, HealthConfig, LoadConfig, Strategy
 from prorl_trio.config.fleet import FleetConfig
+from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.node import NodeConfig, OnHangup, load_config
@@ -20,6 +21,7 @@ __all__ = [
     "BackendConfig",
     "BudgetConfig",
     "FleetConfig",
+    "HeadConfig",
     "HealthConfig",
     "ImagesConfig",
     "LedgerConfig",
@@ -37,4 +39,5 @@ __all__ = [
     "Strategy",
     "TelemetryConfig",
     "load_config",
+    "load_head_config",
 ]

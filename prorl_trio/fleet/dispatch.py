@@ -212,6 +212,10 @@ class Dispatch:
         """Return the number of jobs of a session that wait for a member."""
         return self._queue.count(session_id)
 
+    def has(self, node_id: str, job_id: str) -> bool:
+        """Return whether a member is the present one of a job."""
+        return self._there(node_id, job_id) is not None
+
     def of_member(self, node_id: str) -> list[FleetJob]:
         """Return the jobs that a member has, or is about to get, or whose next start is to have them."""
         return [job for job in self.jobs.values() if job.node_id == node_id]
@@ -243,7 +247,7 @@ class Dispatch:
             case Answered():
                 self._answer(event, effects)
             case Progress(node_id, job_id, status):
-                if (job := self._present(node_id, job_id)) is not None:
+                if (job := self._there(node_id, job_id)) is not None:
                     self._enter(job, status)
             case Ended():
                 self._end(event, effects)
@@ -292,7 +296,7 @@ class Dispatch:
             self._send(job, effects)
 
     def _answer(self, event: Answered, effects: list[Effect]) -> None:
-        job, member = self._present(event.node_id, event.job_id), self.members.get(event.node_id)
+        job, member = self._there(event.node_id, event.job_id), self.members.get(event.node_id)
         if job is None or member is None or job.place != "sent":
             return
         if not event.code:
@@ -322,7 +326,7 @@ class Dispatch:
         if job is None:
             self._settle(event.node_id, event.cursor, effects)
             return
-        here = self._present(event.node_id, event.job_id) is job
+        here = self._there(event.node_id, event.job_id) is job
         is_older = event.attempt < job.attempt
         if is_older or not (here or job.place in ("queued", "recovering")):
             effects.append(self._forget(member, event))
@@ -501,7 +505,7 @@ class Dispatch:
         self.members[job.node_id].held += (status in _BEFORE_EVAL) - (job.status in _BEFORE_EVAL)
         job.status = status
 
-    def _present(self, node_id: str, job_id: str) -> FleetJob | None:
+    def _there(self, node_id: str, job_id: str) -> FleetJob | None:
         job = self.jobs.get(job_id)
         return job if job is not None and job.node_id == node_id and job.place in ("sent", "there") else None
 

@@ -6,14 +6,15 @@ import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import trio
 
 from ipc.arena_socket import serve_arena
 from ipc.nursery import open_single_nursery
+from prorl_trio.config import NodeConfig
 from prorl_trio.config.secrets import load_token
-from prorl_trio.node.membership import Endpoints, open_membership
+from prorl_trio.node.membership import Endpoints
 from prorl_trio.service.auth import Door
 from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
 from prorl_trio.service.prorl_compat import configured_endpoints
@@ -22,23 +23,24 @@ from prorl_trio.service.tcp import open_tcp_listener
 from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.sessions.node_api import NodeApi
 from prorl_trio.sessions.restore import restore_sessions
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from ipc.arena import Arena
-    from prorl_trio.config import NodeConfig
+    from prorl_trio.config import HeadConfig
     from prorl_trio.node.monitoring import Monitoring
-    from prorl_trio.node.node import Node
     from prorl_trio.service.rest.call import Endpoint
     from prorl_trio.service.rest.events import EventFeed
     from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["Edges", "open_edges", "prepare_edges"]
+__all__ = ["Edges", "Served", "open_edges", "prepare_edges"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,18 +80,29 @@ def prepare_edges(config: NodeConfig, handlers: Sequence[str]) -> Edges:
     return Edges(Door(token, listen.hosts, named), tls, configured_endpoints(config))
 
 
+class Served(NodeApi, Protocol):
+    """What the edges serve: a node, or the head of a fleet."""
+
+    @property
+    def config(self) -> NodeConfig | HeadConfig:
+        """Return its configuration."""
+        ...
+
+
 @asynccontextmanager
 async def open_edges(
-    node: Node,
+    node: Served,
     edges: Edges,
     sessions: SessionTable,
     arena: Arena | None,
     feed: EventFeed | None,
     monitoring: Monitoring,
+    membership: Callable[[Endpoints], AbstractAsyncContextManager[None]],
 ) -> AsyncIterator[tuple[str, int]]:
     """Bind all addresses, restore the sessions of a former process, then let trainers in; yield the WebSocket address.
 
-    REST is served if there is a `feed` for it. On leaving, all listeners and connections close.
+    REST is served if there is a `feed` for it. `membership` is opened with the addresses, so that others find them. On
+    leaving, all listeners and connections close.
 
     Raises:
         ConfigError: an address cannot be bound, or a file not be read or written; says what to do.
@@ -106,7 +119,7 @@ async def open_edges(
         if local is not None:
             stack.callback(release_local_sockets, listen, local)
         accept = await stack.enter_async_context(open_single_nursery())
-        if local is not None and arena is not None:
+        if local is not None and arena is not None and isinstance(config, NodeConfig):
             await _open_arena_socket(config, edges.door, arena, local.arena, accept)
         serve = partial(
             serve_websocket,
@@ -136,13 +149,13 @@ async def open_edges(
             rest_secure=_rest_secure(config),
             unix_url=endpoints.get("unix_url", ""),
         )
-        async with open_membership(node, edges.door, found_at, lambda: sessions.undelivered()[0] + sessions.left):
+        async with membership(found_at):
             yield address
         accept.cancel_scope.cancel("shutdown")
 
 
 async def _open_rest(
-    node: Node,
+    node: Served,
     edges: Edges,
     sessions: SessionTable,
     feed: EventFeed,
@@ -168,7 +181,7 @@ async def _open_rest(
     return address
 
 
-def _rest_secure(config: NodeConfig) -> bool:
+def _rest_secure(config: NodeConfig | HeadConfig) -> bool:
     return config.rest.tls and bool(config.listen.tls_cert)
 
 

@@ -133,15 +133,19 @@ class Node:
         """
         if self.draining:
             raise Draining(f"node {self.node_id} is draining; submit to another one")
+        self.validate(spec)
+        self._check_new(spec.job_id)
+        self.admission.max_queued = self._pipeline.stages[0].queue.capacity
+        self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
+
+    def validate(self, spec: JobSpec) -> None:
+        """Check the job itself: its handler, payload and gold answer. See `NodeApi.validate`."""
         handler = self._handlers.get(spec.instance.handler)
         if refusal := self.end.refusal(handler.name):
             raise Draining(f"{refusal}; submit to another node")
         validate_payload(handler, spec.instance.payload)
         if (unreadable := self._golds.refusal(handler, spec.instance.payload)) is not None:
             raise MalformedJob(str(unreadable), unreadable.path)
-        self._check_new(spec.job_id)
-        self.admission.max_queued = self._pipeline.stages[0].queue.capacity
-        self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
 
     def is_unexamined(self, spec: JobSpec) -> bool:
         """Return whether `examine` has something to find out about a job. See `NodeApi`."""

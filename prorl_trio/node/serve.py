@@ -26,6 +26,7 @@ from prorl_trio.node.core import open_node
 from prorl_trio.node.descriptors import check_descriptors, raise_descriptor_limit
 from prorl_trio.node.drain import drain, open_end_signals, until_started
 from prorl_trio.node.edges import open_edges, prepare_edges
+from prorl_trio.node.membership import open_membership
 from prorl_trio.node.monitoring import open_monitoring
 from prorl_trio.node.parts import open_node_arena
 from prorl_trio.node.reload import serve_reloads
@@ -35,10 +36,12 @@ from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
 
     from prorl_trio.config import NodeConfig
     from prorl_trio.node.drain import EndSignals
     from prorl_trio.node.edges import Edges
+    from prorl_trio.node.membership import Endpoints
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.node.node import Node
     from prorl_trio.sandbox.provider import SandboxProvider
@@ -141,7 +144,13 @@ async def _open_whole(
                     monitoring.watch(node, sessions)
                     if shared is not None:
                         node.describe("arena", lambda: {**tokens.statistics(), "shared": shared.statistics()})
-                    async with open_edges(node, edges, sessions, arena, feed, monitoring) as address:
+
+                    def membership(found_at: Endpoints) -> AbstractAsyncContextManager[None]:
+                        return open_membership(
+                            node, edges.door, found_at, lambda: sessions.undelivered()[0] + sessions.left
+                        )
+
+                    async with open_edges(node, edges, sessions, arena, feed, monitoring, membership) as address:
                         yield node, sessions, monitoring, address
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from prorl_trio.config import LedgerConfig, NodeConfig
     from prorl_trio.sessions.journal import Journal
 
-__all__ = ["open_sessions"]
+__all__ = ["open_sessions", "open_stored_journal"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +52,17 @@ async def open_sessions(config: NodeConfig, arena: Arena | None) -> AsyncIterato
             "fleet.restart_within_s leaves jobs to the node's next start, which finds them in its ledger, and that is "
             "in memory; set node_id, or ledger.dir to a folder, or restart_within_s to 0"
         )
-    async with _open_journal(config.ledger, folder) as journal:
+    async with open_stored_journal(config.ledger, folder) as journal:
         yield SessionTable(journal, limits, shared)
 
 
 @asynccontextmanager
-async def _open_journal(config: LedgerConfig, folder: Path | None) -> AsyncIterator[Journal]:
+async def open_stored_journal(config: LedgerConfig, folder: Path | None) -> AsyncIterator[Journal]:
+    """Open the journal over the ledger in `folder`, or over one in memory if it is None.
+
+    Raises:
+        ConfigError: the ledger cannot be opened.
+    """
     try:
         limits = LedgerLimits(
             log_bytes=config.log_bytes,

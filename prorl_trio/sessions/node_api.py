@@ -11,13 +11,8 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.pipeline.observer import JobView
-<<<<<<< HEAD:prorl_trio/sessions/node_api.py
-    from prorl_trio.types.models import EncodedOutcome, JobSpec, Status, ToolCall
-=======
-    from prorl_trio.pipeline.pipeline import JobSink
     from prorl_trio.types.backends import AnswerT, BackendRequest
-    from prorl_trio.types.models import JobSpec, Status, ToolCall
->>>>>>> w-operate:prorl_trio/service/node_api.py
+    from prorl_trio.types.models import EncodedOutcome, JobSpec, Status, ToolCall
 
 __all__ = ["NodeApi", "Room", "SessionSink"]
 
@@ -69,6 +64,13 @@ class NodeApi(Protocol):
 
         Raises:
             ServiceError: `AdmissionRejected`, `DuplicateJob`, `UnknownHandler`, `MalformedJob` or `Draining`.
+        """
+
+    def validate(self, spec: JobSpec) -> None:
+        """Check whether there is something about the job itself for which `check` refuses it, whatever room there is.
+
+        Raises:
+            ServiceError: `UnknownHandler`, `MalformedJob`, or `Draining` if no job of this kind is accepted any more.
         """
 
     def is_unexamined(self, spec: JobSpec) -> bool:

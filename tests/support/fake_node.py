@@ -148,12 +148,16 @@ class FakeNode:
         """See `NodeApi`. Knows the handler `fake` only."""
         if self.draining:
             raise Draining(f"node {self.node_id} is draining")
-        if spec.instance.handler != "fake":
-            raise UnknownHandler(f"no handler {spec.instance.handler!r}; there is: fake")
+        self.validate(spec)
         if len(self.live) >= self.max_live:
             raise AdmissionRejected(f"admission.max_live: it holds {len(self.live)}", 0.05)
         if spec.job_id in self.live:
             raise DuplicateJob(f"job {spec.job_id!r} is live")
+
+    def validate(self, spec: JobSpec) -> None:
+        """See `NodeApi`. Knows the handler `fake` only."""
+        if spec.instance.handler != "fake":
+            raise UnknownHandler(f"no handler {spec.instance.handler!r}; there is: fake")
 
     def is_unexamined(self, spec: JobSpec) -> bool:
         """See `NodeApi`. It examines nothing."""
@@ -236,6 +240,7 @@ class FakeNode:
         """End a live job with `outcome`, or a small completed one. Raises UnknownJob."""
         spec = self._live(job_id)
         outcome = outcome or make_outcome(spec)
+        outcome = msgspec.structs.replace(outcome, attempt=max(outcome.attempt, self.attempts.get(job_id, 1)))
         self._move(job_id, outcome.status, outcome.error)
         for observer in self.observers:
             observer.job_ended(self._view(job_id), outcome)

@@ -15,8 +15,8 @@ from prorl_trio.types.backends import AddBackend, DrainBackend, ListBackends, Re
 from prorl_trio.types.errors import BackendError, ProrlError, ServiceError, UnknownBackend
 
 if TYPE_CHECKING:
-    from prorl_trio.client.fleet.policy import FleetPolicy
     from prorl_trio.client.fleet.asking import PoolMember, PoolMembers
+    from prorl_trio.client.fleet.policy import FleetPolicy
 
 __all__ = ["BackendOwners"]
 

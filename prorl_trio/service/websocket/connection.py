@@ -18,6 +18,8 @@ from ipc.session import (
     CancelledJobs,
     CancelledOnNode,
     CancelOnNode,
+    CheckedJobs,
+    CheckJobs,
     ClientFrame,
     JobEvent,
     JobList,
@@ -162,6 +164,8 @@ class Connection:
         match frame:
             case Submit():
                 await self._submit(frame)
+            case CheckJobs():
+                self._start(self._check, frame)
             case Ack():
                 self._session.ack(frame.cursor)
             case CancelJobs():
@@ -267,6 +271,27 @@ class Connection:
             await operation(*args)
         finally:
             self._operations -= 1
+
+    async def _check(self, frame: CheckJobs) -> None:
+        """Answer which of these jobs would be refused, whatever room there is."""
+        specs: dict[int, JobSpec] = {}
+        errors: dict[int, tuple[str | None, ServiceError]] = {}
+        for index, raw in enumerate(frame.jobs):
+            try:
+                specs[index] = read(_decode_spec, raw)
+            except ServiceError as exc:
+                errors[index] = (job_id_of(_decode_id, raw), exc)
+        if unexamined := [spec for spec in specs.values() if self._node.is_unexamined(spec)]:
+            await self._node.examine(unexamined)
+        for index, spec in specs.items():
+            try:
+                self._node.validate(spec)
+            except ServiceError as exc:
+                errors[index] = (spec.job_id, exc)
+            if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
+                await trio.lowlevel.checkpoint()
+        refused = [_rejected(frame.request_id, index, *errors[index]) for index in sorted(errors)]
+        self._link.post(CheckedJobs(request_id=frame.request_id, refused=refused))
 
     async def _cancel(self, frame: CancelJobs) -> None:
         chosen = [*frame.job_ids, *self._session.choose(frame.group_id, frame.tags, whole_session=frame.whole_session)]

@@ -1,0 +1,122 @@
+"""A head over fake nodes behind a real WebSocket edge, whose sessions are on a disk or in memory."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from prorl_trio.client import connect
+from prorl_trio.config import HeadConfig, LedgerConfig
+from prorl_trio.fleet import head as head_module
+from prorl_trio.fleet import members
+from prorl_trio.fleet.head import open_fleet_head
+from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
+from prorl_trio.rendezvous.watch import FleetWatch
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.restore import restore_sessions
+from prorl_trio.sessions.session_table import SessionTable
+from support.fake_fleet import open_fake_fleet
+from support.fake_service import TOKEN, open_service
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
+
+    import pytest
+
+    from prorl_trio.client import RolloutClient
+    from prorl_trio.fleet.head import Fleet
+    from support.fake_fleet import FakeFleet
+    from support.fake_service import Service
+
+__all__ = ["Head", "head_quickly", "open_all", "open_head"]
+
+MIB = 1024 * 1024
+LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=64 * MIB)
+RESTORED = LedgerConfig(max_attempts=1_000_000)
+
+
+class Head:
+    """A head that listens: `fleet` is the head itself, `sessions` its sessions, `service.url` its address."""
+
+    def __init__(self, fleet: Fleet, sessions: SessionTable, service: Service) -> None:
+        self.fleet = fleet
+        self.sessions = sessions
+        self.service = service
+
+    @property
+    def url(self) -> str:
+        return self.service.url
+
+    async def wait_members(self, *names: str) -> None:
+        """Return when these nodes, and no others, are members that get jobs."""
+        while not self.has_members(*names):  # noqa: ASYNC110 - reports of their room come by a timer
+            await trio.sleep(0.01)
+
+    def has_members(self, *names: str) -> bool:
+        ready = {name for name, member in self.fleet.dispatch.members.items() if member.workers and not member.behind}
+        return ready == set(names) and set(self.fleet.members.all) == set(names)
+
+
+def head_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have heads look at the folder, ask members, and try again, within hundredths of a second."""
+    monkeypatch.setattr(members, "WATCH_INTERVAL_S", 0.05)
+    monkeypatch.setattr(members, "RETRY_S", 0.05)
+    monkeypatch.setattr(head_module, "ROOM_INTERVAL_S", 0.05)
+    monkeypatch.setattr(head_module, "STATUS_INTERVAL_S", 0.05)
+    monkeypatch.setattr(head_module, "RECOVERY_POLL_S", 0.02)
+
+
+@asynccontextmanager
+async def open_head(
+    folder: Path,
+    *names: str,
+    ledger: Path | None = None,
+    port: int = 0,
+    recovery_timeout_s: float = 20.0,
+    config: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> AsyncIterator[Head]:
+    """Serve the head of the fleet in `folder` when these nodes have joined. With a `ledger`, it outlives the block."""
+    async with _journal(ledger) as journal:
+        sessions = SessionTable(journal)
+        async with open_fleet_head(
+            HeadConfig(**config),
+            FleetWatch(folder),
+            sessions,
+            session_id="head-of-tests",
+            is_durable=ledger is not None,
+            options={"reconnect_timeout_s": 30.0, **options},
+        ) as fleet:
+            await restore_sessions(sessions, fleet, RESTORED)
+            async with open_service(fleet, sessions=sessions, port=port) as service:
+                head = Head(fleet, sessions, service)
+                fleet.start_members(recovery_timeout_s)
+                if names:
+                    await head.wait_members(*names)
+                yield head
+
+
+@asynccontextmanager
+async def _journal(ledger: Path | None) -> AsyncIterator[Any]:
+    if ledger is None:
+        async with open_journal(MemoryLedger(), sys.maxsize) as journal:
+            yield journal
+        return
+    async with open_ledger(ledger, LIMITS) as disk, open_journal(disk, MIB) as journal:
+        yield journal
+
+
+@asynccontextmanager
+async def open_all(folder: Path, *names: str, **options: Any) -> AsyncIterator[tuple[FakeFleet, Head, RolloutClient]]:
+    """Yield a fleet of these nodes, its head, and a client of that."""
+    async with (
+        open_fake_fleet(folder, *names) as fleet,
+        open_head(folder, *names, **options) as head,
+        connect(head.url, TOKEN) as client,
+    ):
+        yield fleet, head, client
