@@ -116,7 +116,6 @@ class BlockingClient:
         return BlockingResults(self, count, timeout_s, follow=follow)
 
     cancel = _blocking(RolloutClient.cancel)
-    cancel_on_node = _blocking(RolloutClient.cancel_on_node)
     status = _blocking(RolloutClient.status)
     list_backends = _blocking(RolloutClient.list_backends)
     add_backend = _blocking(RolloutClient.add_backend)

@@ -14,16 +14,16 @@ from ipc.session import (
     Accepted,
     BackendsAnswer,
     CallBackends,
-    CancelJobs,
-    CancelledJobs,
-    CancelledOnNode,
-    CancelOnNode,
+    Cancel,
+    Cancelled,
     Rejected,
     RoomReport,
     RoomRequest,
     StatusReport,
     StatusRequest,
     Submit,
+    WithdrawJobs,
+    WithdrawnJobs,
 )
 from prorl_trio.types.errors import ProtocolError
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Call", "FrameT", "RequestFrame", "Requests", "SubmitCall"]
 
-Answer = Accepted | Rejected | CancelledJobs | CancelledOnNode | StatusReport | RoomReport | BackendsAnswer
-RequestFrame = Submit | CancelJobs | CancelOnNode | StatusRequest | RoomRequest | CallBackends
-FrameT = TypeVar("FrameT", CancelledJobs, CancelledOnNode, StatusReport, RoomReport, BackendsAnswer)
+Answer = Accepted | Rejected | Cancelled | WithdrawnJobs | StatusReport | RoomReport | BackendsAnswer
+RequestFrame = Submit | Cancel | WithdrawJobs | StatusRequest | RoomRequest | CallBackends
+FrameT = TypeVar("FrameT", Cancelled, WithdrawnJobs, StatusReport, RoomReport, BackendsAnswer)
 
 
 class Call(Generic[FrameT]):

@@ -14,8 +14,7 @@ from ipc.session import (
     Accepted,
     Ack,
     BackendsAnswer,
-    CancelledJobs,
-    CancelledOnNode,
+    Cancelled,
     JobEvent,
     JobList,
     ListJobs,
@@ -30,6 +29,7 @@ from ipc.session import (
     SessionRefused,
     SessionWelcome,
     StatusReport,
+    WithdrawnJobs,
 )
 from ipc.websocket import CloseCode
 from prorl_trio.client.arenas import MappedArenas
@@ -176,8 +176,8 @@ class ClientState:
             case (
                 Accepted()
                 | Rejected()
-                | CancelledJobs()
-                | CancelledOnNode()
+                | Cancelled()
+                | WithdrawnJobs()
                 | StatusReport()
                 | RoomReport()
                 | BackendsAnswer()
@@ -185,7 +185,7 @@ class ClientState:
                 self.requests.take(frame)
                 if isinstance(frame, Accepted) and not 0 < frame.cursor <= self.inbox.received:
                     self._awaited.add(frame.job_id)
-                elif isinstance(frame, CancelledJobs) and frame.forgotten:
+                elif isinstance(frame, WithdrawnJobs):
                     self._awaited.difference_update(frame.forgotten)
                     self._notify()
             case JobList():

@@ -22,7 +22,7 @@ from prorl_trio.service.tcp import open_tcp_listener
 from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.service.websocket.server import serve_websocket
-from prorl_trio.sessions.restore import restore_sessions
+from prorl_trio.sessions.recovery import recover_sessions
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import ConfigError
 
@@ -101,7 +101,7 @@ async def open_edges(
         rest_bound = None
         if feed is not None:
             rest_bound = await stack.enter_async_context(await open_tcp_listener("rest", rest.host, rest.port))
-        await restore_sessions(sessions, node, config.ledger)
+        await recover_sessions(sessions, node, config.ledger)
         local = await trio.to_thread.run_sync(claim_local_sockets, listen)
         if local is not None:
             stack.callback(release_local_sockets, listen, local)
@@ -136,7 +136,7 @@ async def open_edges(
             rest_secure=_rest_secure(config),
             unix_url=endpoints.get("unix_url", ""),
         )
-        async with open_membership(node, edges.door, found_at, lambda: sessions.undelivered()[0] + sessions.left):
+        async with open_membership(node, edges.door, found_at, lambda: sessions.undelivered()[0] + sessions.requeued):
             yield address
         accept.cancel_scope.cancel("shutdown")
 

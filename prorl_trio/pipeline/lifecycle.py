@@ -1,4 +1,4 @@
-"""A job's state machine, pure: which status may follow which, and how much time was spent in each.
+"""The time that a job spends in each stage, in the order that `prorl_trio.types.job_states` allows. Pure.
 
 queued -> init -> ready -> run -> ran -> eval -> completed
    |       |       |        |      |       |
@@ -12,23 +12,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal
 
 from prorl_trio.types.errors import InternalError
+from prorl_trio.types.job_states import TERMINAL, may_follow
 from prorl_trio.types.models import Timing
 
 if TYPE_CHECKING:
     from prorl_trio.types.models import Status
 
-__all__ = ["TERMINAL", "Lifecycle"]
+__all__ = ["Lifecycle"]
 
-TERMINAL: Final[frozenset[Status]] = frozenset({"completed", "failed", "cancelled", "timed_out"})
-
-_NEXT: Final[dict[Status, Status]] = {
-    "queued": "init",
-    "init": "ready",
-    "ready": "run",
-    "run": "ran",
-    "ran": "eval",
-    "eval": "completed",
-}
 _TIMING_FIELD: Final[dict[Status, str]] = {
     "queued": "queued_init_s",
     "init": "init_s",
@@ -68,9 +59,7 @@ class Lifecycle:
 
     def may_move(self, to: Status) -> bool:
         """Return whether `to` may follow the status: the next one, or a terminal one other than success."""
-        if self.terminal:
-            return False
-        return to == _NEXT[self._status] or (to in TERMINAL and to != "completed")
+        return may_follow(self._status, to)
 
     def move(self, to: Status, now_s: float) -> None:
         """Enter `to` at `now_s` and charge the time since the last move to the status left.

@@ -63,7 +63,7 @@ class SessionTable:
         self._make_room()
         return self._begin(session_id, resume_after, retention_s=retention_s), False
 
-    def restore(self, session_id: str, acked: int) -> Session:
+    def recover(self, session_id: str, acked: int) -> Session:
         """Create a session that a former process stored, even if there are too many.
 
         All up to `acked` is acknowledged.
@@ -87,19 +87,19 @@ class SessionTable:
         )
         return session
 
-    async def wait_settled(self) -> None:
+    async def wait_answered(self) -> None:
         """Return when no job is being stored: each is accepted by the node, or refused."""
-        await self.journal.wait_settled()
+        await self.journal.wait_answered()
 
     async def wait_delivered(self) -> None:
         """Return when no connected trainer has running jobs or unacknowledged outcomes.
 
-        Jobs that are left to the next start do not count, nor, after the disk has failed, any: their outcomes are held
+        Jobs that the next start runs again do not count, nor, after the disk has failed, any: their outcomes are held
         back. Has no deadline of its own.
         """
         await trio.lowlevel.checkpoint()
         while any(
-            session.connected and (len(session.log) or (session.running > session.left and not self.journal.failed))
+            session.connected and (len(session.log) or (session.running > session.requeued and not self.journal.failed))
             for session in self._sessions.values()
         ):
             self._changed = trio.Event()
@@ -127,9 +127,9 @@ class SessionTable:
         return sum(map(len, logs)), sum(log.size_bytes for log in logs)
 
     @property
-    def left(self) -> int:
-        """Return the number of jobs that the node's end has cut and leaves to its next start."""
-        return sum(session.left for session in self._sessions.values())
+    def requeued(self) -> int:
+        """Return the number of jobs that the node's end has cut and that its next start runs again."""
+        return sum(session.requeued for session in self._sessions.values())
 
     def statistics(self) -> dict[str, object]:
         """Return the live state of each session, by session id."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from prorl_trio.ledger import LedgerCorrupt
-from prorl_trio.sessions.jobs import failed_outcome, unreadable_spec
+from prorl_trio.sessions.encoding import failed_outcome, unreadable_spec
 from prorl_trio.types.errors import ServiceError, UnknownJob
 from prorl_trio.types.models import JobSpec
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.session_table import SessionTable
     from prorl_trio.types.errors import FailureCause
 
-__all__ = ["restore_sessions"]
+__all__ = ["recover_sessions"]
 
 logger = logging.getLogger(__name__)
 
 _decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
 
 
-async def restore_sessions(sessions: SessionTable, node: NodeApi, config: LedgerConfig) -> None:
-    """Restore all sessions from the ledger, and have the node run the unfinished jobs as their next attempt.
+async def recover_sessions(sessions: SessionTable, node: NodeApi, config: LedgerConfig) -> None:
+    """Recover all sessions from the ledger, and have the node run the unfinished jobs as their next attempt.
 
     Must return before anybody can connect. Jobs run again in the order in which they were accepted. A job fails instead
     if `max_attempts` of it have begun (it may be what ends the node), if it cannot be read, if its handler is gone, or
@@ -39,9 +39,9 @@ async def restore_sessions(sessions: SessionTable, node: NodeApi, config: Ledger
     recovered = ledger.recovered
     by_id: dict[str, Session] = {}
     for found in recovered.sessions:
-        by_id[found.session_id] = sessions.restore(found.session_id, found.acked)
+        by_id[found.session_id] = sessions.recover(found.session_id, found.acked)
     for outcome in recovered.undelivered:
-        by_id[outcome.session_id].restore_outcome(outcome)
+        by_id[outcome.session_id].recover_outcome(outcome)
     for found in recovered.sessions:
         by_id[found.session_id].log.skip_to(found.last)
     for unfinished in recovered.unfinished:
@@ -70,7 +70,7 @@ async def _run_again(
             why = "the node was started again, and ledger.on_restart is fail"
         elif found.last_attempt >= config.max_attempts:
             why = f"the node ended during attempt {found.last_attempt} (ledger.max_attempts is {config.max_attempts})"
-    job = session.restore(spec, found.fingerprint, found.last_attempt)
+    job = session.recover(spec, found.fingerprint, found.last_attempt)
     if not why:
         try:
             session.hand_over(job, node)
@@ -79,5 +79,4 @@ async def _run_again(
         else:
             return
     logger.error("job %s fails: %s", found.job_id, why)
-    job.settled.set()
     session.deliver(failed_outcome(spec, cause, why, max(1, found.last_attempt)))
