@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import trio
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.ledger.operations import NewJob, Operation
     from prorl_trio.types.errors import ProrlError
+    from prorl_trio.types.job_states import StoredState
 
 __all__ = [
     "KnownJob",
@@ -100,7 +101,7 @@ class KnownJob(msgspec.Struct, frozen=True, kw_only=True):
 
     session_id: str
     fingerprint: bytes
-    state: Literal["unfinished", "undelivered", "acknowledged"]
+    state: StoredState
 
 
 class LedgerStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from prorl_trio.types.errors import InternalError, ServiceError
-from prorl_trio.types.job_states import AT_WORK, TERMINAL
+from prorl_trio.types.job_states import STAGES, TERMINAL
 from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, Status, TaskInstance
 
 if TYPE_CHECKING:
@@ -222,14 +222,14 @@ class Job:
     @property
     def awaits_outcome(self) -> bool:
         """Return whether the job may still get its outcome."""
-        return self.state in ("promised", "stored") or self.state in AT_WORK
+        return self.state in ("promised", "stored") or self.state in STAGES
 
     @property
     def status(self) -> Status:
         """Return the stage, or the outcome's status, as the trainer knows it."""
         if self.result is not None:
             return self.result.status
-        return self.state if self.state in AT_WORK else "queued"  # type: ignore[return-value]
+        return self.state if self.state in STAGES else "queued"  # type: ignore[return-value]
 
     @property
     def outcome(self) -> Outcome | None:
@@ -257,7 +257,7 @@ class Job:
             case Taken():
                 if self.state == "stored":
                     self.state = "queued"
-                elif self.state not in AT_WORK and self.result is None:  # else it ended while the node took it
+                elif self.state not in STAGES and self.result is None:  # else it ended while the node took it
                     raise self._illegal(event)
                 return Effects(answer=True)
             case OutcomeStored():

@@ -169,7 +169,7 @@ class Session:
 
         `ended`: forget those of which there is an outcome, too. Return the ids that are known here.
         """
-        known = [job_id for job_id in job_ids if job_id in self._jobs]
+        known = [job_id for job_id in dict.fromkeys(job_ids) if job_id in self._jobs]
         for job_id in known:
             if (job := self._jobs[job_id]).awaits_outcome:
                 self._apply(job, Withdrawn())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from prorl_trio.types.models import Status
 
-__all__ = ["AT_WORK", "LINES", "TERMINAL", "JobState", "StoredState", "may_follow"]
+__all__ = ["LINES", "STAGES", "TERMINAL", "JobState", "StoredState", "may_follow"]
 
 JobState = Literal[
     "promised",
@@ -45,7 +45,7 @@ TERMINAL: Final[frozenset[Status]] = frozenset({"completed", "failed", "cancelle
 """The statuses of outcomes."""
 LINES: Final[frozenset[Status]] = frozenset({"queued", "ready", "ran"})
 """The stages in which a job waits for a worker."""
-AT_WORK: Final[dict[Status, Status]] = {
+STAGES: Final[dict[Status, Status]] = {
     "queued": "init",
     "init": "ready",
     "ready": "run",
@@ -58,4 +58,4 @@ AT_WORK: Final[dict[Status, Status]] = {
 
 def may_follow(status: Status, to: Status) -> bool:
     """Return whether `to` may follow within an attempt: the next one, or a terminal one other than success."""
-    return status in AT_WORK and (to == AT_WORK[status] or (to in TERMINAL and to != "completed"))
+    return status in STAGES and (to == STAGES[status] or (to in TERMINAL and to != "completed"))

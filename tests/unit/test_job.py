@@ -24,7 +24,7 @@ from prorl_trio.sessions.job import (
     Withdrawn,
 )
 from prorl_trio.types.errors import Draining, InternalError
-from prorl_trio.types.job_states import AT_WORK, TERMINAL, JobState, may_follow
+from prorl_trio.types.job_states import STAGES, TERMINAL, JobState, may_follow
 from prorl_trio.types.models import EncodedOutcome, JobSpec, TaskInstance
 
 WHY = Draining("the node has ended")
@@ -53,7 +53,7 @@ OVER = {"Moved": "same", "Ended": "same"}
 AFTER = {
     "promised": {"Stored": "stored", "Refused": "refused", "Withdrawn": "same"},
     "stored": {**STAGE, "Taken": "queued", "Refused": "refused"},
-    **dict.fromkeys(AT_WORK, STAGE),
+    **dict.fromkeys(STAGES, STAGE),
     "ended": {**OVER, "Taken": "same", "OutcomeStored": "same", "OutcomeRefused": "refused"},
     "ended, stored": {
         **OVER,
@@ -84,7 +84,7 @@ def job_in(state):
         "offered": [Stored(), Ended(outcome()), OutcomeStored(), Offered()],
         "acknowledged": [Stored(), Ended(outcome()), OutcomeStored(), Offered(), Acknowledged()],
     }
-    stage = [Stored(), Taken(), Moved(state)] if state in AT_WORK else [Stored()]
+    stage = [Stored(), Taken(), Moved(state)] if state in STAGES else [Stored()]
     for event in way.get(state, stage):
         job.apply(event)
     assert job.state == state.partition(",")[0]
@@ -115,10 +115,10 @@ def test_the_table_has_every_state_and_every_event():
     assert {type(event) for event in EVENTS.values()} == set(get_args(Event))
 
 
-@pytest.mark.parametrize("status", [*AT_WORK, *TERMINAL])
+@pytest.mark.parametrize("status", [*STAGES, *TERMINAL])
 def test_within_an_attempt_each_stage_has_one_that_follows_and_may_end_badly(status):
-    follow = {to for to in [*AT_WORK, *TERMINAL] if may_follow(status, to)}
-    assert follow == ({AT_WORK[status], *TERMINAL - {"completed"}} if status in AT_WORK else set())
+    follow = {to for to in [*STAGES, *TERMINAL] if may_follow(status, to)}
+    assert follow == ({STAGES[status], *TERMINAL - {"completed"}} if status in STAGES else set())
 
 
 def test_attempts_are_counted_on_and_an_outcome_of_one_that_is_over_is_dropped():
