@@ -13,10 +13,11 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.ledger.database import Job
 from prorl_trio.ledger.disk import Disk
-from prorl_trio.ledger.errors import LedgerFailed
 from prorl_trio.ledger.ledger import (
     KnownJob,
     Ledger,
+    LedgerFailed,
+    LedgerLimits,
     LedgerStatistics,
     Recovered,
     RecoveredSession,
@@ -24,7 +25,6 @@ from prorl_trio.ledger.ledger import (
     UndeliveredOutcome,
     UnfinishedJob,
 )
-from prorl_trio.ledger.limits import LedgerLimits
 from prorl_trio.ledger.operations import LAZY, Call, Finish
 from prorl_trio.ledger.rules import state_of
 from prorl_trio.ledger.store import Store, WaitForRoom

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import msgspec
 import trio
 
-from prorl_trio.ledger.ledger import KnownJob, Ledger, LedgerStatistics, Recovered
-from prorl_trio.ledger.limits import LedgerLimits
+from prorl_trio.ledger.ledger import KnownJob, Ledger, LedgerLimits, LedgerStatistics, Recovered
 from prorl_trio.ledger.operations import (
     Accept,
     Acknowledge,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from prorl_trio.ledger.errors import LedgerFull, StaleAttempt
+from prorl_trio.ledger.ledger import LedgerFull, StaleAttempt
 from prorl_trio.types.errors import DuplicateJob, ProtocolError, UnknownJob
 
 if TYPE_CHECKING:

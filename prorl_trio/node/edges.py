@@ -22,7 +22,7 @@ from prorl_trio.service.tcp import open_tcp_listener
 from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.service.websocket.server import serve_websocket
-from prorl_trio.sessions.recovery import recover_sessions
+from prorl_trio.sessions.session_table import recover_sessions
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import ConfigError
 

@@ -17,8 +17,7 @@ from prorl_trio.config import LedgerConfig
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.sessions.feed import READ_AHEAD_BYTES
 from prorl_trio.sessions.journal import open_journal
-from prorl_trio.sessions.recovery import recover_sessions
-from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.session_table import SessionTable, recover_sessions
 from prorl_trio.sessions.submission import submit_one
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest

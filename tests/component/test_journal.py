@@ -15,9 +15,8 @@ from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, LedgerS
 from prorl_trio.ledger.operations import Acknowledge, Finish
 from prorl_trio.sessions.journal import open_journal
 from prorl_trio.sessions.limits import SessionLimits
-from prorl_trio.sessions.recovery import recover_sessions
 from prorl_trio.sessions.session import Session
-from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.session_table import SessionTable, recover_sessions
 from prorl_trio.sessions.submission import submit_all
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
 from support.fake_node import FakeNode, make_outcome, make_spec

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.pipeline.lifecycle import Lifecycle
+from prorl_trio.pipeline.job import Lifecycle
 from prorl_trio.types.errors import InternalError
 from prorl_trio.types.job_states import TERMINAL
 
