@@ -18,13 +18,13 @@ __all__ = [
     "SESSION_PROTOCOL_VERSION",
     "Accepted",
     "Ack",
+    "AllJobs",
     "AttachArena",
     "BackendsAnswer",
     "CallBackends",
-    "CancelJobs",
-    "CancelOnNode",
-    "CancelledJobs",
-    "CancelledOnNode",
+    "Cancel",
+    "CancelTarget",
+    "Cancelled",
     "CheckJobs",
     "CheckedJobs",
     "ClientFrame",
@@ -34,6 +34,7 @@ __all__ = [
     "JobEvent",
     "JobList",
     "ListJobs",
+    "MatchingJobs",
     "ObservationLost",
     "ObservedEvent",
     "ObservedOutcome",
@@ -50,7 +51,10 @@ __all__ = [
     "StatusReport",
     "StatusRequest",
     "Submit",
+    "TheseJobs",
     "WithdrawCall",
+    "WithdrawJobs",
+    "WithdrawnJobs",
 ]
 
 SESSION_PROTOCOL_VERSION = 1
@@ -107,41 +111,50 @@ class CheckJobs(_Frame, frozen=True):
     jobs: list[msgspec.Raw]
 
 
-class CancelJobs(_Frame, frozen=True):
-    """Cancel these jobs, and those of this session without an outcome that the other fields select.
+class TheseJobs(_Frame, frozen=True, omit_defaults=True):
+    """A target of `Cancel`: the jobs with these ids. `ahead`: one that is not known yet is cancelled when it comes."""
 
-    These are the jobs of the group `group_id`, those that have all `tags`, or all (`whole_session`). Answered by
-    `CancelledJobs` when none of them owns anything any more.
+    job_ids: list[str]
+    ahead: bool = False
 
-    `ahead`: an id in `job_ids` that is not known yet is cancelled when it is submitted. `forget`: none of `job_ids`
-    that this cancels has an outcome, and its id is free again. `forget_ended`: so has none that had ended.
+
+class MatchingJobs(_Frame, frozen=True, omit_defaults=True):
+    """A target of `Cancel`: jobs without an outcome for which all holds that is given. Where nothing is, none."""
+
+    group_id: str | None = None
+    session_id: str | None = None
+    tags: dict[str, str] = {}
+
+
+class AllJobs(_Frame, frozen=True):
+    """A target of `Cancel`: all jobs without an outcome."""
+
+
+CancelTarget = TheseJobs | MatchingJobs | AllJobs
+
+
+class Cancel(_Frame, frozen=True, omit_defaults=True):
+    """Cancel the jobs of this session that any of the targets means; `on_node`: of all sessions of the node.
+
+    Answered by `Cancelled` when none of them owns anything any more.
+    """
+
+    request_id: int
+    targets: list[CancelTarget]
+    reason: str = ""
+    on_node: bool = False
+
+
+class WithdrawJobs(_Frame, frozen=True, omit_defaults=True):
+    """Cancel these jobs of this session, which are submitted elsewhere, so that no outcome is left and the id is free.
+
+    `ended`: forget also those that have ended. Answered by `WithdrawnJobs` when none owns anything any more.
     """
 
     request_id: int
     job_ids: list[str]
-    reason: str = "cancelled by the trainer"
-    group_id: str = ""
-    tags: dict[str, str] = {}
-    whole_session: bool = False
-    ahead: bool = False
-    forget: bool = False
-    forget_ended: bool = False
-
-
-class CancelOnNode(_Frame, frozen=True):
-    """Cancel jobs of any session of the node: these, and those without an outcome that the other fields select.
-
-    These are the jobs for which everything holds that is given of `group_id`, `session_id` and `tags`, or all
-    (`everything`). Answered by `CancelledOnNode` when none of them owns anything any more.
-    """
-
-    request_id: int
-    job_ids: list[str] = []
-    group_id: str | None = None
-    session_id: str | None = None
-    tags: dict[str, str] = {}
-    everything: bool = False
-    reason: str = "cancelled by an operator"
+    reason: str = ""
+    ended: bool = False
 
 
 class Ack(_Frame, frozen=True):
@@ -321,28 +334,24 @@ class ObservationLost(_Frame, frozen=True):
     count: int
 
 
-class CancelledJobs(_Frame, frozen=True):
-    """Answer to `CancelJobs`. `unknown` are ids this session never submitted or has acknowledged.
+class Cancelled(_Frame, frozen=True):
+    """Answer to `Cancel`.
 
-    `forgotten` are those of `cancelled` of which no outcome is to come, as was asked for.
-    """
-
-    request_id: int
-    cancelled: list[str]
-    unknown: list[str]
-    forgotten: list[str] = []
-
-
-class CancelledOnNode(_Frame, frozen=True):
-    """Answer to `CancelOnNode`.
-
-    Of the ids it gave, `ended` had ended before, and nobody on this node knows the `unknown` ones.
+    Of the jobs that were meant, `cancelled` had no outcome yet. Of the ids that were given, `ended` had ended before,
+    and nobody knows the `unknown` ones: never submitted, or ended and acknowledged.
     """
 
     request_id: int
     cancelled: list[str]
     ended: list[str]
     unknown: list[str]
+
+
+class WithdrawnJobs(_Frame, frozen=True):
+    """Answer to `WithdrawJobs`. Of `forgotten` jobs no outcome is to come; of the others it is."""
+
+    request_id: int
+    forgotten: list[str]
 
 
 class JobList(_Frame, frozen=True):
@@ -395,8 +404,8 @@ ClientFrame = (
     SessionHello
     | Submit
     | CheckJobs
-    | CancelJobs
-    | CancelOnNode
+    | Cancel
+    | WithdrawJobs
     | Ack
     | StatusRequest
     | RoomRequest
@@ -419,8 +428,8 @@ ServerFrame = (
     | ObservedEvent
     | ObservedOutcome
     | ObservationLost
-    | CancelledJobs
-    | CancelledOnNode
+    | Cancelled
+    | WithdrawnJobs
     | JobList
     | StatusReport
     | RoomReport

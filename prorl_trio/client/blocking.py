@@ -129,7 +129,6 @@ class BlockingClient(BlockingBackendCalls):
         return BlockingResults(self, count, timeout_s, follow=follow)
 
     cancel = _blocking(RolloutClient.cancel)
-    cancel_on_node = _blocking(RolloutClient.cancel_on_node)
     status = _blocking(RolloutClient.status)
 
     def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:

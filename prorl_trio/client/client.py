@@ -14,19 +14,23 @@ from ipc.session import (
     MAX_MESSAGE_BYTES,
     SESSION_PROTOCOL_VERSION,
     Accepted,
-    CancelJobs,
-    CancelledJobs,
-    CancelledOnNode,
-    CancelOnNode,
+    AllJobs,
+    Cancel,
+    Cancelled,
+    CancelTarget,
     CheckedJobs,
     CheckJobs,
+    MatchingJobs,
     Rejected,
     RoomReport,
     RoomRequest,
     SessionHello,
     StatusReport,
     StatusRequest,
+    TheseJobs,
     WithdrawCall,
+    WithdrawJobs,
+    WithdrawnJobs,
 )
 from ipc.tls import client_context
 from ipc.websocket import LinkLimits
@@ -206,42 +210,49 @@ class RolloutClient(ResultCalls, BackendCalls):
     async def cancel(
         self,
         job_ids: Sequence[str] = (),
-        reason: str = "cancelled by the trainer",
+        reason: str = "",
         *,
-        group_id: str = "",
+        group_id: str | None = None,
         tags: Mapping[str, str] | None = None,
         whole_session: bool = False,
         ahead: bool = False,
-    ) -> CancelledJobs:
-        """Cancel jobs of this session; return when nothing of them is left on the node.
+        on_node: bool = False,
+        session_id: str | None = None,
+        everything: bool = False,
+    ) -> Cancelled:
+        """Cancel jobs of this session, or of any session of the node; return when nothing of them is left there.
 
-        Their outcomes come through `results` as any other. In the answer, `unknown` lists the ids that this session
-        never submitted or whose outcome is acknowledged.
+        Their outcomes come through the `results` of their own session, as any other. In the answer, `cancelled` lists
+        the jobs that had no outcome yet, `ended` the given ids that had one, and `unknown` those that are not known
+        there: never submitted, or ended and acknowledged.
 
         Args:
-            job_ids: jobs of this session.
-            reason: becomes the outcomes' `error`.
+            job_ids: jobs, by id.
+            reason: becomes the outcomes' `error`; if empty, it says who cancelled them.
             group_id: cancel, too, all jobs of that group that have not ended.
             tags: cancel, too, all jobs that have all these tags and have not ended.
-            whole_session: cancel all jobs of the session that have not ended.
+            whole_session: cancel all jobs of this session that have not ended.
             ahead: remember unknown ids, and cancel them when they are submitted: for a cancel that may arrive before
                 the submit of another process.
+            on_node: jobs of any session are meant. All must hold that is given of `group_id`, `tags` and `session_id`.
+            session_id: with `on_node`: cancel, too, the jobs of that session that have not ended.
+            everything: with `on_node`: cancel all jobs of the node that have not ended.
 
         Raises:
             ServiceError: the session is over.
+            ValueError: arguments that are for a session go with `on_node`, or the other way round.
         """
-        return await self._ask(
-            CancelledJobs,
-            lambda i: CancelJobs(
-                request_id=i,
-                job_ids=list(job_ids),
-                reason=reason,
-                group_id=group_id,
-                tags=dict(tags or {}),
-                whole_session=whole_session,
-                ahead=ahead,
-            ),
-        )
+        if (whole_session or ahead) if on_node else (everything or session_id is not None):
+            raise ValueError("whole_session and ahead are for a session; session_id and everything go with on_node")
+        targets: list[CancelTarget] = [TheseJobs(list(job_ids), ahead)] if job_ids else []
+        if on_node:
+            targets.append(MatchingJobs(group_id, session_id, dict(tags or {})))
+        else:
+            targets += [MatchingJobs(group_id=group_id)] if group_id else []
+            targets += [MatchingJobs(tags=dict(tags))] if tags else []
+        if whole_session or everything:
+            targets.append(AllJobs())
+        return await self._ask(Cancelled, lambda i: Cancel(i, targets, reason, on_node))
 
     async def withdraw(self, job_ids: Sequence[str], reason: str, *, ended: bool = False) -> None:
         """Cancel jobs of this session so that those which this ends have no outcome, and their ids are free again.
@@ -252,49 +263,7 @@ class RolloutClient(ResultCalls, BackendCalls):
         Raises:
             ServiceError: the session is over.
         """
-        await self._ask(
-            CancelledJobs,
-            lambda i: CancelJobs(request_id=i, job_ids=list(job_ids), reason=reason, forget=True, forget_ended=ended),
-        )
-
-    async def cancel_on_node(
-        self,
-        job_ids: Sequence[str] = (),
-        reason: str = "cancelled by an operator",
-        *,
-        group_id: str | None = None,
-        session_id: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        everything: bool = False,
-    ) -> CancelledOnNode:
-        """Cancel jobs of any session; return when nothing of them is left on the node.
-
-        Their outcomes go to their own sessions. In the answer, `ended` lists the given ids that had ended before, and
-        `unknown` those that no session has: never submitted, or ended and acknowledged.
-
-        Args:
-            job_ids: jobs of any session.
-            reason: becomes the outcomes' `error`.
-            group_id: cancel, too, the jobs that have not ended and match all of `group_id`, `session_id` and `tags`.
-            session_id: see `group_id`.
-            tags: see `group_id`.
-            everything: cancel all jobs of the node that have not ended.
-
-        Raises:
-            ServiceError: the session is over.
-        """
-        return await self._ask(
-            CancelledOnNode,
-            lambda i: CancelOnNode(
-                request_id=i,
-                job_ids=list(job_ids),
-                group_id=group_id,
-                session_id=session_id,
-                tags=dict(tags or {}),
-                everything=everything,
-                reason=reason,
-            ),
-        )
+        await self._ask(WithdrawnJobs, lambda i: WithdrawJobs(i, list(job_ids), reason, ended))
 
     def policy_update(
         self,

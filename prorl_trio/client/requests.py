@@ -14,10 +14,8 @@ from ipc.session import (
     Accepted,
     BackendsAnswer,
     CallBackends,
-    CancelJobs,
-    CancelledJobs,
-    CancelledOnNode,
-    CancelOnNode,
+    Cancel,
+    Cancelled,
     CheckedJobs,
     CheckJobs,
     Rejected,
@@ -26,6 +24,8 @@ from ipc.session import (
     StatusReport,
     StatusRequest,
     Submit,
+    WithdrawJobs,
+    WithdrawnJobs,
 )
 from prorl_trio.types.errors import ProtocolError
 
@@ -36,11 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Call", "FrameT", "RequestFrame", "Requests", "SubmitCall"]
 
-Answer = (
-    Accepted | Rejected | CheckedJobs | CancelledJobs | CancelledOnNode | StatusReport | RoomReport | BackendsAnswer
-)
-RequestFrame = Submit | CheckJobs | CancelJobs | CancelOnNode | StatusRequest | RoomRequest | CallBackends
-FrameT = TypeVar("FrameT", CheckedJobs, CancelledJobs, CancelledOnNode, StatusReport, RoomReport, BackendsAnswer)
+Answer = Accepted | Rejected | CheckedJobs | Cancelled | WithdrawnJobs | StatusReport | RoomReport | BackendsAnswer
+RequestFrame = Submit | CheckJobs | Cancel | WithdrawJobs | StatusRequest | RoomRequest | CallBackends
+FrameT = TypeVar("FrameT", CheckedJobs, Cancelled, WithdrawnJobs, StatusReport, RoomReport, BackendsAnswer)
 
 
 class Call(Generic[FrameT]):

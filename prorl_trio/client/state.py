@@ -14,8 +14,7 @@ from ipc.session import (
     Accepted,
     Ack,
     BackendsAnswer,
-    CancelledJobs,
-    CancelledOnNode,
+    Cancelled,
     CheckedJobs,
     JobEvent,
     JobList,
@@ -31,6 +30,7 @@ from ipc.session import (
     SessionRefused,
     SessionWelcome,
     StatusReport,
+    WithdrawnJobs,
 )
 from ipc.websocket import CloseCode
 from prorl_trio.client.arenas import MappedArenas
@@ -178,8 +178,8 @@ class ClientState:
                 Accepted()
                 | Rejected()
                 | CheckedJobs()
-                | CancelledJobs()
-                | CancelledOnNode()
+                | Cancelled()
+                | WithdrawnJobs()
                 | StatusReport()
                 | RoomReport()
                 | BackendsAnswer()
@@ -187,7 +187,7 @@ class ClientState:
                 self.requests.take(frame)
                 if isinstance(frame, Accepted) and not 0 < frame.cursor <= self.inbox.received:
                     self._awaited.add(frame.job_id)
-                elif isinstance(frame, CancelledJobs) and frame.forgotten:
+                elif isinstance(frame, WithdrawnJobs):
                     self._awaited.difference_update(frame.forgotten)
                     self._notify()
             case JobList():

@@ -36,7 +36,7 @@ from prorl_trio.fleet.events import (
     Withdraw,
     Withdrawn,
 )
-from prorl_trio.pipeline.fair_order import FairOrder
+from prorl_trio.pipeline.stage_queue import FairOrder
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
 from prorl_trio.types.models import PRIORITY
 

@@ -21,7 +21,7 @@ from prorl_trio.fleet.dispatch import Dispatch
 from prorl_trio.fleet.members import ROOM_INTERVAL_S, STATUS_INTERVAL_S, Members
 from prorl_trio.pipeline.admission import Admission, Load
 from prorl_trio.pipeline.observer import JobView, Observers
-from prorl_trio.sessions.jobs import failed_outcome, lost_outcome
+from prorl_trio.sessions.encoding import failed_outcome, lost_outcome
 from prorl_trio.sessions.node_api import Room
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
@@ -13,10 +13,11 @@ import trio
 from ipc.nursery import open_single_nursery
 from prorl_trio.ledger.database import Job
 from prorl_trio.ledger.disk import Disk
-from prorl_trio.ledger.errors import LedgerFailed
 from prorl_trio.ledger.ledger import (
     KnownJob,
     Ledger,
+    LedgerFailed,
+    LedgerLimits,
     LedgerStatistics,
     Recovered,
     RecoveredSession,
@@ -24,8 +25,8 @@ from prorl_trio.ledger.ledger import (
     UndeliveredOutcome,
     UnfinishedJob,
 )
-from prorl_trio.ledger.limits import LedgerLimits
 from prorl_trio.ledger.operations import LAZY, Call, Finish
+from prorl_trio.ledger.rules import state_of
 from prorl_trio.ledger.store import Store, WaitForRoom
 from prorl_trio.supervision import service_task
 from prorl_trio.threads import run_sync
@@ -84,8 +85,7 @@ class DiskLedger(Ledger):
         known = {}
         for job_id, job in found.items():
             if isinstance(job, Job):
-                state: Literal["unfinished", "undelivered"] = "unfinished" if job.cursor is None else "undelivered"
-                known[job_id] = KnownJob(session_id=job.session_id, fingerprint=job.fingerprint, state=state)
+                known[job_id] = KnownJob(session_id=job.session_id, fingerprint=job.fingerprint, state=state_of(job))
             else:
                 known[job_id] = KnownJob(session_id=job[0], fingerprint=job[1], state="acknowledged")
         return known

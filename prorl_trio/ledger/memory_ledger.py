@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import msgspec
 import trio
 
-from prorl_trio.ledger.ledger import KnownJob, Ledger, LedgerStatistics, Recovered
-from prorl_trio.ledger.limits import LedgerLimits
+from prorl_trio.ledger.ledger import KnownJob, Ledger, LedgerLimits, LedgerStatistics, Recovered
 from prorl_trio.ledger.operations import (
     Accept,
     Acknowledge,
@@ -19,7 +18,7 @@ from prorl_trio.ledger.operations import (
     Forget,
     OpenSession,
 )
-from prorl_trio.ledger.rules import check_accept, check_acknowledge, check_begin, check_finish
+from prorl_trio.ledger.rules import check_accept, check_acknowledge, check_begin, check_finish, state_of
 from prorl_trio.types.errors import ProrlError, UnknownJob
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ class MemoryLedger(Ledger):
                 known[job_id] = KnownJob(
                     session_id=job.session_id,
                     fingerprint=job.fingerprint,
-                    state="unfinished" if job.cursor is None else "undelivered",
+                    state=state_of(job),
                 )
             elif (stone := self._tombstones.get(job_id)) is not None:
                 known[job_id] = KnownJob(

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from prorl_trio.ledger.database import PAGE_BYTES, UNREADABLE, Job, Mark, connect, is_damage, log_of, open_database
-from prorl_trio.ledger.errors import LedgerCorrupt, LedgerFailed, LedgerFull
-from prorl_trio.ledger.folder import LedgerFolder
-from prorl_trio.ledger.ledger import LedgerStatistics
+from prorl_trio.ledger.disk import LedgerFolder
+from prorl_trio.ledger.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, LedgerStatistics
 from prorl_trio.ledger.operations import LAZY, Accept, Finish, OpenSession, Operation, size_of
 from prorl_trio.ledger.tables import Changed, SessionRow, Tables
 from prorl_trio.types.errors import ConfigError, ProrlError, UnknownJob
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.ledger.disk import Disk
-    from prorl_trio.ledger.limits import LedgerLimits
+    from prorl_trio.ledger.ledger import LedgerLimits
 
 __all__ = ["WAIT_FOR_ROOM", "Answer", "Store", "WaitForRoom"]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import sqlite3
     from collections.abc import Iterable
 
-    from prorl_trio.ledger.limits import LedgerLimits
+    from prorl_trio.ledger.ledger import LedgerLimits
 
 __all__ = ["Changed", "Counts", "SessionRow", "Tables"]
 

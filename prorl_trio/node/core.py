@@ -46,7 +46,7 @@ class _NoSessions:
     def undelivered(self) -> tuple[int, int]:
         return 0, 0
 
-    async def wait_settled(self) -> None:
+    async def wait_answered(self) -> None:
         await trio.lowlevel.checkpoint()
 
 

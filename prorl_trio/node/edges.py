@@ -24,7 +24,7 @@ from prorl_trio.service.tls import load_tls
 from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.service.websocket.server import serve_websocket
 from prorl_trio.sessions.node_api import NodeApi
-from prorl_trio.sessions.restore import restore_sessions
+from prorl_trio.sessions.session_table import recover_sessions
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import ConfigError
 
@@ -114,7 +114,7 @@ async def open_edges(
         rest_bound = None
         if feed is not None:
             rest_bound = await stack.enter_async_context(await open_tcp_listener("rest", rest.host, rest.port))
-        await restore_sessions(sessions, node, config.ledger)
+        await recover_sessions(sessions, node, config.ledger)
         local = await trio.to_thread.run_sync(claim_local_sockets, listen)
         if local is not None:
             stack.callback(release_local_sockets, listen, local)

@@ -53,7 +53,7 @@ class Outbox(Protocol):
         """Return why no job can be stored now; empty if one can."""
         ...
 
-    async def wait_settled(self) -> None:
+    async def wait_answered(self) -> None:
         """Return when every job that is being stored was either taken by the node or refused."""
 
 
@@ -302,5 +302,5 @@ class Node:
     async def drain(self) -> None:
         """Accept no more jobs; return when every job has its outcome. Cancels none; the caller sets the deadline."""
         self.draining = True
-        await self._outbox.wait_settled()
+        await self._outbox.wait_answered()
         await self._pipeline.wait_idle()

@@ -147,7 +147,7 @@ async def _open_whole(
 
                     def membership(found_at: Endpoints) -> AbstractAsyncContextManager[None]:
                         return open_membership(
-                            node, edges.door, found_at, lambda: sessions.undelivered()[0] + sessions.left
+                            node, edges.door, found_at, lambda: sessions.undelivered()[0] + sessions.requeued
                         )
 
                     async with open_edges(node, edges, sessions, arena, feed, monitoring, membership) as address:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 async def open_sessions(config: NodeConfig, arena: Arena | None) -> AsyncIterator[SessionTable]:
     """Open the ledger and the table of sessions; on leaving, write to disk what is not there yet.
 
-    Opened before the node, so that it is closed after it. The table is empty: `restore_sessions` reads back the
+    Opened before the node, so that it is closed after it. The table is empty: `recover_sessions` reads back the
     sessions of former processes from the ledger.
 
     Raises:

@@ -28,6 +28,7 @@ from prorl_trio.pipeline.staleness import BeginLimit, may_begin
 from prorl_trio.pipeline.watchdog import watch_jobs
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import Draining
+from prorl_trio.types.job_states import LINES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -387,7 +388,7 @@ class Pipeline:
     def _group_moved(self, job: Job) -> None:
         """Its group's deadline does not count the time in queues."""
         if job.spec.group is not None:
-            queued = job.lifecycle.status in ("queued", "ready", "ran")
+            queued = job.lifecycle.status in LINES
             self._groups.moved(job.group_key, job, trio.current_time(), queued=queued)
             self._groups_changed.set()
 

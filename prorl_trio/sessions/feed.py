@@ -69,9 +69,9 @@ class References:
         reader_id = self._listener.reader_id
         return self._shared.frame(self._session_id, job_id, cursor, reader_id) if reader_id else None
 
-    def holds(self, job_id: str) -> bool:
+    def has(self, job_id: str) -> bool:
         """Return whether the outcome can be sent by reference."""
-        return bool(self._listener.reader_id) and self._shared.holds(self._session_id, job_id)
+        return bool(self._listener.reader_id) and self._shared.has(self._session_id, job_id)
 
 
 class Feed:
@@ -183,7 +183,7 @@ class Feed:
         for cursor in range(sent + 1, min(sent + READ_AHEAD_OUTCOMES, log.last) + 1):
             job_id = log.job_id(cursor)
             here = not job_id or cursor in self._ahead or log.in_memory(cursor)
-            if not here and not (self._references is not None and self._references.holds(job_id)):
+            if not here and not (self._references is not None and self._references.has(job_id)):
                 is_next = cursor < min(self._ahead, default=cursor + 1)  # else what is here keeps it out for ever
                 has_room = self._ahead_bytes + log.outcome_bytes(cursor) <= READ_AHEAD_BYTES
                 return cursor if is_next or has_room else None

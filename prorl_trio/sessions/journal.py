@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.ledger import Ledger
     from prorl_trio.ledger.operations import Operation
-    from prorl_trio.sessions.jobs import RunningJob
+    from prorl_trio.sessions.job import Job
     from prorl_trio.sessions.outcome_log import OutcomeLog
     from prorl_trio.types.errors import ProrlError
 
@@ -68,7 +68,7 @@ class Journal:
         self._dropping = 0
         """Operations among them that delete something."""
         self._stored = trio.lowlevel.ParkingLot()
-        self._settled = trio.Event()
+        self._answered = trio.Event()
 
     @property
     def failed(self) -> str:
@@ -99,18 +99,18 @@ class Journal:
         """Count one more job that is promised a place."""
         self._promised += 1
 
-    def settle(self) -> None:
-        """Count one promised job less: the node has accepted it, or it was refused. Wakes `wait_settled` at zero."""
+    def answered(self) -> None:
+        """Count one promised job less: the node has accepted it, or it was refused. Wakes `wait_answered` at zero."""
         self._promised -= 1
         if not self._promised:
-            self._settled.set()
-            self._settled = trio.Event()
+            self._answered.set()
+            self._answered = trio.Event()
 
-    async def wait_settled(self) -> None:
+    async def wait_answered(self) -> None:
         """Return when no job is being stored: each is accepted by the node, or refused."""
         await trio.lowlevel.checkpoint()
         while self._promised:
-            await self._settled.wait()
+            await self._answered.wait()
 
     async def open_session(self, session_id: str, acked: int) -> None:
         """Store a session, so that it outlives its connections and, with a ledger on disk, the node.
@@ -126,16 +126,16 @@ class Journal:
         except (LedgerFull, LedgerFailed) as exc:
             raise AdmissionRejected(f"ledger: {exc}", FULL_RETRY_AFTER_S) from exc
 
-    async def accept(self, session_id: str, jobs: Sequence[RunningJob]) -> Mapping[str, ServiceError]:
+    async def accept(self, session_id: str, jobs: Sequence[Job]) -> Mapping[str, ServiceError]:
         """Store jobs of an open session in one commit. Return the errors of those that were not stored, by job id."""
         refused: dict[str, ServiceError] = {}
         failure: ServiceError
         try:
             refused = await self._delivered(session_id, jobs)
             new = [
-                NewJob(job_id=j.spec.job_id, fingerprint=j.fingerprint, spec=_encode(j.spec))
+                NewJob(job_id=j.job_id, fingerprint=j.fingerprint, spec=_encode(j.spec))
                 for j in jobs
-                if j.spec.job_id not in refused
+                if j.job_id not in refused
             ]
             if new:
                 await self.ledger.accept(session_id, new)
@@ -145,22 +145,22 @@ class Journal:
             failure = exc
         else:
             return refused
-        return {job.spec.job_id: refused.get(job.spec.job_id, failure) for job in jobs}
+        return {job.job_id: refused.get(job.job_id, failure) for job in jobs}
 
-    async def _delivered(self, session_id: str, jobs: Sequence[RunningJob]) -> dict[str, ServiceError]:
+    async def _delivered(self, session_id: str, jobs: Sequence[Job]) -> dict[str, ServiceError]:
         """Return the errors of jobs that the session acknowledged recently, by job id.
 
         So a repeated submit runs nothing twice. An id that another session acknowledged is free, and so is that of a
         job that was forgotten.
         """
-        job_ids = [job.spec.job_id for job in jobs]
+        job_ids = [job.job_id for job in jobs]
         known = await self.ledger.lookup(job_ids)
         if any(found.state != "acknowledged" for found in known.values()):
             await self._wait_dropped()  # an id that is free here may not be free there yet
             known = await self.ledger.lookup(job_ids)
         refused: dict[str, ServiceError] = {}
         for job in jobs:
-            job_id, found = job.spec.job_id, known.get(job.spec.job_id)
+            job_id, found = job.job_id, known.get(job.job_id)
             if found is None or found.state != "acknowledged" or found.session_id != session_id:
                 continue
             if found.fingerprint == job.fingerprint:

@@ -16,7 +16,7 @@ from prorl_trio.types.models import Outcome
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["HOT_OUTCOME_BYTES", "Held", "HotOutcomes", "OutcomeCache", "OutcomeLog"]
+__all__ = ["HOT_OUTCOME_BYTES", "HotOutcomes", "OfferedOutcome", "OutcomeCache", "OutcomeLog"]
 
 HOT_OUTCOME_BYTES: Final = 256 * 1024 * 1024
 """Default of `ledger.hot_outcome_bytes`."""
@@ -28,12 +28,11 @@ class _Entry(NamedTuple):
     """The place of an outcome. After `OutcomeLog.forget` it has no job id and no bytes."""
 
     job_id: str
-    attempt: int
     size_bytes: int
 
 
-class Held(NamedTuple):
-    """An unacknowledged outcome, encoded as it is sent to the trainer."""
+class OfferedOutcome(NamedTuple):
+    """An outcome that is stored and not acknowledged, encoded as it is sent to the trainer."""
 
     cursor: int
     job_id: str
@@ -49,7 +48,7 @@ class OutcomeLog:
 
     Cursors are consecutive integers. `last` is the last one that may be sent; everything up to `acked` is gone. A
     cursor is reserved while its outcome is being stored, and offered (may be sent) when that and all before it are
-    stored. Each outcome is held once, encoded. With `hot`, the offered ones are on the disk, and in memory as long as
+    stored. Each outcome is here once, encoded. With `hot`, the offered ones are on the disk, and in memory as long as
     there is room. An outcome may be dropped out of order: its cursor is then skipped.
     """
 
@@ -62,7 +61,7 @@ class OutcomeLog:
         self._size_bytes = 0
         self._entries: dict[int, _Entry] = {}
         self._cursors: dict[str, int] = {}
-        self._kept: dict[int, bytes] = {}
+        self._unstored: dict[int, bytes] = {}
         """Outcomes that are in memory only: all without `hot`; with it, those not offered yet and replaced ones."""
         self._hot = hot
 
@@ -77,7 +76,7 @@ class OutcomeLog:
     @property
     def memory_bytes(self) -> int:
         """Return the size of the outcomes in memory."""
-        return self._size_bytes if self._hot is None else sum(map(len, self._kept.values())) + self._hot.size_bytes
+        return self._size_bytes if self._hot is None else sum(map(len, self._unstored.values())) + self._hot.size_bytes
 
     def append(self, job_id: str, outcome: bytes) -> int:
         """Add an encoded outcome, offer it, and return its cursor. For a log in which no cursor is reserved."""
@@ -85,19 +84,19 @@ class OutcomeLog:
         self.offer(cursor)
         return cursor
 
-    def reserve(self, job_id: str, outcome: bytes, attempt: int = 1) -> int:
+    def reserve(self, job_id: str, outcome: bytes) -> int:
         """Add an encoded outcome that is to be offered later, and return its cursor."""
-        self._enter(job_id, attempt, len(outcome))
-        self._kept[self._given] = outcome
+        self._enter(job_id, len(outcome))
+        self._unstored[self._given] = outcome
         return self._given
 
-    def restore(self, job_id: str, cursor: int, size_bytes: int, attempt: int) -> None:
+    def recover(self, job_id: str, cursor: int, size_bytes: int) -> None:
         """Add and offer an outcome that a former process left on the disk. For a log with `hot`.
 
         Call before anything else, in the order of cursors: `cursor` must be above all that were given.
         """
         self.skip_to(cursor - 1)
-        self._enter(job_id, attempt, size_bytes)
+        self._enter(job_id, size_bytes)
         self.offer(cursor)
 
     def offer(self, cursor: int) -> list[str]:
@@ -110,7 +109,7 @@ class OutcomeLog:
             if job_id := self._entries[self.last].job_id:
                 self._cursors[job_id] = self.last
                 offered.append(job_id)
-                if self._hot is not None and (outcome := self._kept.pop(self.last, None)) is not None:
+                if self._hot is not None and (outcome := self._unstored.pop(self.last, None)) is not None:
                     self._hot.put(self.last, outcome)
         self._drop_blanks()
         return offered
@@ -119,18 +118,18 @@ class OutcomeLog:
         """Drop the outcome at a cursor, reserved or offered. The cursor will be skipped."""
         entry = self._entries[cursor]
         self._size_bytes -= entry.size_bytes
-        self._entries[cursor] = _Entry("", 0, 0)
+        self._entries[cursor] = _Entry("", 0)
         self._discard(cursor)
 
     def skip_to(self, cursor: int) -> None:
         """Mark all cursors up to this one as given and dropped, by a former process. No cursor may be reserved."""
         while self._given < cursor:
-            self._enter("", 0, 0)
+            self._enter("", 0)
         self.last = self._given
         self._drop_blanks()
 
     def find(self, job_id: str) -> int | None:
-        """Return the cursor of the job's outcome; None if it is not held or not offered yet."""
+        """Return the cursor of the job's outcome; None if it is not here, or not offered yet."""
         return self._cursors.get(job_id)
 
     def cursors(self) -> Iterator[int]:
@@ -139,7 +138,7 @@ class OutcomeLog:
 
     def replace(self, cursor: int, outcome: bytes) -> None:
         """Replace the outcome at `acked < cursor <= last`, which the disk has lost. The new one stays in memory."""
-        self._kept[cursor] = outcome
+        self._unstored[cursor] = outcome
 
     def forget(self, job_id: str) -> None:
         """Drop the outcome of one job. It is not sent any more.
@@ -170,21 +169,17 @@ class OutcomeLog:
 
     def outcome(self, cursor: int) -> bytes | None:
         """Return the encoded outcome at a cursor if it is in memory, else None. Counts a hit of the cache."""
-        outcome = self._kept.get(cursor)
+        outcome = self._unstored.get(cursor)
         return self._hot.get(cursor) if outcome is None and self._hot is not None else outcome
 
     def in_memory(self, cursor: int) -> bool:
         """Return whether the outcome at a cursor is in memory. Counts no hit."""
-        return cursor in self._kept or (self._hot is not None and cursor in self._hot)
+        return cursor in self._unstored or (self._hot is not None and cursor in self._hot)
 
     def job_id(self, cursor: int) -> str:
         """Return the job whose outcome is at a cursor; empty if there is none (any more)."""
         entry = self._entries.get(cursor)
         return entry.job_id if entry is not None and cursor <= self.last else ""
-
-    def attempt(self, cursor: int) -> int:
-        """Return the number of the attempt that the outcome at `acked < cursor <= last` comes from."""
-        return self._entries[cursor].attempt
 
     def outcome_bytes(self, cursor: int) -> int:
         """Return the size of the outcome at `acked < cursor <= last`."""
@@ -202,20 +197,20 @@ class OutcomeLog:
 
     def close(self) -> None:
         """Drop everything, at the end of the session."""
-        self._kept.clear()
+        self._unstored.clear()
         self._cursors.clear()
-        self._entries = dict.fromkeys(self._entries, _Entry("", 0, 0))
+        self._entries = dict.fromkeys(self._entries, _Entry("", 0))
         self._size_bytes = 0
         if self._hot is not None:
             self._hot.close()
 
-    def _enter(self, job_id: str, attempt: int, size_bytes: int) -> None:
+    def _enter(self, job_id: str, size_bytes: int) -> None:
         self._given += 1
         self._size_bytes += size_bytes
-        self._entries[self._given] = _Entry(job_id, attempt, size_bytes)
+        self._entries[self._given] = _Entry(job_id, size_bytes)
 
     def _discard(self, cursor: int) -> None:
-        self._kept.pop(cursor, None)
+        self._unstored.pop(cursor, None)
         if self._hot is not None:
             self._hot.discard(cursor)
 

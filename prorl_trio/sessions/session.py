@@ -8,24 +8,40 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 import trio
 
 from ipc.session import JobEvent
 from prorl_trio.ledger import LedgerCorrupt
+from prorl_trio.sessions.encoding import encode_outcome, fingerprint_of, fit_outcome, lost_outcome
 from prorl_trio.sessions.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTCOMES, Feed, References
-from prorl_trio.sessions.jobs import RunningJob, encode_outcome, fingerprint_of, fit_outcome, lost_outcome
+from prorl_trio.sessions.job import (
+    Acknowledged,
+    Ended,
+    Forgotten,
+    Job,
+    Moved,
+    Offered,
+    OutcomeRefused,
+    OutcomeStored,
+    Refused,
+    Stored,
+    Taken,
+    Withdrawn,
+)
 from prorl_trio.sessions.observation import Observations
-from prorl_trio.sessions.outcome_log import Held, OutcomeLog
+from prorl_trio.sessions.outcome_log import OfferedOutcome, OutcomeLog
 from prorl_trio.types.errors import AdmissionRejected, DuplicateJob, ProtocolError, UnknownJob
 from prorl_trio.types.models import EncodedOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
     from prorl_trio.ledger import UndeliveredOutcome
     from prorl_trio.sessions.feed import Listener
+    from prorl_trio.sessions.job import Effects, Event
     from prorl_trio.sessions.journal import Journal
     from prorl_trio.sessions.limits import SessionLimits
     from prorl_trio.sessions.node_api import NodeApi
@@ -82,8 +98,8 @@ class Session:
         self.shared = shared
         self.idle_since_s = clock()
         self.expired_total = 0
-        self.left = 0
-        """Number of jobs that the node's end has cut and leaves to its next start: they count as running."""
+        self.requeued = 0
+        """Number of jobs that the node's end has cut and that its next start runs again: they count as running."""
         self._limits = limits
         self._stored = stored
         self._retention_s = retention_s
@@ -91,13 +107,12 @@ class Session:
         self._on_change = on_change
         self._observations = Observations() if observations is None else observations
         self._clock = clock
-        self._fingerprints: dict[str, bytes] = {}
-        """Fingerprints of all jobs that run, or have ended and are not acknowledged, by job id."""
-        self._cancelled_ahead: dict[str, str] = {}
+        self._jobs: dict[str, Job] = {}
+        """All its jobs, from the promise of a place until the acknowledgement, by job id."""
+        self._running: dict[str, Job] = {}
+        """Those of them whose outcome is not offered yet."""
+        self._cancels_ahead: dict[str, str] = {}
         """Reasons of cancels, by the ids of jobs that are not submitted yet."""
-        self._running: dict[str, RunningJob] = {}
-        self._ended_s: dict[str, float] = {}
-        """Times at which the held outcomes were stored, by job id, oldest first."""
         self._arrival = trio.lowlevel.ParkingLot()
         self._listener: Listener | None = None
 
@@ -124,17 +139,17 @@ class Session:
 
     def knows(self, job_id: str) -> bool:
         """Return whether the job was submitted here and its outcome is not acknowledged or dropped."""
-        return job_id in self._fingerprints
+        return job_id in self._jobs
 
     def is_running(self, job_id: str) -> bool:
         """Return whether the job was submitted here and has no outcome yet."""
         return job_id in self._running
 
-    def running_job(self, job_id: str) -> RunningJob | None:
+    def running_job(self, job_id: str) -> Job | None:
         """Return the job if it was submitted here and has no outcome yet."""
         return self._running.get(job_id)
 
-    def running_jobs(self) -> Iterator[RunningJob]:
+    def running_jobs(self) -> Iterator[Job]:
         """Iterate over the jobs without an outcome, oldest first. Do not keep the iterator across a checkpoint."""
         return iter(self._running.values())
 
@@ -143,42 +158,26 @@ class Session:
         ended = [self.log.job_id(cursor) for cursor in self.log.cursors() if cursor > sent]
         return [*ended, *(job_id for job_id, job in self._running.items() if not job.withdrawn)]
 
-    async def wait_settled(self, job_id: str) -> None:
-        """Return when a job that is being stored is accepted by the node, or refused."""
-        if (job := self._running.get(job_id)) is not None:
-            await job.settled.wait()
-        else:
-            await trio.lowlevel.checkpoint()
+    def cancel_ahead(self, job_id: str, reason: str) -> None:
+        """Remember to cancel the job of this id as soon as it is submitted."""
+        self._cancels_ahead[job_id] = reason
+        if len(self._cancels_ahead) > MAX_CANCELS_AHEAD:
+            del self._cancels_ahead[next(iter(self._cancels_ahead))]
 
-    def choose(self, group_id: str, tags: Mapping[str, str], *, whole_session: bool) -> list[str]:
-        """Return the ids of running jobs of that group (if not empty), or with all these tags (if any), or of all."""
-        return [
-            job.spec.job_id
-            for job in self._running.values()
-            if whole_session
-            or (group_id and job.spec.group_id == group_id)
-            or (tags and tags.items() <= job.spec.tags.items())
-        ]
-
-    def cancel_ahead(self, job_ids: Iterable[str], reason: str) -> None:
-        """Remember to cancel the jobs with these ids as soon as they are submitted."""
-        for job_id in job_ids:
-            self._cancelled_ahead[job_id] = reason
-            if len(self._cancelled_ahead) > MAX_CANCELS_AHEAD:
-                del self._cancelled_ahead[next(iter(self._cancelled_ahead))]
-
-    def withdraw(self, job_ids: Iterable[str], *, ended: bool = False) -> None:
+    def withdraw(self, job_ids: Iterable[str], *, ended: bool = False) -> list[str]:
         """Have those of these jobs that run be forgotten if a cancel ends them. The caller must cancel them.
 
-        `ended`: forget those of which there is an outcome, too.
+        `ended`: forget those of which there is an outcome, too. Return the ids that are known here.
         """
-        for job_id in job_ids:
-            if (job := self._running.get(job_id)) is not None and job.finishing is None:
-                job.withdrawn = True
+        known = [job_id for job_id in dict.fromkeys(job_ids) if job_id in self._jobs]
+        for job_id in known:
+            if (job := self._jobs[job_id]).awaits_outcome:
+                self._apply(job, Withdrawn())
             elif ended and self.log.find(job_id) is not None:
                 self.forget(job_id)
+        return known
 
-    def admit(self, spec: JobSpec, node: NodeApi, attempts: int = 0) -> tuple[RunningJob | None, bool]:
+    def admit(self, spec: JobSpec, node: NodeApi, attempts: int = 0) -> tuple[Job | None, bool]:
         """Check a job before it is stored. Return it if its submission is still in progress, and whether it is new.
 
         `attempts` of it have begun on other nodes. The caller must afterwards hand over or refuse a new job.
@@ -187,21 +186,24 @@ class Session:
             ServiceError: it is refused, see `submit_all`.
         """
         fingerprint = fingerprint_of(spec)
-        known = self._fingerprints.get(spec.job_id)
+        known = self._jobs.get(spec.job_id)
         if known is None:
             self._limits.check(self.session_id, self.running, len(self.log), self.log.size_bytes)
             if self._is_elsewhere(spec.job_id):
                 raise DuplicateJob(f"job {spec.job_id!r} is another session's; choose another id")
             node.check(spec, self, self.journal.promised)
-            return self.restore(spec, fingerprint, attempts), True
-        if known != fingerprint:
+            return self._add(Job(spec, fingerprint, self._clock(), attempts)), True
+        if known.fingerprint != fingerprint:
             raise DuplicateJob(f"job {spec.job_id!r} is here with another spec; choose another id")
-        running = self._running.get(spec.job_id)
-        if running is not None and running.withdrawn:
+        if known.withdrawn:
             raise AdmissionRejected(f"job {spec.job_id!r} is being withdrawn; try again", WITHDRAWAL_S)
-        return (running if running is not None and not running.settled.is_set() else None), False
+        return (None if known.answered.is_set() else known), False
 
-    def hand_over(self, job: RunningJob, node: NodeApi) -> None:
+    def note_stored(self, job: Job) -> None:
+        """Note that the ledger has the job."""
+        self._apply(job, Stored())
+
+    def hand_over(self, job: Job, node: NodeApi) -> None:
         """Give a stored job to the node, and cancel it if that was asked for in advance.
 
         If the node raises, the job is still registered here: the caller must refuse it, or deliver a failure.
@@ -210,134 +212,35 @@ class Session:
             ServiceError: see `NodeApi.take`.
         """
         node.take(job.spec, self, job.attempt + 1)
-        job.settled.set()
-        reason = self._cancelled_ahead.pop(job.spec.job_id, None)
+        self._apply(job, Taken())
+        reason = self._cancels_ahead.pop(job.job_id, None)
         if reason is not None:
-            node.cancel_soon(job.spec.job_id, reason)
+            node.cancel_soon(job.job_id, reason)
 
-    def refuse(self, job: RunningJob, why: ServiceError) -> None:
+    def refuse(self, job: Job, why: ServiceError) -> None:
         """Remove an admitted job that is refused after all, and wake those that wait for its acceptance."""
-        self.dismiss(job)
-        job.refused = why
-        job.settled.set()
+        self._apply(job, Refused(why))
 
-    def restore(self, spec: JobSpec, fingerprint: bytes, attempt: int) -> RunningJob:
+    def recover(self, spec: JobSpec, fingerprint: bytes, attempt: int) -> Job:
         """Register a job that a former process stored, with its number of attempts begun, and return it.
 
         The caller must hand it over, or deliver its outcome.
         """
-        job = RunningJob(spec, fingerprint, self._clock())
-        job.attempt = attempt
-        self._fingerprints[spec.job_id] = fingerprint
-        self._running[spec.job_id] = job
-        return job
+        return self._add(Job(spec, fingerprint, self._clock(), attempt, "stored"))
 
-    def restore_outcome(self, found: UndeliveredOutcome) -> None:
+    def recover_outcome(self, found: UndeliveredOutcome) -> None:
         """Register an outcome that a former process stored.
 
         Call in the order of cursors, before anything is submitted.
         """
-        self.log.restore(found.job_id, found.cursor, found.outcome.size_bytes, max(1, found.attempt))
-        self._fingerprints[found.job_id] = found.fingerprint
-        self._ended_s[found.job_id] = self._clock()
+        self.log.recover(found.job_id, found.cursor, found.outcome.size_bytes)
+        self._jobs[found.job_id] = Job.offered(found.job_id, found.fingerprint, max(1, found.attempt), self._clock())
 
-    def deliver(self, outcome: Outcome) -> None:
-        """Store a job's outcome, and send it once it is stored. See `JobSink`.
+    def _add(self, job: Job) -> Job:
+        self._jobs[job.job_id] = self._running[job.job_id] = job
+        return job
 
-        A second outcome of a job is dropped and logged as an error: the first one stands. An outcome with the code
-        "shutdown" is dropped where the node's end leaves what it cuts to the next start, which runs it again: see
-        `Journal.ends_cut_jobs`.
-        """
-        job = self._running.get(outcome.job_id)
-        if job is None or job.finishing is not None:
-            self._log_second(outcome.job_id)
-            return
-        outcome, data = encode_outcome(outcome, self._limits.max_message_bytes)
-        if self._ends(job, EncodedOutcome.of(outcome, data)):
-            if self.shared is not None and self._listener is not None and self._listener.reader_id:
-                self.shared.keep(self.session_id, outcome)
-            self._store(job, data, max(1, job.attempt))
-
-    def deliver_encoded(self, outcome: EncodedOutcome, stored: Callable[[bool], None]) -> None:
-        """Store a job's outcome that came as bytes, and send it once it is stored. See `SessionSink`."""
-        job = self._running.get(outcome.job_id)
-        if job is None:
-            self._log_second(outcome.job_id)
-            stored(True)
-        elif job.finishing is not None:
-            self._log_second(outcome.job_id)
-            job.waiting.append(stored)
-        elif outcome.attempt < job.attempt:
-            logger.warning(
-                "session %s: job %s is at attempt %d, outcome of attempt %d dropped",
-                self.session_id,
-                outcome.job_id,
-                job.attempt,
-                outcome.attempt,
-            )
-            stored(True)
-        else:
-            outcome = fit_outcome(outcome, self._limits.max_message_bytes)
-            job.waiting.append(stored)
-            if self._ends(job, outcome):
-                self._store(job, outcome.data, max(1, outcome.attempt))
-
-    def _log_second(self, job_id: str) -> None:
-        logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, job_id)
-
-    def _ends(self, job: RunningJob, outcome: EncodedOutcome) -> bool:
-        """Note a job's outcome. Return whether it is to be stored."""
-        job.finishing = outcome.data
-        if job.withdrawn and outcome.status == "cancelled":
-            self._forget_running(job)
-            return False
-        if outcome.error_code == "shutdown" and not self.journal.ends_cut_jobs:
-            self.left += 1
-            self._on_change()
-            return False
-        return True
-
-    def _store(self, job: RunningJob, data: bytes, attempt: int) -> None:
-        job_id = job.spec.job_id
-        cursor = self.log.reserve(job_id, data, attempt)
-        self.journal.finish(self.session_id, job_id, attempt, cursor, data, partial(self._offer, job, cursor))
-
-    def _offer(self, stored: RunningJob, cursor: int, is_stored: bool) -> None:
-        """Let the outcome at a cursor be sent, once all before it may be; drop its job if storing was refused."""
-        if not is_stored:
-            self.log.blank(cursor)
-        for job_id in self.log.offer(cursor):
-            job = self._running.pop(job_id)
-            self._ended_s[job_id] = self._clock()
-            job.encoded = job.finishing
-            job.ended.set()
-            if len(self._observations) and job.encoded is not None:
-                self._observations.outcome(self.session_id, job.spec.group_id, job_id, job.encoded)
-        if not is_stored:
-            self.dismiss(stored)
-            self._on_change()
-        for call in stored.waiting:
-            call(is_stored)
-        self._arrival.unpark_all()
-        if self._listener is not None:
-            self._listener.wake()
-
-    def _forget_running(self, job: RunningJob) -> None:
-        """Drop a withdrawn job that has ended, here and in the ledger: its id can be used again."""
-        self.dismiss(job)
-        self.journal.forget(self.session_id, job.spec.job_id)
-        job.encoded = job.finishing
-        job.ended.set()
-        for call in job.waiting:
-            call(True)
-        self._on_change()
-
-    def dismiss(self, job: RunningJob) -> None:
-        """Remove a job of which there is no outcome: it was not accepted, or its outcome could not be stored."""
-        self._fingerprints.pop(job.spec.job_id, None)
-        self._running.pop(job.spec.job_id, None)
-        if self.shared is not None:
-            self.shared.forget(self.session_id, job.spec.job_id)
+    # ------------------------------------------------------------ events of the node
 
     def begin_attempt(self, job_id: str, detail: str, stored: Callable[[], None]) -> None:
         """Count an attempt that begins on another node, as stage `init`. See `SessionSink`."""
@@ -347,17 +250,98 @@ class Session:
         """Note a job's new stage, and send it as an event. See `JobSink`."""
         self._enter(job_id, status, detail)
 
-    def _enter(self, job_id: str, status: Status, detail: str, stored: Callable[[], None] = lambda: None) -> None:
+    def _enter(self, job_id: str, status: Status, detail: str, begun: Callable[[], None] = lambda: None) -> None:
         event = JobEvent(job_id=job_id, status=status, detail=detail)
         if (job := self._running.get(job_id)) is not None:
-            job.status = status
             if len(self._observations):
                 self._observations.event(self.session_id, job.spec.group_id, event)
-            if status == "init":
-                job.attempt += 1
-                self.journal.begin_attempt(job_id, job.attempt, stored)
+            self._carry_out(job, job.apply(Moved(status)), begun)
         if self._listener is not None:
             self._listener.event(event)
+
+    def deliver(self, outcome: Outcome) -> None:
+        """Store a job's outcome, and send it once it is stored. See `JobSink`.
+
+        A second outcome of a job is dropped and logged as an error: the first one stands. An outcome with the code
+        "shutdown" is dropped where the node's end requeues what it cuts, so that the next start runs it again: see
+        `Journal.ends_cut_jobs`.
+        """
+        job = self._running.get(outcome.job_id)
+        if job is None or not job.awaits_outcome:
+            self._log_second(outcome.job_id)
+            return
+        outcome, data = encode_outcome(outcome, self._limits.max_message_bytes)
+        effects = job.apply(self._ended(EncodedOutcome.of(outcome, data)))
+        if effects.store and self.shared is not None and self._listener is not None and self._listener.reader_id:
+            self.shared.add(self.session_id, outcome)
+        self._carry_out(job, effects)
+
+    def deliver_encoded(self, outcome: EncodedOutcome, stored: Callable[[bool], None]) -> None:
+        """Store a job's outcome that came as bytes, and send it once it is stored. See `SessionSink`."""
+        job = self._jobs.get(outcome.job_id)
+        if job is None:
+            self._log_second(outcome.job_id)
+            stored(True)
+            return
+        job.senders.append(stored)
+        self._apply(job, self._ended(fit_outcome(outcome, self._limits.max_message_bytes), elsewhere=True))
+
+    def _ended(self, outcome: EncodedOutcome, *, elsewhere: bool = False) -> Ended:
+        requeue = outcome.error_code == "shutdown" and not self.journal.ends_cut_jobs
+        return Ended(outcome, requeue=requeue, elsewhere=elsewhere)
+
+    def _outcome_stored(self, job: Job, cursor: int, is_stored: bool) -> None:
+        """Let the outcome at a cursor be sent, once all before it may be; drop its job if storing was refused."""
+        if not is_stored:
+            self.log.blank(cursor)
+        self._apply(job, OutcomeStored() if is_stored else OutcomeRefused())
+        for job_id in self.log.offer(cursor):
+            offered = self._running.pop(job_id)
+            self._jobs[job_id] = offered.compact(self._clock())
+            self._apply(offered, Offered())
+            if len(self._observations) and offered.result is not None:
+                self._observations.outcome(self.session_id, offered.spec.group_id, job_id, offered.result.data)
+        if not is_stored:
+            self._on_change()
+        self._arrival.unpark_all()
+        if self._listener is not None:
+            self._listener.wake()
+
+    def _apply(self, job: Job, event: Event) -> None:
+        self._carry_out(job, job.apply(event))
+
+    def _carry_out(self, job: Job, effects: Effects, begun: Callable[[], None] = lambda: None) -> None:
+        """Do what a job's event has left to do. `begun` is called when the beginning of an attempt is stored."""
+        if effects.is_second:
+            self._log_second(job.job_id)
+        if effects.answer:
+            job.answered.set()
+        if effects.begin_attempt:
+            self.journal.begin_attempt(job.job_id, effects.begin_attempt, begun)
+        if effects.drop:
+            self._jobs.pop(job.job_id, None)
+            self._running.pop(job.job_id, None)
+            if self.shared is not None:
+                self.shared.remove(self.session_id, job.job_id)
+        if effects.delete:
+            self.journal.forget(self.session_id, job.job_id)
+        if effects.end:
+            job.ended.set()
+        if effects.tell is not None:
+            senders, job.senders = job.senders, []
+            for stored in senders:
+                stored(effects.tell)
+        self.requeued += effects.requeue
+        if effects.requeue or effects.delete:
+            self._on_change()
+        if effects.store is not None:  # last: the ledger may have it, and say so, at once
+            data = effects.store.data
+            cursor = self.log.reserve(job.job_id, data)
+            stored = partial(self._outcome_stored, job, cursor)
+            self.journal.finish(self.session_id, job.job_id, job.attempt, cursor, data, stored)
+
+    def _log_second(self, job_id: str) -> None:
+        logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, job_id)
 
     def ack(self, cursor: int) -> None:
         """Acknowledge all outcomes up to `cursor`: drop them here and in the ledger.
@@ -368,7 +352,7 @@ class Session:
             ProtocolError: the session never gave this cursor.
         """
         for job_id in self.log.ack(cursor):
-            self._forgotten(job_id)
+            self._apply(self._jobs[job_id], Acknowledged())
         self.journal.acknowledge(self.session_id, self.log)
         if self._listener is not None:
             self._listener.wake()
@@ -385,7 +369,7 @@ class Session:
         if outcome is not None or not job_id:
             await trio.lowlevel.checkpoint()
             return outcome
-        attempt = self.log.attempt(cursor)
+        attempt = self._jobs[job_id].attempt
         try:
             outcome = await self.journal.read(job_id, cursor)
         except (LedgerCorrupt, UnknownJob) as exc:
@@ -397,22 +381,22 @@ class Session:
             return None
         return self.log.outcome(cursor) or outcome
 
-    async def held(self, cursor: int) -> Held | None:
+    async def outcome_at(self, cursor: int) -> OfferedOutcome | None:
         """Return the outcome at `cursor`; None if there is none (any more). Reads the disk if needed.
 
         Safe to cancel.
         """
         job_id = self.log.job_id(cursor)
         outcome = await self.read(cursor)
-        return None if outcome is None else Held(cursor, job_id, outcome)
+        return None if outcome is None else OfferedOutcome(cursor, job_id, outcome)
 
-    async def held_of(self, job_id: str) -> Held | None:
+    async def outcome_of(self, job_id: str) -> OfferedOutcome | None:
         """Return the outcome of a job; None if it has not ended, or the outcome is gone. Safe to cancel."""
         cursor = self.log.find(job_id)
         if cursor is None:
             await trio.lowlevel.checkpoint()
             return None
-        return await self.held(cursor)
+        return await self.outcome_at(cursor)
 
     async def wait_arrival(self) -> None:
         """Return when the next outcome has come. Has no deadline of its own."""
@@ -425,9 +409,7 @@ class Session:
             KeyError: the session has no outcome of that job.
         """
         self.log.forget(job_id)
-        self._forgotten(job_id)
-        self.journal.forget(self.session_id, job_id)
-        self._on_change()
+        self._apply(self._jobs[job_id], Forgotten())
 
     def touch(self) -> None:
         """Mark the session as used just now, by a request without a standing connection."""
@@ -438,11 +420,8 @@ class Session:
         if self._retention_s is None or self.connected:
             return 0
         limit_s = self._clock() - self._retention_s
-        old = []
-        for job_id, ended_s in self._ended_s.items():
-            if ended_s > limit_s:
-                break
-            old.append(job_id)
+        offered = (self._jobs[self.log.job_id(cursor)] for cursor in self.log.cursors())
+        old = [job.job_id for job in takewhile(lambda job: job.offered_s <= limit_s, offered)]
         for job_id in old:
             self.forget(job_id)
         self.expired_total += len(old)
@@ -512,7 +491,7 @@ class Session:
         """Drop everything that the session has, also in the ledger. It makes room for another one."""
         self.log.close()
         if self.shared is not None:
-            self.shared.forget_session(self.session_id)
+            self.shared.remove_session(self.session_id)
         self.journal.close_session(self.session_id)
 
     def statistics(self) -> dict[str, object]:
@@ -527,9 +506,3 @@ class Session:
             "last_cursor": self.log.last,
             "expired_total": self.expired_total,
         }
-
-    def _forgotten(self, job_id: str) -> None:
-        del self._fingerprints[job_id]
-        del self._ended_s[job_id]
-        if self.shared is not None:
-            self.shared.forget(self.session_id, job_id)

@@ -1,21 +1,33 @@
-"""The table of a node's sessions: opening them, and removing idle ones when there are too many."""
+"""The table of a node's sessions: opening and removing them, and their recovery at a start."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import trio
 
+from prorl_trio.ledger import LedgerCorrupt
+from prorl_trio.sessions.encoding import failed_outcome, unreadable_spec
 from prorl_trio.sessions.limits import RETRY_AFTER_S, SessionLimits
 from prorl_trio.sessions.observation import Observations
 from prorl_trio.sessions.session import Session
-from prorl_trio.types.errors import AdmissionRejected, ProtocolError
+from prorl_trio.types.errors import AdmissionRejected, ProtocolError, ServiceError, UnknownJob
+from prorl_trio.types.models import JobSpec
 
 if TYPE_CHECKING:
+    from prorl_trio.config import LedgerConfig
+    from prorl_trio.ledger import Ledger, UnfinishedJob
     from prorl_trio.sessions.journal import Journal
+    from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.shared_outcomes import SharedOutcomes
+    from prorl_trio.types.errors import FailureCause
 
-__all__ = ["SessionTable"]
+__all__ = [
+    "SessionTable",
+    "recover_sessions",
+]
 
 SESSION_ID_CHARS: Final = 200
 
@@ -63,7 +75,7 @@ class SessionTable:
         self._make_room()
         return self._begin(session_id, resume_after, retention_s=retention_s), False
 
-    def restore(self, session_id: str, acked: int) -> Session:
+    def recover(self, session_id: str, acked: int) -> Session:
         """Create a session that a former process stored, even if there are too many.
 
         All up to `acked` is acknowledged.
@@ -87,19 +99,19 @@ class SessionTable:
         )
         return session
 
-    async def wait_settled(self) -> None:
+    async def wait_answered(self) -> None:
         """Return when no job is being stored: each is accepted by the node, or refused."""
-        await self.journal.wait_settled()
+        await self.journal.wait_answered()
 
     async def wait_delivered(self) -> None:
         """Return when no connected trainer has running jobs or unacknowledged outcomes.
 
-        Jobs that are left to the next start do not count, nor, after the disk has failed, any: their outcomes are held
+        Jobs that the next start runs again do not count, nor, after the disk has failed, any: their outcomes are held
         back. Has no deadline of its own.
         """
         await trio.lowlevel.checkpoint()
         while any(
-            session.connected and (len(session.log) or (session.running > session.left and not self.journal.failed))
+            session.connected and (len(session.log) or (session.running > session.requeued and not self.journal.failed))
             for session in self._sessions.values()
         ):
             self._changed = trio.Event()
@@ -127,9 +139,9 @@ class SessionTable:
         return sum(map(len, logs)), sum(log.size_bytes for log in logs)
 
     @property
-    def left(self) -> int:
-        """Return the number of jobs that the node's end has cut and leaves to its next start."""
-        return sum(session.left for session in self._sessions.values())
+    def requeued(self) -> int:
+        """Return the number of jobs that the node's end has cut and that its next start runs again."""
+        return sum(session.requeued for session in self._sessions.values())
 
     def statistics(self) -> dict[str, object]:
         """Return the live state of each session, by session id."""
@@ -157,3 +169,63 @@ class SessionTable:
         for oldest in idle[: max(0, connected + len(idle) + 1 - limit)]:
             del self._sessions[oldest.session_id]
             oldest.close()
+
+
+logger = logging.getLogger(__name__)
+
+_decode_spec = msgspec.msgpack.Decoder(JobSpec).decode
+
+
+async def recover_sessions(sessions: SessionTable, node: NodeApi, config: LedgerConfig) -> None:
+    """Recover all sessions from the ledger, and have the node run the unfinished jobs as their next attempt.
+
+    Must return before anybody can connect. Jobs run again in the order in which they were accepted. A job fails instead
+    if `max_attempts` of it have begun (it may be what ends the node), if it cannot be read, if its handler is gone, or
+    if `on_restart` is "fail". Outcomes stay on the disk until they are asked for: the duration depends on their number,
+    not on their size.
+    """
+    ledger = sessions.journal.ledger
+    recovered = ledger.recovered
+    by_id: dict[str, Session] = {}
+    for found in recovered.sessions:
+        by_id[found.session_id] = sessions.recover(found.session_id, found.acked)
+    for outcome in recovered.undelivered:
+        by_id[outcome.session_id].recover_outcome(outcome)
+    for found in recovered.sessions:
+        by_id[found.session_id].log.skip_to(found.last)
+    for unfinished in recovered.unfinished:
+        await _run_again(by_id[unfinished.session_id], ledger, node, unfinished, config)
+    if recovered.sessions:
+        logger.info(
+            "the ledger has %d sessions, %d outcomes not acknowledged and %d jobs to be run again",
+            len(recovered.sessions),
+            len(recovered.undelivered),
+            len(recovered.unfinished),
+        )
+
+
+async def _run_again(
+    session: Session, ledger: Ledger, node: NodeApi, found: UnfinishedJob, config: LedgerConfig
+) -> None:
+    spec = unreadable_spec(found.job_id)
+    cause: FailureCause = "node"
+    try:
+        spec = _decode_spec(await ledger.read(found.spec))
+    except (LedgerCorrupt, UnknownJob, msgspec.DecodeError) as exc:
+        why = f"its spec cannot be read after the node was started again: {exc}"
+    else:
+        why = ""
+        if config.on_restart == "fail":
+            why = "the node was started again, and ledger.on_restart is fail"
+        elif found.last_attempt >= config.max_attempts:
+            why = f"the node ended during attempt {found.last_attempt} (ledger.max_attempts is {config.max_attempts})"
+    job = session.recover(spec, found.fingerprint, found.last_attempt)
+    if not why:
+        try:
+            session.hand_over(job, node)
+        except ServiceError as exc:
+            cause, why = "handler", f"it cannot be run after the node was started again: {exc}"
+        else:
+            return
+    logger.error("job %s fails: %s", found.job_id, why)
+    session.deliver(failed_outcome(spec, cause, why, max(1, found.last_attempt)))

@@ -1,6 +1,6 @@
-"""Outcomes whose tokens are kept in the node's shared-memory arena, for trainers on this host that map it.
+"""Outcomes whose tokens are pinned in the node's shared-memory arena, for trainers on this host that map it.
 
-The sessions' logs have every outcome whole: one that is not kept here is sent as a full frame.
+The sessions' logs have every outcome whole: one that is not here is sent as a full frame.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Shared:
     frame: OutcomeRefFrame
     size_bytes: int
     readers: set[str] = field(default_factory=set)
@@ -42,23 +42,23 @@ class SharedOutcomes:
         self._arena = arena
         self._max_bytes = max_bytes
         self._size_bytes = 0
-        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._shared: dict[tuple[str, str], _Shared] = {}
         self._sent_total = 0
         self._sent_token_bytes_total = 0
         self._no_room_total = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._shared)
 
     def has_reader(self, reader_id: str) -> bool:
         """Return whether this reader has the arena mapped."""
         return self._arena.has_reader(reader_id)
 
-    def holds(self, session_id: str, job_id: str) -> bool:
-        """Return whether the tokens of that job's outcome are kept, so that `frame` can send it by reference."""
-        return (session_id, job_id) in self._kept
+    def has(self, session_id: str, job_id: str) -> bool:
+        """Return whether the tokens of that job's outcome are pinned, so that `frame` can send it by reference."""
+        return (session_id, job_id) in self._shared
 
-    def keep(self, session_id: str, outcome: Outcome) -> None:
+    def add(self, session_id: str, outcome: Outcome) -> None:
         """Pin the tokens of an outcome that is being delivered.
 
         Do nothing if they are not in the arena, or do not fit.
@@ -71,63 +71,63 @@ class SharedOutcomes:
         if self._size_bytes + size_bytes > self._max_bytes:
             self._no_room_total += 1
             return
-        self.forget(session_id, outcome.job_id)
+        self.remove(session_id, outcome.job_id)
         for ref in refs:
             self._arena.hold(ref, _holder(session_id))
-        self._kept[session_id, outcome.job_id] = _Kept(frame, size_bytes)
+        self._shared[session_id, outcome.job_id] = _Shared(frame, size_bytes)
         self._size_bytes += size_bytes
 
     def frame(self, session_id: str, job_id: str, cursor: int, reader_id: str) -> bytes | None:
         """Return the encoded `OutcomeRefFrame` of an outcome for a reader, and pin its tokens for that reader.
 
-        Returns None if the tokens are not kept, or the reader has left the arena.
+        Returns None if the tokens are not pinned, or the reader has left the arena.
         """
-        kept = self._kept.get((session_id, job_id))
-        if kept is None or not self._arena.has_reader(reader_id):
+        shared = self._shared.get((session_id, job_id))
+        if shared is None or not self._arena.has_reader(reader_id):
             return None
-        for ref in kept.frame.segments:
+        for ref in shared.frame.segments:
             self._arena.pin(ref, reader_id)
-        kept.readers.add(reader_id)
+        shared.readers.add(reader_id)
         self._sent_total += 1
-        self._sent_token_bytes_total += sum(ref.length for ref in kept.frame.segments) * TOKEN_BYTES
-        return _encode(msgspec.structs.replace(kept.frame, cursor=cursor))
+        self._sent_token_bytes_total += sum(ref.length for ref in shared.frame.segments) * TOKEN_BYTES
+        return _encode(msgspec.structs.replace(shared.frame, cursor=cursor))
 
     def adopt(self, session_id: str, reader_id: str) -> None:
         """Pin what the session was sent before for its new reader, when its trainer has mapped the arena again."""
-        for (session, _), kept in self._kept.items():
-            if session == session_id and kept.readers:
-                kept.readers.add(reader_id)
-                for ref in kept.frame.segments:
+        for (session, _), shared in self._shared.items():
+            if session == session_id and shared.readers:
+                shared.readers.add(reader_id)
+                for ref in shared.frame.segments:
                     self._arena.pin(ref, reader_id)
 
-    def forget(self, session_id: str, job_id: str) -> None:
+    def remove(self, session_id: str, job_id: str) -> None:
         """Drop an outcome that was acknowledged or removed, and unpin its tokens. Idempotent."""
-        kept = self._kept.pop((session_id, job_id), None)
-        if kept is None:
+        shared = self._shared.pop((session_id, job_id), None)
+        if shared is None:
             return
-        self._size_bytes -= kept.size_bytes
-        for ref in kept.frame.segments:
-            for holder in (_holder(session_id), *kept.readers):
+        self._size_bytes -= shared.size_bytes
+        for ref in shared.frame.segments:
+            for holder in (_holder(session_id), *shared.readers):
                 self._arena.unpin(ref, holder)
 
-    def forget_session(self, session_id: str) -> None:
+    def remove_session(self, session_id: str) -> None:
         """Drop all outcomes of a session. Idempotent."""
-        for session, job_id in [key for key in self._kept if key[0] == session_id]:
-            self.forget(session, job_id)
+        for session, job_id in [key for key in self._shared if key[0] == session_id]:
+            self.remove(session, job_id)
 
     def make_room(self) -> None:
         """Drop every outcome that was not sent to a present reader. Called when the arena is full."""
-        for (session_id, job_id), kept in list(self._kept.items()):
-            if not any(map(self._arena.has_reader, kept.readers)):
-                self.forget(session_id, job_id)
+        for (session_id, job_id), shared in list(self._shared.items()):
+            if not any(map(self._arena.has_reader, shared.readers)):
+                self.remove(session_id, job_id)
 
     def statistics(self) -> dict[str, int]:
-        """Return the number and bytes of outcomes kept now, and totals since the start.
+        """Return the number and bytes of outcomes here now, and totals since the start.
 
         The totals count outcomes sent by reference, bytes of their tokens, and outcomes that did not fit.
         """
         return {
-            "outcomes": len(self._kept),
+            "outcomes": len(self._shared),
             "bytes": self._size_bytes,
             "sent_total": self._sent_total,
             "sent_token_bytes_total": self._sent_token_bytes_total,

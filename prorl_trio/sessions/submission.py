@@ -14,7 +14,7 @@ from prorl_trio.types.errors import AdmissionRejected, Draining, ServiceError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from prorl_trio.sessions.jobs import RunningJob
+    from prorl_trio.sessions.job import Job
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.session import Session
     from prorl_trio.types.models import JobSpec
@@ -38,7 +38,7 @@ class _Entry(NamedTuple):
         is_new: this batch stores it.
     """
 
-    job: RunningJob | None
+    job: Job | None
     error: ServiceError | None = None
     is_new: bool = False
 
@@ -95,7 +95,7 @@ async def _submit(
     if unexamined := _unexamined(session, specs, node):
         await node.examine(unexamined)
     entries: list[_Entry] = []
-    new: list[RunningJob] = []
+    new: list[Job] = []
     for index, spec in enumerate(specs):
         try:
             job, is_new = session.admit(spec, node, attempts.get(spec.job_id, 0))
@@ -108,7 +108,7 @@ async def _submit(
                 session.journal.promise()
         if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
             await trio.lowlevel.checkpoint()
-    await _settle(session, node, entries, await _store(session, new), answer)
+    await _answer_all(session, node, entries, await _store(session, new), answer)
 
 
 def _unexamined(session: Session, specs: Sequence[JobSpec], node: NodeApi) -> list[JobSpec]:
@@ -116,7 +116,7 @@ def _unexamined(session: Session, specs: Sequence[JobSpec], node: NodeApi) -> li
     return [spec for spec in specs if node.is_unexamined(spec) and not session.knows(spec.job_id)]
 
 
-async def _store(session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, ServiceError]:
+async def _store(session: Session, jobs: Sequence[Job]) -> Mapping[str, ServiceError]:
     """Store jobs in one commit. Return the errors of those that were not stored, by job id."""
     if not jobs:
         return {}
@@ -130,10 +130,10 @@ async def _store(session: Session, jobs: Sequence[RunningJob]) -> Mapping[str, S
     except (OSError, RuntimeError, MemoryError) as exc:  # the machine lacks something: each job needs an answer
         logger.error("session %s: %d jobs are not stored", session.session_id, len(jobs), exc_info=exc)
         failure = AdmissionRejected(f"the node cannot store jobs now: {exc!r}", RETRY_AFTER_S)
-    return {job.spec.job_id: failure for job in jobs}
+    return {job.job_id: failure for job in jobs}
 
 
-async def _settle(
+async def _answer_all(
     session: Session, node: NodeApi, entries: Sequence[_Entry], refused: Mapping[str, ServiceError], answer: Answer
 ) -> None:
     """Hand the stored jobs to the node, and answer for every job in order.
@@ -146,8 +146,8 @@ async def _settle(
     for index, entry in enumerate(entries):
         job = entry.job
         if job is not None and entry.is_new:
-            _hand_over(session, node, job, refused.get(job.spec.job_id))
-        if late or (job is not None and not job.settled.is_set()):
+            _hand_over(session, node, job, refused.get(job.job_id))
+        if late or (job is not None and not job.answered.is_set()):
             late.append((index, entry))
         else:
             answer(index, entry.refusal)
@@ -155,22 +155,21 @@ async def _settle(
             await trio.lowlevel.checkpoint()
     for index, entry in late:
         if entry.job is not None:
-            await entry.job.settled.wait()
+            await entry.job.answered.wait()
         answer(index, entry.refusal)
 
 
-def _hand_over(session: Session, node: NodeApi, job: RunningJob, failure: ServiceError | None) -> None:
+def _hand_over(session: Session, node: NodeApi, job: Job, failure: ServiceError | None) -> None:
     """Hand a stored job to the node, or refuse it if storing failed.
 
     If the node has ended meanwhile, the job is refused, but stays in the ledger: the next start runs it.
     """
     if failure is None:
-        if job.attempt:  # they began on other nodes: the next start is to count on from there
-            session.journal.begin_attempt(job.spec.job_id, job.attempt)
+        session.note_stored(job)
         try:
             session.hand_over(job, node)
         except Draining as exc:
             failure = exc
     if failure is not None:
         session.refuse(job, failure)
-    session.journal.settle()
+    session.journal.answered()

@@ -17,8 +17,7 @@ from prorl_trio.config import LedgerConfig
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.sessions.feed import READ_AHEAD_BYTES
 from prorl_trio.sessions.journal import open_journal
-from prorl_trio.sessions.restore import restore_sessions
-from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.session_table import SessionTable, recover_sessions
 from prorl_trio.sessions.submission import submit_one
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest
@@ -44,7 +43,7 @@ async def open_life(folder):
     limits = LedgerLimits(log_bytes=64 * MIB, reserve_bytes=MIB, max_bytes=1024 * MIB)
     async with open_ledger(folder, limits) as ledger, open_journal(ledger, HOT_BYTES) as journal:
         table, node = SessionTable(journal), FakeNode()
-        await restore_sessions(table, node, LedgerConfig())
+        await recover_sessions(table, node, LedgerConfig())
         yield table, node, journal.cache
 
 

@@ -137,7 +137,7 @@ async def test_cancels_and_status_go_over_all_nodes(tmp_path):
         answer = await client.cancel(["job-0", "job-1", "none"])
         assert (answer.cancelled, answer.unknown) == (["job-0", "job-1"], ["none"])
         assert sorted(await take(client, 2)) == ["job-0", "job-1"]
-        ended = await client.cancel_on_node(everything=True)
+        ended = await client.cancel(on_node=True, everything=True)
         assert len(ended.cancelled) == 14
         assert len(await take(client)) == 14
         assert fleet.where() == {"a": [], "b": []}

@@ -9,9 +9,9 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.session import OutcomeFrame
+from ipc.session import OutcomeFrame, TheseJobs
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
-from prorl_trio.sessions.cancelling import cancel_on_node
+from prorl_trio.sessions.cancelling import cancel
 from prorl_trio.sessions.journal import open_journal
 from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.sessions.session_table import SessionTable
@@ -237,8 +237,8 @@ async def test_a_cancel_reaches_its_own_job_and_says_what_it_found(open_sessions
         session, _ = table.open("s", 0)
         await submit(session, node, *map(make_spec, "abc"))
         await finish(session, node, "a")
-        found = await cancel_on_node(node, table.all(), ["a", "b", "nobody"], "not needed")
-        assert (found.job_ids, found.ended, found.unknown) == (["b"], ["a"], ["nobody"])
+        found = await cancel(node, table.all(), [TheseJobs(["a", "b", "nobody"])], "not needed")
+        assert (found.cancelled, found.ended, found.unknown) == (["b"], ["a"], ["nobody"])
         await ended(session, 2)
         assert [held.decode().status for held in await all_held(session)] == ["completed", "cancelled"]
         assert list(node.live) == ["c"]
@@ -247,10 +247,10 @@ async def test_a_cancel_reaches_its_own_job_and_says_what_it_found(open_sessions
 async def test_a_job_cancelled_ahead_ends_when_it_comes(open_sessions):
     async with open_sessions() as (table, node):
         session, _ = table.open("s", 0)
-        session.cancel_ahead(["a"], "not wanted")
+        session.cancel_ahead("a", "not wanted")
         assert await submit(session, node, make_spec("a"), make_spec("b")) == [None, None]
         await ended(session, 1)
-        outcome = (await session.held_of("a")).decode()
+        outcome = (await session.outcome_of("a")).decode()
         assert (outcome.status, outcome.error) == ("cancelled", "not wanted")
         assert list(node.live) == ["b"]
 
@@ -312,7 +312,7 @@ async def test_a_second_outcome_of_a_job_is_dropped(open_sessions, caplog):
         session.deliver(msgspec.structs.replace(outcome, reward=0.25))
         assert caplog.text.count("job a has ended already") == 2
         assert session.log.last == 1
-        assert (await session.held(1)).decode() == outcome
+        assert (await session.outcome_at(1)).decode() == outcome
     assert session.log.last == 1
 
 
@@ -352,7 +352,7 @@ async def test_an_outcome_of_bytes_that_is_too_large_loses_its_trajectory(open_s
         outcome = msgspec.structs.replace(make_outcome(make_spec("a")), details={"log": "x" * 5_000})
         session.deliver_encoded(EncodedOutcome.read(msgspec.msgpack.encode(outcome)), lambda _stored: None)
         await ended(session, 1)
-        got = (await session.held(1)).decode()
+        got = (await session.outcome_at(1)).decode()
         assert (got.status, got.error_code, got.details) == ("failed", "handler_raised", {})
 
 

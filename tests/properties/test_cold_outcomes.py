@@ -172,7 +172,7 @@ class World:
 
     async def read(self, session: Session, cursor: int) -> None:
         job_id = session.log.job_id(cursor)
-        held = await session.held(cursor)
+        held = await session.outcome_at(cursor)
         if held is not None:
             self.see(job_id, held.outcome)
 

@@ -213,7 +213,7 @@ class Trainer:
         assert outcome.job_id not in self.ended
         self.ended.add(outcome.job_id)
         encoded = msgspec.msgpack.encode(outcome)
-        self.shared.keep("s", outcome)
+        self.shared.add("s", outcome)
         self.held[outcome.job_id] = self.shared.frame("s", outcome.job_id, 1, self.reader) or encoded
 
     def report(self, job_id, status, detail):
@@ -232,7 +232,7 @@ class Trainer:
             recorded = self.handlers[job_id].recorded
             (segment,) = outcome.trajectory.segments
             assert segment.token_ids.tolist()[: len(recorded)] == recorded
-        self.shared.forget("s", job_id)
+        self.shared.remove("s", job_id)
 
 
 def make_job(rng, number, handler, resources, trainer):

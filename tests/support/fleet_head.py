@@ -17,8 +17,7 @@ from prorl_trio.fleet.head import open_fleet_head
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.sessions.journal import open_journal
-from prorl_trio.sessions.restore import restore_sessions
-from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.session_table import SessionTable, recover_sessions
 from support.fake_fleet import open_fake_fleet
 from support.fake_service import TOKEN, open_service
 
@@ -92,7 +91,7 @@ async def open_head(
             is_durable=ledger is not None,
             options={"reconnect_timeout_s": 30.0, **options},
         ) as fleet:
-            await restore_sessions(sessions, fleet, RESTORED)
+            await recover_sessions(sessions, fleet, RESTORED)
             async with open_service(fleet, sessions=sessions, port=port) as service:
                 head = Head(fleet, sessions, service)
                 fleet.start_members(recovery_timeout_s)

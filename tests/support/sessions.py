@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.sessions.limits import SessionLimits
     from prorl_trio.sessions.node_api import NodeApi
-    from prorl_trio.sessions.outcome_log import Held
+    from prorl_trio.sessions.outcome_log import OfferedOutcome
     from prorl_trio.sessions.session import Session
     from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec
@@ -41,6 +41,6 @@ async def ended(session: Session, count: int) -> None:
         await session.wait_arrival()
 
 
-async def all_held(session: Session) -> list[Held | None]:
+async def all_held(session: Session) -> list[OfferedOutcome | None]:
     """Every outcome that is held, in order."""
-    return [await session.held(cursor) for cursor in list(session.log.cursors())]
+    return [await session.outcome_at(cursor) for cursor in list(session.log.cursors())]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.pipeline.fair_order import FairOrder
+from prorl_trio.pipeline.stage_queue import FairOrder
 from prorl_trio.pipeline.staleness import BeginLimit
 
 

@@ -11,7 +11,7 @@ import pytest
 from ipc.session import (
     Accepted,
     Ack,
-    CancelledJobs,
+    Cancelled,
     OutcomeFrame,
     Rejected,
     SessionWelcome,
@@ -106,8 +106,8 @@ async def test_an_outcome_answers_the_submit_whose_answer_was_lost():
 async def test_an_answer_of_the_wrong_kind_is_refused():
     requests = Requests()
     request_id = requests.add(Call(lambda i: StatusRequest(request_id=i), StatusReport))
-    with pytest.raises(ProtocolError, match="got CancelledJobs where StatusReport was due"):
-        requests.take(CancelledJobs(request_id=request_id, cancelled=[], unknown=[]))
+    with pytest.raises(ProtocolError, match="got Cancelled where StatusReport was due"):
+        requests.take(Cancelled(request_id=request_id, cancelled=[], ended=[], unknown=[]))
 
 
 def test_addresses():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ipc.session import OutcomeFrame
+from prorl_trio.sessions.encoding import encode_outcome
 from prorl_trio.sessions.feed import Feed
-from prorl_trio.sessions.jobs import encode_outcome
 from prorl_trio.sessions.outcome_log import OutcomeLog
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Outcome

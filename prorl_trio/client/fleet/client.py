@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import trio
 
 from ipc.nursery import open_single_nursery
-from ipc.session import Accepted, CancelledJobs, CancelledOnNode, Rejected
+from ipc.session import Accepted, Cancelled, Rejected
 from prorl_trio.client.client import ADMISSION_PATIENCE_S, RolloutClient
 from prorl_trio.client.errors import ConnectionLost, SessionLost
 from prorl_trio.client.fleet.moves import Delivered, Moved, Named
@@ -137,54 +137,48 @@ class FleetClient(RolloutClient):
     async def cancel(
         self,
         job_ids: Sequence[str] = (),
-        reason: str = "cancelled by the trainer",
+        reason: str = "",
         *,
-        group_id: str = "",
+        group_id: str | None = None,
         tags: Mapping[str, str] | None = None,
         whole_session: bool = False,
         ahead: bool = False,
-    ) -> CancelledJobs:
-        """Cancel jobs of this session on all nodes; see `RolloutClient.cancel`."""
+        on_node: bool = False,
+        session_id: str | None = None,
+        everything: bool = False,
+    ) -> Cancelled:
+        """Cancel jobs on all nodes; see `RolloutClient.cancel`."""
         moving = [
             job
             for job in self._state.book.jobs.values()
-            if job.spec.job_id in job_ids
-            or whole_session
-            or (group_id and job.spec.group_id == group_id)
-            or (tags and tags.items() <= job.spec.tags.items())
+            if not on_node
+            and (
+                job.spec.job_id in job_ids
+                or whole_session
+                or (group_id and job.spec.group_id == group_id)
+                or (tags and tags.items() <= job.spec.tags.items())
+            )
         ]
-        for job in moving:
-            job.cancel_reason = reason  # on no node now, or on one that is lost meanwhile: where it goes next
+        for job in moving:  # on no node now, or on one that is lost meanwhile: where it goes next
+            job.cancel_reason = reason or "cancelled by the trainer"
         answers = await self._everywhere(
             lambda member: member.client.cancel(
-                job_ids, reason, group_id=group_id, tags=tags, whole_session=whole_session, ahead=ahead
+                job_ids,
+                reason,
+                group_id=group_id,
+                tags=tags,
+                whole_session=whole_session,
+                ahead=ahead,
+                on_node=on_node,
+                session_id=session_id,
+                everything=everything,
             )
         )
         cancelled = {job_id for answer in answers.values() for job_id in answer.cancelled}
         cancelled.update(job.spec.job_id for job in moving)
-        unknown = [job_id for job_id in dict.fromkeys(job_ids) if job_id not in cancelled]
-        return CancelledJobs(request_id=0, cancelled=sorted(cancelled), unknown=sorted(unknown))
-
-    async def cancel_on_node(
-        self,
-        job_ids: Sequence[str] = (),
-        reason: str = "cancelled by an operator",
-        *,
-        group_id: str | None = None,
-        session_id: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        everything: bool = False,
-    ) -> CancelledOnNode:
-        """Cancel jobs of any session on all nodes; see `RolloutClient.cancel_on_node`."""
-        answers = await self._everywhere(
-            lambda member: member.client.cancel_on_node(
-                job_ids, reason, group_id=group_id, session_id=session_id, tags=tags, everything=everything
-            )
-        )
-        cancelled = {job_id for answer in answers.values() for job_id in answer.cancelled}
         ended = {job_id for answer in answers.values() for job_id in answer.ended} - cancelled
         unknown = [job_id for job_id in dict.fromkeys(job_ids) if job_id not in cancelled | ended]
-        return CancelledOnNode(request_id=0, cancelled=sorted(cancelled), ended=sorted(ended), unknown=unknown)
+        return Cancelled(request_id=0, cancelled=sorted(cancelled), ended=sorted(ended), unknown=sorted(unknown))
 
     async def status(self) -> dict[str, Any]:
         """Return the live state of the fleet: that of all nodes together, and each one's under `nodes`."""

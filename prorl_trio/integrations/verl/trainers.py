@@ -54,7 +54,7 @@ class NodeTrainer:
         check_sampling(self.config.actor_rollout_ref.rollout)
         client = node_of(self.config).connect_blocking()
         check_tokenizer(self.tokenizer, client)
-        client.cancel_on_node(tags={"verl": run_name(self.config)}, reason="its trainer was started again")
+        client.cancel(on_node=True, tags={"verl": run_name(self.config)}, reason="its trainer was started again")
         _hook(self, "on_init_end")()
         self._engines = NodeEngines(client)
         self._engines.register(self._servers().get_addresses(), self.global_steps)

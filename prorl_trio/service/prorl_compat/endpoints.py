@@ -12,6 +12,7 @@ import msgspec
 import trio
 from starlette.responses import Response
 
+from ipc.session import AllJobs, TheseJobs
 from prorl_trio.service.prorl_compat.request import (
     CancelRequest,
     Instance,
@@ -28,7 +29,7 @@ from prorl_trio.service.rest.call import Endpoint
 from prorl_trio.service.rest.errors import ApiError, decode_body, status_of
 from prorl_trio.service.rest.schema import ErrorBody, NoQuery
 from prorl_trio.service.tcp import is_loopback
-from prorl_trio.sessions.cancelling import cancel_live
+from prorl_trio.sessions.cancelling import cancel
 from prorl_trio.sessions.submission import submit_one
 from prorl_trio.threads import run_sync
 from prorl_trio.types.backends import AddBackend, ListBackends, RemoveBackends
@@ -141,8 +142,7 @@ class _Server:
         """
         session = self._session(call.api)
         self._started = False
-        job_ids = [job.spec.job_id for job in session.running_jobs()]
-        await cancel_live(call.api.node, [session], job_ids, "stopped through /stop")
+        await cancel(call.api.node, [session], [AllJobs()], "stopped through /stop")
         for job_id in [session.log.job_id(cursor) for cursor in session.log.cursors()]:
             session.forget(job_id)
         return _say("Server stopped successfully")
@@ -180,8 +180,7 @@ class _Server:
         """
         session = self._session(call.api)
         job_id = decode_body(call.body, CancelRequest).job_id
-        if session.is_running(job_id):
-            await cancel_live(call.api.node, [session], [job_id], "cancelled through /cancel")
+        await cancel(call.api.node, [session], [TheseJobs([job_id])], "cancelled through /cancel")
         return _say(f"Cancel requested for job {job_id}")
 
     async def add_llm_server(self, call: Call) -> Response:
@@ -239,7 +238,7 @@ class _Server:
             await api.wait_all([running.ended], api.config.prorl_compat_timeout_s, api.config.prorl_compat_timeout_s)
             if (outcome := running.outcome) is not None:  # also when it was forgotten meanwhile, by `/stop`
                 return outcome
-        elif (held := await session.held_of(job_id)) is not None:
+        elif (held := await session.outcome_of(job_id)) is not None:
             return held.decode()
         if api.closing.is_set():
             raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "closing", "the node is shutting down")

@@ -28,7 +28,7 @@ async def results(call: Call) -> Reply:
     entries: list[ResultEntry] = []
     size_bytes = 0
     for place in list(islice(session.log.cursors(), min(query.limit, config.max_results_per_reply))):
-        if (held := await session.held(place)) is None:  # acknowledged or deleted by somebody else meanwhile
+        if (held := await session.outcome_at(place)) is None:  # acknowledged or deleted by somebody else meanwhile
             continue
         size_bytes += len(held.outcome)
         if entries and size_bytes > config.max_reply_bytes:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
+from ipc.session import MatchingJobs, TheseJobs
 from prorl_trio.service.requests import ErrorDetail, JobId, error_of, job_id_of
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.errors import decode_body, malformed, status_of
@@ -25,7 +26,7 @@ from prorl_trio.service.rest.schema import (
     SubmitReply,
     SubmittedJob,
 )
-from prorl_trio.sessions.cancelling import LiveJobs, cancel_live
+from prorl_trio.sessions.cancelling import cancel
 from prorl_trio.sessions.limits import JOBS_PER_CHECKPOINT
 from prorl_trio.sessions.submission import submit_all
 from prorl_trio.types.errors import MalformedJob, ServiceError, Undelivered
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prorl_trio.service.rest.call import Api
-    from prorl_trio.sessions.jobs import RunningJob
+    from prorl_trio.sessions.job import Job
     from prorl_trio.sessions.session import Session
     from prorl_trio.types.models import Outcome, Status
 
@@ -126,9 +127,7 @@ async def _take(session: Session, api: Api, raws: list[msgspec.Raw], *, batch: b
     return [answers[index] for index in range(len(raws))]
 
 
-async def _standing(
-    session: Session, job: SubmittedJob, asked: dict[str, RunningJob], *, with_outcome: bool
-) -> SubmittedJob:
+async def _standing(session: Session, job: SubmittedJob, asked: dict[str, Job], *, with_outcome: bool) -> SubmittedJob:
     """Return an accepted job with its present status and outcome. `asked` are the jobs that were waited for."""
     if not job.accepted or job.job_id is None:
         return job
@@ -136,7 +135,7 @@ async def _standing(
     running = session.running_job(job.job_id) or waited_for
     outcome = None if running is None else running.outcome
     cursor = session.log.find(job.job_id)
-    if outcome is None and cursor is not None and (held := await session.held(cursor)) is not None:
+    if outcome is None and cursor is not None and (held := await session.outcome_at(cursor)) is not None:
         outcome = held.decode()
     if outcome is not None:
         reply = outcome if with_outcome else None
@@ -192,7 +191,7 @@ async def get_job(call: Call) -> Reply:
     session = call.session_of(job_id)
     running = session.running_job(job_id)
     if running is None:
-        held = await session.held_of(job_id)
+        held = await session.outcome_of(job_id)
         if held is None:
             raise call.unknown(job_id)
         return _ended(session, job_id, held.cursor, held.decode())
@@ -230,7 +229,7 @@ async def delete_job(call: Call) -> Reply:
         await call.api.wait_all([running.ended], CANCEL_WAIT_S)
         status = "cancelled" if (outcome := running.outcome) is None else outcome.status
     else:
-        held = await session.held_of(job_id)
+        held = await session.outcome_of(job_id)
         if held is None:  # somebody else was faster
             raise call.unknown(job_id)
         if session.session_id != call.session_id or session.connected:
@@ -249,10 +248,9 @@ async def delete_jobs(call: Call) -> Reply:
     query: CancelQuery = call.query
     if query.group is None and query.session is None and not query.tag:
         raise malformed("give at least one of group, session, tag; nothing was cancelled", "query")
-    which = LiveJobs(group_id=query.group, session_id=query.session, tags=_tags(query.tag))
-    job_ids = which.choose(call.api.sessions.all())
-    await cancel_jobs(call.api, job_ids)
-    return Reply(body=CancelReply(cancelled=job_ids))
+    target = MatchingJobs(group_id=query.group, session_id=query.session, tags=_tags(query.tag))
+    found = await cancel(call.api.node, call.api.sessions.all(), [target], CANCEL_REASON)
+    return Reply(body=CancelReply(cancelled=found.cancelled))
 
 
 async def cancel_jobs(api: Api, job_ids: Sequence[str], reason: str = CANCEL_REASON) -> None:
@@ -260,7 +258,7 @@ async def cancel_jobs(api: Api, job_ids: Sequence[str], reason: str = CANCEL_REA
 
     Jobs that end by themselves meanwhile are no error.
     """
-    await cancel_live(api.node, api.sessions.all(), job_ids, reason)
+    await cancel(api.node, api.sessions.all(), [TheseJobs(list(job_ids))], reason)
 
 
 def _tags(given: list[str]) -> dict[str, str]:

@@ -14,10 +14,8 @@ from ipc.session import (
     Ack,
     AttachArena,
     CallBackends,
-    CancelJobs,
-    CancelledJobs,
-    CancelledOnNode,
-    CancelOnNode,
+    Cancel,
+    Cancelled,
     CheckedJobs,
     CheckJobs,
     ClientFrame,
@@ -31,12 +29,15 @@ from ipc.session import (
     StatusReport,
     StatusRequest,
     Submit,
+    TheseJobs,
     WithdrawCall,
+    WithdrawJobs,
+    WithdrawnJobs,
 )
 from ipc.websocket import CloseCode, LinkClosed, WebSocketLink
 from prorl_trio.service.backend_operations import answer_call
 from prorl_trio.service.requests import JobId, error_of, job_id_of, read
-from prorl_trio.sessions.cancelling import LiveJobs, cancel_live, cancel_on_node
+from prorl_trio.sessions.cancelling import cancel
 from prorl_trio.sessions.limits import JOBS_PER_CHECKPOINT
 from prorl_trio.sessions.submission import submit_all
 from prorl_trio.types.errors import ProtocolError, ServiceError
@@ -168,14 +169,13 @@ class Connection:
                 self._start(self._check, frame)
             case Ack():
                 self._session.ack(frame.cursor)
-            case CancelJobs():
-                if frame.forget:
-                    self._session.withdraw(
-                        frame.job_ids, ended=frame.forget_ended
-                    )  # before any later submit of theirs is looked at
+            case Cancel():
+                if frame.on_node and any(isinstance(target, TheseJobs) and target.ahead for target in frame.targets):
+                    raise ProtocolError("ahead is for the jobs of one session, and does not go with on_node")
                 self._start(self._cancel, frame)
-            case CancelOnNode():
-                self._start(self._cancel_on_node, frame)
+            case WithdrawJobs():
+                known = self._session.withdraw(frame.job_ids, ended=frame.ended)  # before any later submit of theirs
+                self._start(self._withdraw, frame, known)
             case AttachArena():
                 self._attach_arena(frame.reader_id)
             case RoomRequest():
@@ -239,7 +239,7 @@ class Connection:
         checkpoint, so that no outcome comes in between.
         """
         for job in list(self._session.running_jobs()):
-            await job.settled.wait()
+            await job.answered.wait()
         job_ids = self._session.to_come(self._feed.sent)
         for start in range(0, max(1, len(job_ids)), JOBS_PER_LIST):
             page, more = job_ids[start : start + JOBS_PER_LIST], start + JOBS_PER_LIST < len(job_ids)
@@ -293,28 +293,16 @@ class Connection:
         refused = [_rejected(frame.request_id, index, *errors[index]) for index in sorted(errors)]
         self._link.post(CheckedJobs(request_id=frame.request_id, refused=refused))
 
-    async def _cancel(self, frame: CancelJobs) -> None:
-        chosen = [*frame.job_ids, *self._session.choose(frame.group_id, frame.tags, whole_session=frame.whole_session)]
-        known = [job_id for job_id in dict.fromkeys(chosen) if self._session.knows(job_id)]
-        unknown = sorted(set(frame.job_ids) - set(known))
-        if frame.ahead:
-            self._session.cancel_ahead(unknown, frame.reason)
-        running = [job_id for job_id in known if self._session.is_running(job_id)]
-        await cancel_live(self._node, [self._session], running, frame.reason)
-        forgotten = [job_id for job_id in known if not self._session.knows(job_id)] if frame.forget else []
-        answer = CancelledJobs(request_id=frame.request_id, cancelled=known, unknown=unknown, forgotten=forgotten)
-        self._link.post(answer)
+    async def _cancel(self, frame: Cancel) -> None:
+        sessions = self._table.all() if frame.on_node else [self._session]
+        reason = frame.reason or ("cancelled by an operator" if frame.on_node else "cancelled by the trainer")
+        found = await cancel(self._node, sessions, frame.targets, reason)
+        self._link.post(Cancelled(frame.request_id, found.cancelled, found.ended, found.unknown))
 
-    async def _cancel_on_node(self, frame: CancelOnNode) -> None:
-        sessions = self._table.all()
-        chosen = LiveJobs(group_id=frame.group_id, session_id=frame.session_id, tags=frame.tags).choose(sessions)
-        if frame.everything:
-            chosen = [job.spec.job_id for session in sessions for job in session.running_jobs()]
-        found = await cancel_on_node(self._node, sessions, [*frame.job_ids, *chosen], frame.reason)
-        answer = CancelledOnNode(
-            request_id=frame.request_id, cancelled=found.job_ids, ended=found.ended, unknown=found.unknown
-        )
-        self._link.post(answer)
+    async def _withdraw(self, frame: WithdrawJobs, known: list[str]) -> None:
+        await cancel(self._node, [self._session], [TheseJobs(frame.job_ids)], frame.reason)
+        forgotten = [job_id for job_id in known if not self._session.knows(job_id)]
+        self._link.post(WithdrawnJobs(frame.request_id, forgotten))
 
     def _begin_call(self, call: CallBackends) -> None:
         scope = self._calls[call.request_id] = trio.CancelScope()

@@ -1,4 +1,4 @@
-"""The jobs of a session: their fingerprints, their state, and the encoding of their outcomes."""
+"""The bytes of jobs and outcomes: fingerprints of specs, and outcomes that fit into a message."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ import hashlib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
-import trio
 
 from prorl_trio.types.errors import MalformedJob
 from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, TaskInstance, Timing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from prorl_trio.types.errors import FailureCause, ServiceError
-    from prorl_trio.types.models import Status
+    from prorl_trio.types.errors import FailureCause
 
 __all__ = [
     "Encoded",
-    "RunningJob",
     "encode_outcome",
     "failed_outcome",
     "fingerprint_of",
@@ -40,56 +35,6 @@ _LEFT_OUT: Final[tuple[dict[str, Any], ...]] = (
 )
 _encoder = msgspec.msgpack.Encoder()
 _canonical = msgspec.msgpack.Encoder(order="sorted")
-_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
-
-
-class RunningJob:
-    """A job whose outcome cannot be sent yet: it is queued, runs, or its outcome is being stored.
-
-    Attributes:
-        ended: set together with `encoded`. A task that waits for it gets the outcome from here, even if it is
-            acknowledged or dropped at once.
-        encoded: the outcome as it is sent to the trainer; None until `ended`.
-        settled: set when the node has accepted the job, or `refused` says why it did not.
-        attempt: number of attempts that have begun, including those of former processes.
-        withdrawn: if its cancel ends it, it has no outcome: it is forgotten.
-    """
-
-    __slots__ = (
-        "attempt",
-        "encoded",
-        "ended",
-        "fingerprint",
-        "finishing",
-        "refused",
-        "settled",
-        "spec",
-        "status",
-        "submitted_s",
-        "waiting",
-        "withdrawn",
-    )
-
-    def __init__(self, spec: JobSpec, fingerprint: bytes, submitted_s: float) -> None:
-        self.spec = spec
-        self.fingerprint = fingerprint
-        self.status: Status = "queued"
-        self.submitted_s = submitted_s
-        self.settled = trio.Event()
-        self.refused: ServiceError | None = None
-        self.attempt = 0
-        self.withdrawn = False
-        self.finishing: bytes | None = None
-        """The outcome, while it is being stored."""
-        self.waiting: list[Callable[[bool], None]] = []
-        """Called when the outcome is stored, or refused by the ledger."""
-        self.ended = trio.Event()
-        self.encoded: bytes | None = None
-
-    @property
-    def outcome(self) -> Outcome | None:
-        """Return the outcome; None until the job has ended. Decodes it at every call."""
-        return None if self.encoded is None else _decode_outcome(self.encoded)
 
 
 def fingerprint_of(spec: JobSpec) -> bytes:
