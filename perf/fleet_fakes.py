@@ -28,9 +28,9 @@ from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.service.auth import Door
 from prorl_trio.service.limits import SessionLimits
 from prorl_trio.service.node_api import Room
+from prorl_trio.service.serve import serve_edges
 from prorl_trio.service.sessions.journal import Journal
 from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.websocket.server import serve_websocket
 from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory
 
@@ -147,7 +147,7 @@ async def _serve(
     """Serve a node, and keep its entry fresh."""
     node = _Node(f"node-{number:02d}")
     sessions = SessionTable(Journal(MemoryLedger(), nursery, sys.maxsize), SessionLimits())
-    serve = partial(serve_websocket, node, ListenConfig(port=0), Door(TOKEN.encode()), sessions=sessions)
+    serve = partial(serve_edges, node, ListenConfig(port=0), Door(TOKEN.encode()), sessions=sessions)
     host, port = await nursery.start(serve)
     entry = NodeEntry(
         node_id=node.node_id,
