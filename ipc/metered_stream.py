@@ -18,15 +18,16 @@ class MeteredStream(trio.abc.Stream):
     """Wraps `stream`, which it owns: closing one closes the other.
 
     With `limit_bytes`, reading stops after that many bytes until `lift_limit`: a stranger cannot fill memory before it
-    has shown its token.
+    has shown its token. `received` was read from `stream` already, and comes first.
 
     Attributes:
         last_received_s: `trio.current_time()` when a byte last came.
         over: set at end of file, when the connection broke, and on close.
     """
 
-    def __init__(self, stream: trio.abc.Stream, limit_bytes: int | None) -> None:
+    def __init__(self, stream: trio.abc.Stream, limit_bytes: int | None, received: bytes = b"") -> None:
         self._stream = stream
+        self._received = received
         self._left_bytes = limit_bytes
         self._lifted = trio.Event()
         self._reading = False
@@ -40,6 +41,10 @@ class MeteredStream(trio.abc.Stream):
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         """See `trio.abc.ReceiveStream`."""
+        if self._received:
+            await trio.lowlevel.checkpoint()
+            received, self._received = self._received, b""
+            return received
         if self._left_bytes is not None:
             if self._left_bytes == 0:
                 await self._lifted.wait()

@@ -375,28 +375,23 @@ async def open_server_link(
     stream: trio.abc.Stream,
     decode: Callable[[bytes], FrameT | list[FrameT]],
     limits: LinkLimits,
-    refusal: Callable[[list[tuple[bytes, bytes]]], str] = lambda _headers: "",
+    received: bytes = b"",
 ) -> AsyncIterator[WebSocketLink[FrameT]]:
     """Answer the WebSocket handshake on an accepted connection. Closes `stream` on leaving, whatever happens.
 
-    A handshake for whose headers, with lower-case names, `refusal` returns a reason is answered with 403 and the
-    reason.
+    `received` was read from the stream already: the HTTP request of the handshake, and what came after it.
 
     Raises:
-        LinkClosed: the peer does not speak WebSocket, was refused, or said nothing for `handshake_timeout_s`.
+        LinkClosed: it is not a WebSocket handshake, or could not be answered within `handshake_timeout_s`.
     """
 
     async def handshake(tasks: trio.Nursery, metered: MeteredStream) -> trio_websocket.WebSocketConnection:
         request = await trio_websocket.wrap_server_stream(
             tasks, metered, MESSAGE_QUEUE_MESSAGES, limits.max_message_bytes, RECEIVE_BUFFER_BYTES
         )
-        host = request._event.host.encode(errors="replace")
-        if why := refusal([*request.headers, (b"host", host)]):
-            await request.reject(403, extra_headers=[(b"content-type", b"text/plain")], body=why.encode())
-            raise LinkClosed(CloseCode.POLICY_VIOLATION, why)
         return await request.accept()
 
-    async with _open_link(MeteredStream(stream, STRANGER_BYTES), handshake, decode, limits) as link:
+    async with _open_link(MeteredStream(stream, STRANGER_BYTES, received), handshake, decode, limits) as link:
         yield link
 
 

@@ -26,7 +26,7 @@ from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import claim_folder, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.service.auth import Door
-from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.service.serve import serve_edges
 from prorl_trio.sessions.journal import Journal
 from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.sessions.node_api import Room
@@ -155,7 +155,7 @@ async def _serve(
     """Serve a node, and keep its entry fresh."""
     node = _Node(f"node-{number:02d}")
     sessions = SessionTable(Journal(MemoryLedger(), nursery, sys.maxsize), SessionLimits())
-    serve = partial(serve_websocket, node, ListenConfig(port=0), Door(TOKEN.encode()), sessions=sessions)
+    serve = partial(serve_edges, node, ListenConfig(port=0), Door(TOKEN.encode()), sessions=sessions)
     host, port = await nursery.start(serve)
     entry = NodeEntry(
         node_id=node.node_id,

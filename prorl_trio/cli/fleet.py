@@ -48,10 +48,7 @@ logger = logging.getLogger(__name__)
     "~/.local/state of this machine.",
 )
 @click.option("--port", type=click.IntRange(0, 65_535), help="The port, instead of the file's (0: any free one).")
-@click.option("--rest-port", type=click.IntRange(0, 65_535), help="Serve REST, too, at this port (0: any free one).")
-def fleet(
-    folder: Path | None, config_path: Path | None, ledger: Path | None, port: int | None, rest_port: int | None
-) -> None:
+def fleet(folder: Path | None, config_path: Path | None, ledger: Path | None, port: int | None) -> None:
     """Run the head of a fleet until SIGTERM or Ctrl-C: the one address at which a trainer uses all nodes of the folder.
 
     The head takes jobs as a node does, and has the nodes work on them. It can be killed and started again at any time:
@@ -77,10 +74,6 @@ def fleet(
         config = msgspec.structs.replace(config, fleet=msgspec.structs.replace(config.fleet, dir=str(folder)))
     if ledger is not None:
         config = msgspec.structs.replace(config, ledger=msgspec.structs.replace(config.ledger, dir=str(ledger)))
-    if rest_port is not None:
-        config = msgspec.structs.replace(
-            config, rest=msgspec.structs.replace(config.rest, enabled=True, port=rest_port, host=listen.host)
-        )
     ready = _Ready(secure=bool(listen.tls_cert))
 
     async def serve() -> bool:

@@ -9,7 +9,7 @@ import msgspec
 from prorl_trio.config.agent import AgentConfig, ModelConfig
 from prorl_trio.config.backends import BackendConfig
 from prorl_trio.config.fleet import FleetConfig
-from prorl_trio.config.listen import ListenConfig, RestConfig
+from prorl_trio.config.listen import MOVED, ListenConfig, RestConfig
 from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.quantities import Count, SecondsOrZero
 from prorl_trio.config.sandbox import SandboxConfig, ScoringConfig
@@ -71,4 +71,4 @@ def load_config(path: Path) -> NodeConfig:
     Raises:
         ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
     """
-    return read_toml(path, NodeConfig)
+    return read_toml(path, NodeConfig, MOVED)

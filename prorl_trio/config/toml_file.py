@@ -11,7 +11,7 @@ from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.field_errors import field_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from prorl_trio.types.field_errors import FieldError
@@ -21,8 +21,10 @@ __all__ = ["read_toml"]
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-def read_toml(path: Path, table: type[_T]) -> _T:
+def read_toml(path: Path, table: type[_T], moved: Mapping[str, str] | None = None) -> _T:
     """Return the file as a `table`. Blocks on the disk.
+
+    `moved` has the fields of former versions (`rest.port`), each with a sentence that names what replaced it.
 
     Raises:
         ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
@@ -35,7 +37,7 @@ def read_toml(path: Path, table: type[_T]) -> _T:
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"{path}: {exc}{_advice(field_error(exc), table)}") from exc
+        raise ConfigError(f"{path}: {exc}{_advice(field_error(exc), table, moved or {})}") from exc
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # a number of too many digits; endless nesting
         raise ConfigError(f"{path}: not TOML that can be read: {exc}") from exc
 
@@ -52,10 +54,12 @@ def _null_character(value: object, place: str = "$") -> str | None:
     return next((found for name, part in parts if (found := _null_character(part, place + name)) is not None), None)
 
 
-def _advice(error: FieldError, table: Any) -> str:
-    """Name the fields that there are, for one that is unknown."""
+def _advice(error: FieldError, table: Any, moved: Mapping[str, str]) -> str:
+    """Name what replaced an unknown field, or the fields that there are."""
     if not error.unknown:
         return ""
+    if (advice := moved.get(f"{error.path}.{error.unknown}".removeprefix("$."))) is not None:
+        return f"; {advice}"
     for name in error.path.split(".")[1:]:
         table = next(field.type for field in msgspec.structs.fields(table) if field.name == name)
     names = [field.name for field in msgspec.structs.fields(table)]

@@ -3,7 +3,7 @@
 serve_fleet()
 └─ sessions             the ledger                                             ends last
    └─ head nursery      sessions on the members, what is asked of them         second
-      └─ accept nursery WebSocket and REST listeners, their connections        first
+      └─ accept nursery listeners of the server, their connections             first
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ async def _wait_delivered(fleet: Fleet, sessions: SessionTable) -> None:
 def _prepare_edges(config: HeadConfig) -> Edges:
     listen = config.listen
     token, tls = load_token(listen), load_tls(listen)
-    named = [host for host in (listen.host, config.rest.host, config.fleet.advertise) if host]
+    named = [host for host in (listen.host, config.fleet.advertise) if host]
     return Edges(Door(token, listen.hosts, named), tls, [])
 
 
 @asynccontextmanager
 async def _open_whole(config: HeadConfig, edges: Edges) -> AsyncIterator[tuple[Fleet, SessionTable, tuple[str, int]]]:
     rest = config.rest
-    feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events) if rest.enabled else None
+    feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events)
     folder = await run_sync(lambda: claim_folder(config.fleet.dir))
     ledger = ledger_folder(config, dict(os.environ))
     async with open_monitoring(config) as monitoring, open_stored_journal(config.ledger, ledger) as journal:
@@ -144,7 +144,7 @@ async def _open_whole(config: HeadConfig, edges: Edges) -> AsyncIterator[tuple[F
             session_id=identity.session_id,
             is_durable=ledger is not None,
             model=identity.model,
-            observers=monitoring.observers if feed is None else [*monitoring.observers, feed],
+            observers=[*monitoring.observers, feed],
             options={
                 "max_message_bytes": config.listen.max_message_bytes,
                 "reconnect_timeout_s": config.member_timeout_s,
@@ -277,16 +277,13 @@ async def _open_entry(config: HeadConfig, door: Door, folder: Path, found_at: En
 
 
 def _entry(config: HeadConfig, found_at: Endpoints, token: str) -> HeadEntry:
-    host, port = found_at.websocket
-    rest = ""
-    if found_at.rest is not None:
-        address = (advertised_host(config.fleet.advertise, found_at.rest[0]), found_at.rest[1])
-        rest = rest_url(address, secure=found_at.rest_secure)
+    host, port = found_at.address
+    address = (advertised_host(config.fleet.advertise, host), port)
     return HeadEntry(
         node_id=config.node_id,
-        url=endpoint_url((advertised_host(config.fleet.advertise, host), port), secure=found_at.secure),
+        url=endpoint_url(address, secure=found_at.secure),
         unix_url=found_at.unix_url,
-        rest_url=rest,
+        rest_url=rest_url(address, secure=found_at.secure),
         token=token,
         host=socket.gethostname(),
         process=this_process(),

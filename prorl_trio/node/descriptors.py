@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 from typing import TYPE_CHECKING, Final
 
-from prorl_trio.service.strangers import MAX_STRANGERS
 from prorl_trio.service.websocket.server import LEAVING
 from prorl_trio.types.errors import ConfigError
 
@@ -43,9 +42,10 @@ def check_descriptors(config: NodeConfig) -> None:
         "stages.eval_workers": stages.eval_workers * (PER_ROLLOUT + PER_SCORER),
         "sandbox.max_warm": sandbox.max_warm * PER_ROLLOUT,
         "sandbox.max_concurrent_starts": sandbox.max_concurrent_starts * PER_START,
-        "listen.max_sessions": listen.max_sessions + LEAVING + MAX_STRANGERS,
+        "listen.max_sessions": listen.max_sessions + LEAVING,
+        "listen.max_connections": listen.max_connections,
+        "listen.max_unauthenticated": listen.max_unauthenticated,
         "arena.max_readers": config.arena.max_readers if config.arena.enabled else 0,
-        "rest.max_connections": config.rest.max_connections + MAX_STRANGERS if config.rest.enabled else 0,
     }
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = OWN + sum(needs.values())

@@ -43,12 +43,10 @@ _T = TypeVar("_T")
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses at which a node listens: (host, port) of the WebSocket and of REST, and the Unix socket's URL."""
+    """Where a node listens: (host, port) of its server, whether that speaks TLS, and the Unix socket's URL."""
 
-    websocket: tuple[str, int]
+    address: tuple[str, int]
     secure: bool = False
-    rest: tuple[str, int] | None = None
-    rest_secure: bool = False
     unix_url: str = ""
 
 
@@ -114,18 +112,15 @@ def advertised_host(advertise: str, listening: str) -> str:
 
 def _entry(node: Node, endpoints: Endpoints, token: str) -> NodeEntry:
     config = node.config
-    host, port = endpoints.websocket
-    rest = ""
-    if endpoints.rest is not None:
-        at = (advertised_host(config.fleet.advertise, endpoints.rest[0]), endpoints.rest[1])
-        rest = rest_url(at, secure=endpoints.rest_secure)
+    host, port = endpoints.address
+    found_at = (advertised_host(config.fleet.advertise, host), port)
     facts = node.part("model")
     assert isinstance(facts, dict)
     return NodeEntry(
         node_id=node.node_id,
-        url=endpoint_url((advertised_host(config.fleet.advertise, host), port), secure=endpoints.secure),
+        url=endpoint_url(found_at, secure=endpoints.secure),
         unix_url=endpoints.unix_url,
-        rest_url=rest,
+        rest_url=rest_url(found_at, secure=endpoints.secure),
         token=token,
         host=socket.gethostname(),
         process=this_process(),

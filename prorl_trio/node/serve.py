@@ -5,7 +5,7 @@ serve_node()
    └─ EVAL nursery    workers                                             third
       └─ RUN nursery  workers                                             second
          └─ INIT nursery workers                                          first
-            └─ accept nursery  WebSocket and REST listeners, sessions     closed before all of them
+            └─ accept nursery  listeners of the server, sessions          closed before all of them
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ async def _open_whole(
     Cancels `starting` before jobs of former processes begin to run: from then on a signal drains them.
     """
     rest = config.rest
-    feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events) if rest.enabled else None
+    feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events)
     async with open_monitoring(config) as monitoring:
         with open_node_arena(config.arena) as arena:
             async with open_sessions(config, arena) as sessions:
@@ -134,7 +134,7 @@ async def _open_whole(
                     config,
                     handlers,
                     provider=provider,
-                    observers=monitoring.observers if feed is None else [*monitoring.observers, feed],
+                    observers=[*monitoring.observers, feed],
                     on_backend_call=monitoring.metrics.backend_called,
                     on_sandbox_open=monitoring.metrics.sandbox_opened,
                     tokens=tokens,

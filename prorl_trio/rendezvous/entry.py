@@ -54,9 +54,9 @@ class NodeEntry(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         format: see `ENTRY_FORMAT`.
         node_id: the name of the file without `.json`.
-        url: of the WebSocket, as other machines reach it.
+        url: of its server, as trainers on other machines reach it: `ws://HOST:PORT`.
         unix_url: of the Unix socket, for this machine; empty: none.
-        rest_url: of REST; empty: it serves none.
+        rest_url: of the same server, for REST: `http://HOST:PORT`.
         token: its trainers' password.
         host: name of the machine.
         process: of the node.

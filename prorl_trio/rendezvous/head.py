@@ -30,9 +30,9 @@ class HeadEntry(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         format: see `HEAD_FORMAT`.
         node_id: the head's name.
-        url: of the WebSocket, as other machines reach it.
+        url: of its server, as trainers on other machines reach it: `ws://HOST:PORT`.
         unix_url: of the Unix socket, for this machine; empty: none.
-        rest_url: of REST; empty: it serves none.
+        rest_url: of the same server, for REST: `http://HOST:PORT`.
         token: its trainers' password.
         host: name of the machine.
         process: of the head.

@@ -1,4 +1,4 @@
-"""Limits for strangers: connections that have not authenticated yet."""
+"""The connections of the server: strangers, which have not authenticated yet, and those that have."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_STRANGERS", "Stranger", "Strangers", "peer_of"]
+__all__ = ["Stranger", "Strangers", "Visitor", "Visitors", "peer_of"]
 
 logger = logging.getLogger(__name__)
 
-MAX_STRANGERS: Final = 64
-"""Strangers that one listener has at most."""
 _IPV6_SITE_BITS: Final = 64
 """Length of the IPv6 prefix that counts as one peer: a single machine may own all addresses below it."""
 
@@ -42,7 +40,7 @@ class Stranger:
 
 
 class Strangers:
-    """The strangers of one listener, at most `limit`. A new one always gets in; at the limit it displaces another one.
+    """The strangers of the server, at most `limit`. A new one always gets in; at the limit it displaces another one.
 
     The displaced one is of the peer that has most strangers here: of those the one with least progress, then the
     oldest. So a peer that opens many connections displaces its own, not those of other peers. Strangers that are
@@ -109,3 +107,53 @@ def peer_of(connection: trio.socket.SocketType) -> str:
     if address.version == 4:
         return str(address)
     return str(ipaddress.ip_network((address, _IPV6_SITE_BITS), strict=False))
+
+
+class Visitor:
+    """A connection of the server: a stranger until it has shown the token, known from then on.
+
+    Attributes:
+        stranger: its state as long as it has not.
+        known: a request of it had the token. A trainer's connection, which shows it in a frame, counts elsewhere.
+    """
+
+    def __init__(self, visitors: Visitors, stranger: Stranger) -> None:
+        self._visitors = visitors
+        self.stranger = stranger
+        self.show_out = stranger.show_out
+        self.known = False
+
+    def become_known(self) -> bool:
+        """Count the connection as known, and return True; return False if there are too many known ones."""
+        if not self.known and len(self._visitors.known) < self._visitors.max_known:
+            self.known = True
+            self._visitors.known.add(self)
+            self._visitors.strangers.leave(self.stranger)
+        return self.known
+
+    def leave(self) -> None:
+        """Count the connection no more: it has ended, or is a trainer's. Idempotent."""
+        self._visitors.strangers.leave(self.stranger)
+        self._visitors.known.discard(self)
+
+
+class Visitors:
+    """All connections of the server. Strangers displace each other, never a known connection."""
+
+    def __init__(self, max_known: int, max_strangers: int) -> None:
+        self.max_known = max_known
+        self.known: set[Visitor] = set()
+        self.strangers = Strangers(max_strangers)
+
+    def arrive(self, peer: str, show_out: Callable[[], object]) -> Visitor:
+        """Add a connection as a stranger. Call `Visitor.leave` at its end. See `Strangers.arrive`."""
+        return Visitor(self, self.strangers.arrive(peer, show_out))
+
+    @property
+    def crowded(self) -> bool:
+        """Return whether there are more strangers than both their limit and that of known connections.
+
+        That happens when all are being served, because the server does not displace such a stranger. They use endpoints
+        that require no token.
+        """
+        return len(self.strangers) > max(self.strangers.limit, self.max_known)

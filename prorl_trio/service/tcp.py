@@ -1,40 +1,72 @@
-"""The TCP listeners of a node."""
+"""The listeners of a node: a TCP port, or listening sockets that the process inherited."""
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import os
+import socket
+from typing import TYPE_CHECKING
 
 import trio
 
 from prorl_trio.types.errors import ConfigError
 
-__all__ = ["is_loopback", "open_tcp_listener"]
+if TYPE_CHECKING:
+    from prorl_trio.config import ListenConfig
+
+__all__ = ["is_loopback", "open_listeners"]
 
 
-async def open_tcp_listener(table: str, host: str, port: int) -> trio.SocketListener:
-    """Bind a TCP port and return its listener. Connections queue in the kernel until somebody accepts them.
+async def open_listeners(listen: ListenConfig) -> list[trio.SocketListener]:
+    """Return the inherited listeners, and a new one for the port unless one of them is a TCP socket.
 
-    If the host's name has several addresses, only the first is bound. `table` is the table of node.toml that error
-    messages name.
+    Connections queue in the kernel until somebody accepts them. The caller closes the listeners. If the host's name has
+    several addresses, only the first is bound.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: the address cannot be bound, or a descriptor is no listening socket.
     """
+    listeners = [_inherited(descriptor) for descriptor in listen.descriptors]
+    if all(listener.socket.family == trio.socket.AF_UNIX for listener in listeners):
+        try:
+            listeners.insert(0, await _bind(listen.host, listen.port))
+        except BaseException:
+            for listener in listeners:
+                listener.socket.close()
+            raise
+    return listeners
+
+
+async def _bind(host: str, port: int) -> trio.SocketListener:
     if not 0 <= port <= 65_535:
-        raise ConfigError(f"{table}.port must be 0 (any free one) to 65535, got {port}")
+        raise ConfigError(f"listen.port must be 0 (any free one) to 65535, got {port}")
     try:
         first, *others = await trio.open_tcp_listeners(port, host=host)
     except OSError as exc:
-        why = f"{table}: cannot bind {host}:{port}: {exc.strerror or exc}"
+        why = f"listen: cannot bind {host}:{port}: {exc.strerror or exc}"
         if exc.errno == errno.EADDRINUSE:
-            why += f"; end what listens there, or set {table}.port to another one (0: any that is free)"
+            why += "; end what listens there, or set listen.port to another one (0: any that is free)"
         raise ConfigError(why) from exc
     except UnicodeError as exc:  # of the codec that encodes host names
-        raise ConfigError(f"{table}.host: {host!r} is no host name: {exc.__cause__ or exc}") from exc
+        raise ConfigError(f"listen.host: {host!r} is no host name: {exc.__cause__ or exc}") from exc
     for other in others:
         await other.aclose()
     return first
+
+
+def _inherited(descriptor: int) -> trio.SocketListener:
+    """Return a listener over an inherited descriptor, which is no longer passed on to child processes."""
+    try:
+        os.set_inheritable(descriptor, False)
+        sock = socket.socket(fileno=descriptor)
+    except OSError as exc:
+        raise ConfigError(f"listen.descriptors: {descriptor} is no socket of this process: {exc.strerror}") from exc
+    listens = sock.type == socket.SOCK_STREAM and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    if not listens or sock.family not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX):
+        sock.detach()
+        raise ConfigError(f"listen.descriptors: {descriptor} is no TCP or Unix socket that listens")
+    return trio.SocketListener(trio.socket.from_stdlib_socket(sock))
 
 
 def is_loopback(host: str) -> bool:

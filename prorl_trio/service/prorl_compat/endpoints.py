@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import trio
-from starlette.responses import Response
 
 from ipc.session import AllJobs, TheseJobs
 from prorl_trio.service.prorl_compat.request import (
@@ -25,6 +24,7 @@ from prorl_trio.service.prorl_compat.request import (
 )
 from prorl_trio.service.prorl_compat.result import Asked, make_result
 from prorl_trio.service.requests import ErrorDetail, error_of
+from prorl_trio.service.responses import Response
 from prorl_trio.service.rest.call import Endpoint
 from prorl_trio.service.rest.errors import ApiError, decode_body, status_of
 from prorl_trio.service.rest.schema import ErrorBody, NoQuery
@@ -93,6 +93,7 @@ def compat_endpoints(backends: BackendConfig, *, free: bool) -> list[Endpoint]:
             bodies=bodies,
             replies={200: None},
             errors=errors,
+            error=_compat_error,
             error_bodies=(CompatError, ErrorBody),
             free=free,
             tags=("ProRL",),
@@ -107,9 +108,11 @@ def configured_endpoints(config: NodeConfig) -> list[Endpoint]:
     Raises:
         ConfigError: `config` has them require no token where anyone could connect.
     """
-    rest, anyone = config.rest, ""
-    if not is_loopback(rest.host):
-        anyone = f"is for a loopback rest.host only, not {rest.host!r}: anyone could come"
+    rest, host, anyone = config.rest, config.listen.host, ""
+    if not is_loopback(host):
+        anyone = f"is for a loopback listen.host only, not {host!r}: anyone could come"
+    elif config.listen.descriptors:
+        anyone = "is not for listen.descriptors: anyone could come"
     elif config.sandbox.network:
         anyone = "is for sandboxes without a network: what the policy runs could come (sandbox.network)"
     if rest.prorl_compat and not rest.prorl_compat_token and anyone:
@@ -266,9 +269,13 @@ def _with_detail(handler: Callable[[Call], Awaitable[Response]]) -> Callable[[Ca
             detail = error_of(exc)
             status = status_of(detail)
         await trio.lowlevel.checkpoint()
-        return _json(CompatError(detail=detail.message, error=detail), status)
+        return _json(_compat_error(detail), status)
 
     return handle
+
+
+def _compat_error(detail: ErrorDetail) -> CompatError:
+    return CompatError(detail=detail.message, error=detail)
 
 
 def _error(status: int, code: str, message: str) -> ApiError:

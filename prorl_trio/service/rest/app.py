@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
+import re
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import parse_qsl
 
 import msgspec
 import trio
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.routing import Route
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.service.requests import ErrorDetail, error_of
+from prorl_trio.service.responses import Response
 from prorl_trio.service.rest import backends, pages, results, rollouts
 from prorl_trio.service.rest.call import Api, Call, Endpoint, Reply
 from prorl_trio.service.rest.encoding import JSON, MSGPACK, encode_reply
 from prorl_trio.service.rest.errors import ApiError, decode_query, status_of
-from prorl_trio.service.rest.guard import Guard, read_body
 from prorl_trio.service.rest.openapi import describe
 from prorl_trio.service.rest.schema import ErrorBody, NoQuery
 from prorl_trio.types.errors import BackendError, ServiceError
@@ -27,37 +24,119 @@ from prorl_trio.types.errors import BackendError, ServiceError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from starlette.requests import Request
-    from starlette.types import ASGIApp, Receive
+    from prorl_trio.service.responses import Receive, Scope, Send
 
-    from prorl_trio.service.auth import Door
-
-__all__ = ["ENDPOINTS", "make_app"]
+__all__ = ["ENDPOINTS", "RestApp"]
 
 ENDPOINTS: Final = (*rollouts.ENDPOINTS, *results.ENDPOINTS, *backends.ENDPOINTS, *pages.ENDPOINTS)
 
-SESSION_HEADER: Final = "x-session-id"
+SESSION_HEADER: Final = b"x-session-id"
 _REPEATED: Final = frozenset({"tag"})
 """Query parameters that may be repeated."""
+_Methods = dict[str, Endpoint]
 
 
-def make_app(api: Api, door: Door, more: Sequence[Endpoint] = ()) -> ASGIApp:
-    """Return the ASGI application with `ENDPOINTS` and `more`, behind `door`. It handles no lifespan events."""
-    endpoints = [*ENDPOINTS, *more]
-    page = describe([*endpoints, _description(b"")])
-    routes = _routes(api, [*endpoints, _description(page)])
-    free = frozenset(endpoint.path for endpoint in endpoints if endpoint.free) | {"/openapi.json"}
-    app = Starlette(
-        routes=routes,
-        exception_handlers={
-            ApiError: _answer_api_error,
-            ServiceError: _answer_node_error,
-            BackendError: _answer_node_error,
-            HTTPException: _answer_http_error,
-        },
-    )
-    app.router.redirect_slashes = False
-    return Guard(app, door, free.__contains__)
+class RestApp:
+    """An ASGI application with `ENDPOINTS` and `more`. It reads no body before its token is checked by the server."""
+
+    def __init__(self, api: Api, more: Sequence[Endpoint] = ()) -> None:
+        endpoints = [*ENDPOINTS, *more]
+        endpoints.append(_description(describe([*endpoints, _description(b"")])))
+        self._api = api
+        self._methods: dict[str, _Methods] = {}
+        for endpoint in endpoints:
+            self._methods.setdefault(endpoint.path, {})[endpoint.method] = endpoint
+        # A job id is the submitter's, and may hold slashes.
+        self._patterns = [
+            (re.compile(re.escape(path).replace(r"\{job_id\}", "(?P<job_id>.+)"), re.DOTALL), methods)
+            for path, methods in self._methods.items()
+            if "{" in path
+        ]
+        self._free = frozenset(endpoint.path for endpoint in endpoints if endpoint.free)
+
+    def is_free(self, path: str) -> bool:
+        """Return whether requests of a path need no token."""
+        return path in self._free
+
+    def error_body(self, path: str, detail: ErrorDetail) -> bytes:
+        """Return the JSON body of an error, in the shape that the endpoints of a path have."""
+        for endpoint in self._methods.get(path, {}).values():
+            return msgspec.json.encode(endpoint.error(detail))
+        return msgspec.json.encode(ErrorBody(error=detail))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        try:
+            response = await self._answer(scope, receive)
+        except ApiError as exc:
+            response = self._error(scope, exc.status, exc.detail)
+        except (ServiceError, BackendError) as exc:
+            detail = error_of(exc)
+            response = self._error(scope, status_of(detail), detail)
+        try:
+            await response(scope, receive, send)
+        except ServiceError as exc:  # an event stream that is one too many
+            detail = error_of(exc)
+            await self._error(scope, status_of(detail), detail)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Response:
+        """Read and check a request, and answer it. If the client leaves, the endpoint's handler is cancelled."""
+        methods, parameters = self._find(scope["path"])
+        body = bytearray()
+        while True:
+            message = await receive()
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        if method not in methods:
+            allowed = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
+            return self._error(scope, 405, _detail(405), {"Allow": allowed})
+        endpoint = methods[method]
+        query = decode_query(_query(scope["query_string"]), endpoint.query)
+        named = [value.decode("latin-1") for name, value in scope["headers"] if name == SESSION_HEADER]
+        call = Call(
+            api=self._api,
+            path=parameters,
+            query=query,
+            body=bytes(body),
+            named_session=getattr(query, "session", None) or next(iter(named), None),
+        )
+        response = Response(status=HTTPStatus.REQUEST_TIMEOUT)
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(_cancel_at_disconnect, receive, nursery.cancel_scope)
+            answer = await endpoint.handler(call)
+            if isinstance(answer, Reply):
+                response = await _response(scope, answer, getattr(query, "arrays", "base64"))
+            else:
+                response = answer
+            nursery.cancel_scope.cancel("answered")
+        return response
+
+    def _find(self, path: str) -> tuple[_Methods, dict[str, str]]:
+        """Return the endpoints of a path by their methods, and the path's parameters.
+
+        Raises:
+            ApiError: 404.
+        """
+        if (methods := self._methods.get(path)) is not None and "{" not in path:
+            return methods, {}
+        for pattern, methods in self._patterns:
+            if (found := pattern.fullmatch(path)) is not None:
+                return methods, found.groupdict()
+        raise ApiError(404, _detail(404))
+
+    def _error(
+        self, scope: Scope, status: int, detail: ErrorDetail, headers: Mapping[str, str] | None = None
+    ) -> Response:
+        return Response(
+            self.error_body(scope["path"], detail), int(status), {**(headers or {}), **_retry_after(detail)}, JSON
+        )
+
+
+def _detail(status: int) -> ErrorDetail:
+    found = HTTPStatus(status)
+    return ErrorDetail(code=found.name.lower(), message=found.phrase)
 
 
 def _description(page: bytes) -> Endpoint:
@@ -76,47 +155,11 @@ def _description(page: bytes) -> Endpoint:
     )
 
 
-def _routes(api: Api, endpoints: Sequence[Endpoint]) -> list[Route]:
-    """Return one route for each path with all its methods, so that the answer 405 lists them all."""
-    paths: dict[str, dict[str, Endpoint]] = {}
-    for endpoint in endpoints:
-        path = endpoint.path.replace("{job_id}", "{job_id:path}")  # a job id is the submitter's and may hold slashes
-        paths.setdefault(path, {})[endpoint.method] = endpoint
-    return [Route(path, partial(_serve, api, methods), methods=list(methods)) for path, methods in paths.items()]
-
-
-async def _serve(api: Api, methods: Mapping[str, Endpoint], request: Request) -> Response:
-    """Read and check a request, and answer it. If the client disconnects, the endpoint's handler is cancelled."""
-    endpoint = methods["GET" if request.method == "HEAD" else request.method]
-    config = api.config
-    body = await read_body(request.receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-    if body is None:
-        return Response(status_code=HTTPStatus.REQUEST_TIMEOUT)
-    query = decode_query(_parameters(request), endpoint.query)
-    call = Call(
-        api=api,
-        path={name: str(value) for name, value in request.path_params.items()},
-        query=query,
-        body=body,
-        named_session=getattr(query, "session", None) or request.headers.get(SESSION_HEADER),
-    )
-    response = Response(status_code=HTTPStatus.REQUEST_TIMEOUT)
-    async with open_single_nursery() as nursery:
-        nursery.start_soon(_cancel_at_disconnect, request.receive, nursery.cancel_scope)
-        answer = await endpoint.handler(call)
-        response = (
-            await _response(request, answer, getattr(query, "arrays", "base64"))
-            if isinstance(answer, Reply)
-            else answer
-        )
-        nursery.cancel_scope.cancel("answered")
-    return response
-
-
-async def _response(request: Request, reply: Reply, arrays: Any) -> Response:
-    media_type = MSGPACK if MSGPACK in request.headers.get("accept", "") else JSON
+async def _response(scope: Scope, reply: Reply, arrays: Any) -> Response:
+    accepted = b",".join(value for name, value in scope["headers"] if name == b"accept")
+    media_type = MSGPACK if MSGPACK.encode() in accepted else JSON
     content = await encode_reply(reply.body, media_type, arrays, reply.outcomes)
-    headers = _headers(reply.error) if reply.error is not None else {}
+    headers = _retry_after(reply.error) if reply.error is not None else {}
     return Response(content, int(reply.status), headers, media_type)
 
 
@@ -126,37 +169,16 @@ async def _cancel_at_disconnect(receive: Receive, scope: trio.CancelScope) -> No
     scope.cancel("the client left")
 
 
-def _parameters(request: Request) -> dict[str, Any]:
-    query = request.query_params
-    return {name: query.getlist(name) if name in _REPEATED else query[name] for name in query}
+def _query(encoded: bytes) -> dict[str, Any]:
+    query: dict[str, Any] = {}
+    for name, value in parse_qsl(encoded.decode("latin-1"), keep_blank_values=True):
+        if name in _REPEATED:
+            query.setdefault(name, []).append(value)
+        else:
+            query[name] = value
+    return query
 
 
-# ---------------------------------------------------------------- errors
-
-
-def _error(status: int, detail: ErrorDetail) -> Response:
-    return Response(msgspec.json.encode(ErrorBody(error=detail)), int(status), _headers(detail), JSON)
-
-
-def _headers(detail: ErrorDetail) -> dict[str, str]:
+def _retry_after(detail: ErrorDetail) -> dict[str, str]:
     # Whole seconds, rounded up: the header has no fractions.
     return {} if detail.retry_after_s is None else {"Retry-After": str(max(1, -int(-detail.retry_after_s // 1)))}
-
-
-async def _answer_api_error(_request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, ApiError)
-    return _error(exc.status, exc.detail)
-
-
-async def _answer_node_error(_request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, ServiceError | BackendError)
-    detail = error_of(exc)
-    return _error(status_of(detail), detail)
-
-
-async def _answer_http_error(_request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, HTTPException)
-    code = HTTPStatus(exc.status_code).name.lower()
-    response = _error(exc.status_code, ErrorDetail(code=code, message=exc.detail))
-    response.headers.update(exc.headers or {})
-    return response

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
 
     import msgspec
-    from starlette.responses import Response
 
     from prorl_trio.config import RestConfig
     from prorl_trio.service.requests import ErrorDetail
+    from prorl_trio.service.responses import Response
     from prorl_trio.service.rest.events import EventFeed
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.session import Session
@@ -139,6 +139,10 @@ class Reply:
     error: ErrorDetail | None = None
 
 
+def _error_body(detail: ErrorDetail) -> ErrorBody:
+    return ErrorBody(error=detail)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """A method on a path, for the router and the OpenAPI description.
@@ -153,6 +157,7 @@ class Endpoint:
         bodies: types that the request's body may have; empty if it has none.
         body_required: false if the body may be missing.
         errors: statuses of errors, besides those of every endpoint.
+        error: makes the body of an error that the server or the router answers.
         error_bodies: types that the body of an error may have.
         free: no token is required.
         media_type: of the replies.
@@ -169,6 +174,7 @@ class Endpoint:
     bodies: tuple[type[msgspec.Struct], ...] = ()
     body_required: bool = True
     errors: tuple[int, ...] = ()
+    error: Callable[[ErrorDetail], msgspec.Struct] = _error_body
     error_bodies: tuple[type[msgspec.Struct], ...] = (ErrorBody,)
     free: bool = False
     media_type: str = "application/json"

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
-from starlette.responses import Response
 
 from ipc.nursery import open_single_nursery
+from prorl_trio.service.responses import Response
 from prorl_trio.types.errors import AdmissionRejected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from starlette.types import Receive, Scope, Send
-
     from prorl_trio.pipeline.observer import JobView
+    from prorl_trio.service.responses import Receive, Scope, Send
     from prorl_trio.service.rest.schema import EventsQuery
     from prorl_trio.types.models import Outcome, Status, Turn
 
@@ -128,11 +127,8 @@ class EventStream(Response):
     Sends a comment after every `heartbeat_interval_s` without an event.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(self, feed: EventFeed, query: EventsQuery, closing: trio.Event, heartbeat_interval_s: float) -> None:
-        super().__init__(headers={"Cache-Control": "no-store"})
-        del self.headers["content-length"]
+        super().__init__(headers={"Cache-Control": "no-store"}, media_type="text/event-stream; charset=utf-8")
         self._feed = feed
         self._query = query
         self._closing = closing
@@ -146,7 +142,10 @@ class EventStream(Response):
         """
         subscription = self._feed.subscribe(self._query)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.start", "status": 200, "headers": self.headers})
+            if scope["method"] == "HEAD":
+                await send({"type": "http.response.body"})
+                return
             async with open_single_nursery() as nursery:
                 nursery.start_soon(_cancel_at_disconnect, receive, nursery.cancel_scope)
                 nursery.start_soon(_cancel_at, self._closing, nursery.cancel_scope)

@@ -6,9 +6,9 @@ from http import HTTPStatus
 from typing import Final
 
 import trio
-from starlette.responses import Response
 
 from prorl_trio.service.requests import ErrorDetail
+from prorl_trio.service.responses import Response
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.docs_page import DOCS_PAGE
 from prorl_trio.service.rest.errors import ApiError
@@ -64,7 +64,9 @@ async def docs(_call: Call) -> Response:
     """Answer with an HTML page that shows the OpenAPI description."""
     await trio.lowlevel.checkpoint()
     return Response(
-        DOCS_PAGE, media_type="text/html", headers={"Content-Security-Policy": "default-src 'self' 'unsafe-inline'"}
+        DOCS_PAGE.encode(),
+        media_type="text/html; charset=utf-8",
+        headers={"Content-Security-Policy": "default-src 'self' 'unsafe-inline'"},
     )
 
 
