@@ -34,7 +34,7 @@ from ipc.session import (
 )
 from ipc.tls import client_context
 from ipc.websocket import LinkLimits
-from prorl_trio.client.address import Address, EndpointFile
+from prorl_trio.client.address import Address, EndpointFile, HeadFile
 from prorl_trio.client.backend_calls import BackendCalls
 from prorl_trio.client.policy_update import open_policy_update
 from prorl_trio.client.requests import Call, FrameT, RequestFrame, SubmitCall
@@ -405,14 +405,15 @@ async def connect_node(
     observe_all: bool = False,
     observe_group: str = "",
     read_token: Callable[[], Awaitable[str]] | None = None,
+    head: HeadFile | None = None,
 ) -> AsyncIterator[RolloutClient]:
-    """Open a session on one node. See `prorl_trio.client.connect`, which this does for a node, and `Transport`."""
-    where = _where(url, endpoint_file)
+    """Open a session on one node, or on the `head` of a fleet. See `prorl_trio.client.connect`, and `Transport`."""
+    where = _where(url, endpoint_file) if head is None else head
     try:
         token = check_token(token, "the token given to the client")
     except ConfigError as exc:
         raise Unauthorized(str(exc)) from None
-    may_be_secure = isinstance(where, EndpointFile) or where.secure
+    may_be_secure = not isinstance(where, Address) or where.secure
     tls = await trio.to_thread.run_sync(_tls_context, tls_ca) if may_be_secure else None
     state = ClientState(session_id or uuid.uuid4().hex, resume_after)
     limits = LinkLimits(

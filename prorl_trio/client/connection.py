@@ -5,9 +5,13 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import trio
+
 from ipc.session import MAX_MESSAGE_BYTES
+from prorl_trio.client.address import HeadFile
 from prorl_trio.client.client import connect_node
 from prorl_trio.client.fleet.opening import open_fleet
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -50,8 +54,10 @@ async def connect(
     the outcome yielded last is kept for the session's next client. Either way the connection is closed, within 2 s, and
     jobs go on.
 
-    With `fleet`, the session is on all nodes that have an entry in that folder, and on those that come: jobs go where
-    there is room, those of a lost node run on others as their next attempt, and each outcome comes once.
+    With `fleet`, the session is on the head of the fleet in that folder, which is found by its entry there, also after
+    its next start, on another machine or port. Where no head has ever been started, the session is on all nodes that
+    have an entry in the folder, and on those that come. Either way jobs go where there is room, those of a lost node
+    run on others as their next attempt, and each outcome comes once.
 
     Args:
         url: the node's address; `unix://` on its own host only.
@@ -119,7 +125,34 @@ async def connect(
         return
     if url is not None or endpoint_file is not None:
         raise ValueError("connect needs the url of a node, its endpoint_file, or a fleet's folder, one of the three")
+    head = HeadFile(fleet)
+    if await trio.to_thread.run_sync(head.has_been):
+        token = token or await _token_of(head, connect_timeout_s)
+        async with connect_node(
+            None,
+            token,
+            head=head,
+            read_token=head.read_token,
+            resume_after=resume_after,
+            shared_memory=shared_memory,
+            **options,  # type: ignore[arg-type]  # the same
+        ) as client:
+            yield client
+        return
     if resume_after or shared_memory:
         raise ValueError("a fleet has no resume_after, as each node counts for itself, and no shared_memory")
     async with open_fleet(fleet, token, **options) as whole:  # type: ignore[arg-type]  # the same
         yield whole
+
+
+async def _token_of(head: HeadFile, timeout_s: float) -> str:
+    """Return the token of a fleet's head.
+
+    Raises:
+        ConfigError: its entry cannot be read.
+    """
+    try:
+        with trio.fail_after(timeout_s):
+            return await head.read_token()
+    except (OSError, trio.TooSlowError) as exc:
+        raise ConfigError(f"the token of {head} cannot be read: {exc}") from exc

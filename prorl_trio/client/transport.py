@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from ipc.session import SessionHello
-    from prorl_trio.client.address import EndpointFile
+    from prorl_trio.client.address import EndpointFile, HeadFile
 
 __all__ = ["Patience", "Transport"]
 
@@ -65,7 +65,7 @@ class Transport:
 
     def __init__(
         self,
-        where: Address | EndpointFile,
+        where: Address | EndpointFile | HeadFile,
         hello: SessionHello,
         state: ClientState,
         limits: LinkLimits,

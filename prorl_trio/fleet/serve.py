@@ -162,7 +162,10 @@ async def _open_whole(config: HeadConfig, edges: Edges) -> AsyncIterator[tuple[F
 
             @asynccontextmanager
             async def membership(found_at: Endpoints) -> AsyncIterator[None]:
-                async with _open_entry(config, edges.door, folder, found_at), open_single_nursery() as tasks:
+                async with (
+                    _open_entry(config, edges.door, folder, found_at, stays=ledger is not None),
+                    open_single_nursery() as tasks,
+                ):
                     fleet.start_members(config.recovery_timeout_s)
                     tasks.start_soon(service_task(_keep_model, "fleet model"), fleet, ledger, identity)
                     yield
@@ -243,8 +246,12 @@ def _member_figures(fleet: Fleet) -> dict[str, dict[str, float]]:
 
 
 @asynccontextmanager
-async def _open_entry(config: HeadConfig, door: Door, folder: Path, found_at: Endpoints) -> AsyncIterator[None]:
-    """Keep the head's entry in the fleet's folder during the block.
+async def _open_entry(
+    config: HeadConfig, door: Door, folder: Path, found_at: Endpoints, *, stays: bool
+) -> AsyncIterator[None]:
+    """Keep the head's entry in the fleet's folder up to date during the block.
+
+    `stays`: it is there after that, too, so that trainers wait for the head's next start.
 
     Raises:
         ConfigError: another head lives there, or the entry cannot be written.
@@ -269,11 +276,16 @@ async def _open_entry(config: HeadConfig, door: Door, folder: Path, found_at: En
             yield
         finally:
             tasks.cancel_scope.cancel("the head leaves")
-            with trio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
-                try:
-                    await run_sync(lambda: remove_head(folder, entry), limiter=disk, abandon_on_cancel=True)
-                except OSError as exc:
-                    logger.warning("the entry of the head stays in %s: %s", folder, exc)
+            if not stays:
+                with trio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
+                    await _remove(folder, entry, disk)
+
+
+async def _remove(folder: Path, entry: HeadEntry, disk: trio.CapacityLimiter) -> None:
+    try:
+        await run_sync(lambda: remove_head(folder, entry), limiter=disk, abandon_on_cancel=True)
+    except OSError as exc:
+        logger.warning("the entry of the head stays in %s: %s", folder, exc)
 
 
 def _entry(config: HeadConfig, found_at: Endpoints, token: str) -> HeadEntry:

@@ -16,7 +16,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry, slurm_step
-from prorl_trio.rendezvous.folder import claim_folder, read_entry, remove_entry, renew_entry, write_entry
+from prorl_trio.rendezvous.folder import HEAD_FILE, claim_folder, read_entry, remove_entry, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.service.endpoints import endpoint_url, rest_url
@@ -166,7 +166,8 @@ async def _claim(folder: Path, entry: NodeEntry, disk: _Disk) -> None:
     while True:
         view = await disk.run(watch.read)
         others = [found.entry for name, found in view.nodes.items() if name != entry.node_id and found.life == "live"]
-        for other in others:
+        has_head = await disk.run((folder / HEAD_FILE).exists)
+        for other in () if has_head else others:  # a head takes any version, and decides about models
             if (other.version, other.model) != (entry.version, entry.model):
                 raise ConfigError(
                     f"fleet.dir: {folder} is the fleet of version {other.version} with the model {other.model} (node "
