@@ -65,11 +65,13 @@ RELAYED: Final = frozenset({"ready", "run", "ran", "eval"})
 class _Live:
     """A job without an outcome, with its session."""
 
-    __slots__ = ("accepted_s", "finished", "sink", "spec", "status", "status_s")
+    __slots__ = ("accepted_s", "attempt", "finished", "sink", "spec", "status", "status_s")
 
-    def __init__(self, spec: JobSpec, sink: SessionSink, now_s: float) -> None:
+    def __init__(self, spec: JobSpec, sink: SessionSink, attempt: int, now_s: float) -> None:
         self.spec = spec
         self.sink = sink
+        self.attempt = attempt
+        """Number of attempts that have begun."""
         self.accepted_s = self.status_s = now_s
         self.status: Status = "queued"
         self.finished = trio.Event()
@@ -167,7 +169,7 @@ class Fleet:
         """
         if spec.job_id in self._live:
             raise DuplicateJob(f"job {spec.job_id!r} is live here; choose another id")
-        live = self._live[spec.job_id] = _Live(spec, sink, trio.current_time())
+        live = self._live[spec.job_id] = _Live(spec, sink, attempt - 1, trio.current_time())
         self._live_of[sink.session_id] += 1
         if self._idle.is_set():
             self._idle = trio.Event()
@@ -333,6 +335,7 @@ class Fleet:
             case on.Begin(job_id, attempt, node_id):
                 live = self._live[job_id]
                 self._moved += attempt > 1
+                live.attempt = attempt
                 live.status, live.status_s = "init", trio.current_time()
                 live.sink.begin_attempt(job_id, f"node {node_id}", partial(self.apply, on.Begun(job_id)))
                 self._watch.job_moved(partial(self._view, live), "init", f"node {node_id}")
@@ -372,17 +375,13 @@ class Fleet:
 
     def _end_here(self, job_id: str, reason: str, *, failed: bool) -> None:
         live = self._live[job_id]
-        outcome = failed_outcome(live.spec, "node", reason, max(1, self._attempt(job_id)))
+        outcome = failed_outcome(live.spec, "node", reason, max(1, live.attempt))
         if not failed:
             outcome = msgspec.structs.replace(outcome, status="cancelled", cause="cancelled", error_code="cancelled")
         self._forget_live(job_id, outcome.status)
         live.sink.deliver(outcome)
         self._show_end(live, outcome)
         live.finished.set()
-
-    def _attempt(self, job_id: str) -> int:
-        job = self.dispatch.jobs.get(job_id)
-        return 0 if job is None else job.attempt
 
     def _forget_live(self, job_id: str, status: Status) -> _Live:
         live = self._live.pop(job_id)
@@ -447,7 +446,8 @@ class Fleet:
     def arrived(self, member: Member, frame: OutcomeFrame | OutcomeRefFrame) -> None:
         """See `MemberListener.arrived`."""
         assert isinstance(frame, OutcomeFrame), "the head maps no arena"
-        outcome = _read(frame, self._attempt(frame.job_id))
+        live = self._live.get(frame.job_id)
+        outcome = _read(frame, 1 if live is None else live.attempt)
         key = (member.node_id, frame.cursor)
         self._arrived[key] = (member, outcome)
         self.apply(
@@ -574,7 +574,7 @@ class Fleet:
             instance_id=spec.instance.instance_id,
             handler=spec.instance.handler,
             priority=spec.priority,
-            attempt=max(1, self._attempt(spec.job_id)),
+            attempt=max(1, live.attempt),
             tags=spec.tags,
             status=live.status,
             age_s=now_s - live.accepted_s,
