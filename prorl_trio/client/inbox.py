@@ -20,12 +20,12 @@ class Inbox:
     Attributes:
         received: the cursor that arrived last: a new connection resumes after it.
         left_out: how many cursors between those that arrived will not come.
-        settled: the caller has acknowledged everything up to this cursor.
+        acked: the caller has acknowledged everything up to this cursor.
     """
 
     def __init__(self, resume_after: int = 0) -> None:
         self.received = resume_after
-        self.settled = resume_after
+        self.acked = resume_after
         self.left_out = 0
         self._begun = False
         self._frames: deque[OutcomeFrame | OutcomeRefFrame] = deque()
@@ -48,20 +48,20 @@ class Inbox:
         self._frames.append(frame)
         return True
 
-    def settle(self, cursor: int) -> bool:
-        """Remove everything up to `cursor` and move `settled` there; return False if it was there already."""
+    def acknowledge(self, cursor: int) -> bool:
+        """Remove everything up to `cursor` and move `acked` there; return False if it was there already."""
         while self._frames and self._frames[0].cursor <= cursor:
             self._frames.popleft()
-        if cursor <= self.settled:
+        if cursor <= self.acked:
             return False
-        self.settled = cursor
+        self.acked = cursor
         return True
 
     def rewind(self) -> list[str]:
         """Remove all frames, which the node will send again, and return the ids of their jobs."""
         dropped = [frame.job_id for frame in self._frames]
         self._frames.clear()
-        self.received = self.settled
+        self.received = self.acked
         return dropped
 
     def first(self) -> OutcomeFrame | OutcomeRefFrame | None:

@@ -29,7 +29,7 @@ class ResultCalls:
 
     def __init__(self, state: ClientState) -> None:
         self._state = state
-        self._yielded = state.inbox.settled
+        self._yielded = state.inbox.acked
         self._asked_again_for = 0
         self._is_read = False
 
@@ -158,7 +158,7 @@ class ResultCalls:
         `results` does this by itself.
         """
         self._yielded = max(self._yielded, cursor)
-        self._state.settle(cursor)
+        self._state.acknowledge(cursor)
 
     @contextmanager
     def _only_reader(self) -> Iterator[None]:

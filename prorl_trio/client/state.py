@@ -138,7 +138,7 @@ class ClientState:
         for frame in self.requests.frames():
             link.post(frame)
         self._ack_waits = False
-        self._acked = self.inbox.settled
+        self._acked = self.inbox.acked
         link.post(Ack(cursor=self._acked))
         # Whatever happened while there was no link, and whatever an earlier client of the session has left: the node
         # knows whose outcomes are still to come.
@@ -205,12 +205,12 @@ class ClientState:
             case _:
                 raise ProtocolError(f"{type(frame).__name__} is not expected after the handshake")
 
-    def settle(self, cursor: int) -> None:
+    def acknowledge(self, cursor: int) -> None:
         """Acknowledge the outcomes up to `cursor`: drop them here, and have the link send it, if there is one.
 
         Does not wait. While more outcomes are in the inbox, the frame is sent `ACK_DELAY_S` later.
         """
-        if not self.inbox.settle(cursor) or self.link is None or self._ack_waits:
+        if not self.inbox.acknowledge(cursor) or self.link is None or self._ack_waits:
             return
         if len(self.inbox):
             self._ack_waits = True
@@ -278,9 +278,9 @@ class ClientState:
             link.wake()
 
     def _ack(self) -> Ack | None:
-        if self.inbox.settled == self._acked:
+        if self.inbox.acked == self._acked:
             return None
-        self._acked = self.inbox.settled
+        self._acked = self.inbox.acked
         return Ack(cursor=self._acked)
 
     def _notify(self) -> None:

@@ -111,7 +111,7 @@ class Transport:
         if link is None:
             self._scope.cancel()
         else:
-            link.end(CloseCode.NORMAL, "the client is done", last=Ack(cursor=self._state.inbox.settled))
+            link.end(CloseCode.NORMAL, "the client is done", last=Ack(cursor=self._state.inbox.acked))
             self._scope.deadline = trio.current_time() + self._limits.close_timeout_s
         self._state.fail(ConnectionLost("the client is closed"))
 

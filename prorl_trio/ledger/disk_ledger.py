@@ -72,7 +72,7 @@ class DiskLedger(Ledger):
 
     def post(self, call: Call) -> None:
         if self._closed:
-            call.settle(LedgerFailed("the ledger is closed"))
+            call.answer(LedgerFailed("the ledger is closed"))
         else:
             self._calls.append(call)
             self._arrived.set()
@@ -116,11 +116,11 @@ class DiskLedger(Ledger):
             no_room = []
             for call, answer in zip(group, answers, strict=True):
                 if not isinstance(answer, WaitForRoom):
-                    call.settle(answer)
+                    call.answer(answer)
                     continue
                 no_room.append(call)
                 if isinstance(call.operation, LAZY):
-                    call.settle(None)  # it is made up for; a start that comes before that sees more than is left
+                    call.answer(None)  # it is made up for; a start that comes before that sees more than is left
             self._waiting.extendleft(reversed(no_room))
             if self._store.freed > freed:
                 retry_at = trio.current_time()
@@ -168,7 +168,7 @@ class DiskLedger(Ledger):
         self._calls.clear()
         self._waiting.clear()
         for call in left:
-            call.settle(LedgerFailed("the ledger was closed"))
+            call.answer(LedgerFailed("the ledger was closed"))
 
 
 @asynccontextmanager

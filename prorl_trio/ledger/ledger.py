@@ -225,7 +225,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def post(self, call: Call) -> None:
-        """Carry an operation out, then settle the call, now or in a later step of the loop.
+        """Carry an operation out, then answer the call, now or in a later step of the loop.
 
         In the order of these calls, but those that need not outlive a loss of power (`LAZY`) may be overtaken.
         """
@@ -314,21 +314,21 @@ class Ledger(ABC):
         """Live state."""
 
     async def _ask(self, operation: Operation) -> None:
-        """Post an operation and wait until it is settled. Raises what it was refused for."""
-        settled, refused = trio.Event(), None
+        """Post an operation and wait until it is answered. Raises what it was refused for."""
+        answered, refused = trio.Event(), None
 
         def then(error: ProrlError | None) -> None:
             nonlocal refused
             refused = error
-            settled.set()
+            answered.set()
 
         call = Call(operation, then)
         self.post(call)
         try:
-            if call.settled:
+            if call.answered:
                 await trio.lowlevel.checkpoint_if_cancelled()
             else:
-                await settled.wait()
+                await answered.wait()
         finally:
             call.abandoned = True
         if refused is not None:

@@ -57,7 +57,8 @@ class MemoryLedger(Ledger):
 
     It has as many outcomes as admission lets in; each is the very bytes that the session has.
 
-    Every call is carried out, and settled, at once. To await one that changes something, or `lookup`, is no checkpoint.
+    Every call is carried out, and answered, at once. To await one that changes something, or `lookup`, is no
+    checkpoint.
     """
 
     is_immediate: ClassVar[bool] = True
@@ -80,9 +81,9 @@ class MemoryLedger(Ledger):
         try:
             self._do(call.operation)
         except ProrlError as exc:
-            call.settle(exc)
+            call.answer(exc)
         else:
-            call.settle(None)
+            call.answer(None)
 
     async def read(self, ref: Ref) -> bytes:
         await trio.lowlevel.checkpoint_if_cancelled()

@@ -142,7 +142,7 @@ class Effects(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NOTHING: Final = Effects()
-NO_SPEC: Final = JobSpec(job_id="", instance=TaskInstance(instance_id="", handler="", payload={}))
+NO_SPEC: Final = JobSpec(job_id="-", instance=TaskInstance(instance_id="-", handler="-", payload={}))
 _PAST: Final = trio.Event()
 _PAST.set()
 

@@ -154,7 +154,7 @@ async def test_a_node_of_a_fleet_is_not_left_out_for_what_a_gateway_says(tmp_pat
             await until(lambda: "HTTP status 404" in client.roster.refused.get("b", ""))
             gateway.answer = None
             await until(lambda: not client.roster.refused)
-            await client.wait_answered()
+            await client.wait_settled()
             fleet["a"].node.places = 4
             await client.submit([make_spec(f"job-{n}") for n in range(12)])
             assert fleet["b"].node.live

@@ -310,7 +310,7 @@ class SlowLedger:
         if isinstance(call.operation, Finish):
             self.finishing[call.operation.cursor] = call
         else:
-            call.settle(None)
+            call.answer(None)
 
 
 async def test_a_drain_waits_for_what_is_being_stored(tmp_path):
@@ -343,12 +343,12 @@ async def test_an_outcome_is_offered_when_it_and_those_before_it_are_stored(tmp_
         for job_id in "abc":
             node.finish(job_id)
         assert [ledger.finishing[cursor].operation.job_id for cursor in (1, 2, 3)] == ["a", "b", "c"]
-        ledger.finishing[2].settle(None)
+        ledger.finishing[2].answer(None)
         assert (session.log.last, session.running, running.outcome) == (0, 3, None)
-        ledger.finishing[1].settle(None)
+        ledger.finishing[1].answer(None)
         await running.ended.wait()
         assert (session.log.last, session.running) == (2, 1)
-        ledger.finishing[3].settle(None)
+        ledger.finishing[3].answer(None)
         await ended(session, 3)
 
 
@@ -358,7 +358,7 @@ async def test_outcomes_are_held_back_when_the_disk_failed(tmp_path):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"))
         node.finish("a")
-        ledger.finishing[1].settle(LedgerFailed("broken"))
+        ledger.finishing[1].answer(LedgerFailed("broken"))
         assert (session.log.last, journal.failed) == (0, "broken")
         assert table.refusal == "outcomes are held back until the node is started again: broken"
 
@@ -371,7 +371,7 @@ async def test_acknowledgements_that_come_while_one_is_written_are_written_after
         if isinstance(call.operation, Acknowledge):
             written.append(call)
         else:
-            call.settle(None)
+            call.answer(None)
 
     ledger.post = post
     async with open_life(tmp_path, ledger=ledger) as (table, node, _):
@@ -382,9 +382,9 @@ async def test_acknowledgements_that_come_while_one_is_written_are_written_after
         for cursor in (1, 2, 3):
             session.ack(cursor)
         assert [call.operation.cursor for call in written] == [1]
-        written[0].settle(None)
+        written[0].answer(None)
         assert [call.operation.cursor for call in written] == [1, 3]
-        written[1].settle(None)
+        written[1].answer(None)
         assert len(written) == 2
 
 

@@ -80,14 +80,14 @@ class Disk:
         if isinstance(call.operation, Finish):
             self.storing.append(call)
         else:
-            call.settle(None)
+            call.answer(None)
 
     def store(self, call: Call) -> None:
         """An outcome is on the disk, or the disk is broken."""
         assert isinstance(call.operation, Finish)
         if not self.broken:
             self.stored[call.operation.job_id, call.operation.cursor] = b"".join(call.operation.outcome)
-        call.settle(LedgerFailed("broken") if self.broken else None)
+        call.answer(LedgerFailed("broken") if self.broken else None)
 
     async def read(self, ref: object) -> bytes:
         await self.readable.wait()

@@ -109,7 +109,7 @@ class World:
             assert old.was_replaced
             self.session.detach(old)
             assert self.session.connected
-        wire.up.append(Ack(cursor=self.inbox.settled))
+        wire.up.append(Ack(cursor=self.inbox.acked))
         self.wire = wire
 
     async def disconnect(self, _pick: int = 0) -> None:
@@ -135,7 +135,7 @@ class World:
         frame = self.inbox.first()
         if frame is not None:
             self.taken.append(frame.job_id)
-            self.inbox.settle(frame.cursor)
+            self.inbox.acknowledge(frame.cursor)
             if self.wire is not None:
                 self.wire.up.append(Ack(cursor=frame.cursor))
 

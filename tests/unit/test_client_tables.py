@@ -49,10 +49,10 @@ def test_an_inbox_takes_each_outcome_once_and_knows_how_many_will_not_come():
     assert not inbox.put(outcome_frame(6)), "what was given up does not come late"
     assert inbox.left_out == 2
     assert inbox.first() == outcome_frame(4)
-    assert inbox.settle(4)
-    assert not inbox.settle(4)
+    assert inbox.acknowledge(4)
+    assert not inbox.acknowledge(4)
     assert inbox.first() == outcome_frame(7)
-    assert (inbox.settled, inbox.received, len(inbox)) == (4, 7, 1)
+    assert (inbox.acked, inbox.received, len(inbox)) == (4, 7, 1)
 
 
 def sent(requests: Requests) -> list[bytes]:

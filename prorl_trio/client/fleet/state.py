@@ -161,9 +161,9 @@ class FleetState(ClientState):
         self._put(OutcomeFrame(cursor=0, job_id=job_id, outcome=msgspec.Raw(outcome)))
         self.notify()
 
-    def settle(self, cursor: int) -> None:
-        """Acknowledge the outcomes up to `cursor` to their nodes; see `ClientState.settle`."""
-        if not self.inbox.settle(cursor):
+    def acknowledge(self, cursor: int) -> None:
+        """Acknowledge the outcomes up to `cursor` to their nodes; see `ClientState.acknowledge`."""
+        if not self.inbox.acknowledge(cursor):
             return
         settled = [number for number in self._moved_here if number <= cursor]
         if moved := [self._moved_here.pop(number) for number in settled]:
@@ -176,7 +176,7 @@ class FleetState(ClientState):
             self._acknowledge(member)
 
     def _acknowledge(self, member: Member) -> None:
-        if not self.held_acks and (node_cursor := member.acks.settle(self.inbox.settled)):
+        if not self.held_acks and (node_cursor := member.acks.settle(self.inbox.acked)):
             member.client.acknowledge(node_cursor)
 
     def _put(self, frame: OutcomeFrame) -> int:
