@@ -79,7 +79,6 @@ async def open_local_node(
             node_toml = {
                 "model": {"path": f"{folder}/model"},
                 "listen": {"port": 0, "token": secrets.token_hex(8), "endpoint_file": f"{folder}/endpoint.json"},
-                "rest": {"enabled": True, "port": 0},
                 "backends": {"urls": [engine.url]},
                 "sandbox": {"provider": provider, "packages": [*packages]},
             }

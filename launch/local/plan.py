@@ -45,7 +45,7 @@ class NodeFolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_tables(common: Mapping[str, Any], node: NodeFolder, fleet: Path) -> dict[str, Any]:
-    """Return the configuration of one node: `common`, but for its name, its ports, its fleet and its ledger's folder.
+    """Return the configuration of one node: `common`, but for its name, its port, its fleet and its ledger's folder.
 
     A ledger in memory (`ledger.dir` is empty) stays there.
     """
@@ -57,7 +57,6 @@ def node_tables(common: Mapping[str, Any], node: NodeFolder, fleet: Path) -> dic
         **common,
         "node_id": node.node_id,
         "listen": {**listen, "port": 0, "unix_socket": ""},
-        "rest": {**common.get("rest", {}), "port": 0},
         "fleet": {**common.get("fleet", {}), "dir": str(fleet)},
         "ledger": ledger,
     }

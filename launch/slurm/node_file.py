@@ -87,17 +87,14 @@ def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[s
     """
     listen = {"port": 0, **common.get("listen", {}), "unix_socket": ""}
     listen.pop("endpoint_file", None)
-    rest = {"port": 0, **common.get("rest", {})}
-    for edge in (listen, rest):
-        if edge.get("host", _LOOPBACK[0]) in _LOOPBACK:
-            edge["host"] = machine.address
+    if listen.get("host", _LOOPBACK[0]) in _LOOPBACK:
+        listen["host"] = machine.address
     fleet = {**common.get("fleet", {}), "dir": machine.fleet_dir}
     name = common.get("node_id") or f"slurm-{env.get('SLURM_JOB_ID', '0')}"
     made = {
         **common,
         "node_id": f"{name}-{env.get('SLURM_NODEID', '0')}",
         "listen": listen,
-        "rest": rest,
         "fleet": fleet,
     }
     if machine.drain_s is not None:

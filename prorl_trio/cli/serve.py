@@ -43,6 +43,11 @@ def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values:
     return weights
 
 
+def _refuse_rest_port(_context: click.Context, _parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise click.BadParameter("REST is always served, at the port of the WebSocket; use --port")
+
+
 @click.command()
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
 @click.option(

@@ -37,7 +37,7 @@ FLUSH_TIMEOUT_S: Final = 2.0
 MAX_ERROR_CHARS: Final = 300
 INDENT: Final = "    "
 """Before each line of a record but its first, where logs are text."""
-_CHATTY: Final = ("trio-websocket", "hypercorn", "urllib3", "markdown_it")
+_CHATTY: Final = ("trio-websocket", "urllib3", "markdown_it")
 """Libraries whose debug records are about each frame, and may show what is in it."""
 _OWN_WORDS: Final = ("sandbox", "inference", "node", "cancelled")
 """Causes whose error is this project's own text; others may quote what a task or the policy wrote."""

@@ -446,8 +446,9 @@ def _date(now_s: int) -> bytes:
 
 def _facts(stream: trio.abc.Stream) -> Scope:
     """Return what every request of a connection has in its ASGI scope."""
-    secure = isinstance(stream, trio.SSLStream)
-    socket = (stream.transport_stream if secure else stream).socket
+    transport = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
+    assert isinstance(transport, trio.SocketStream)
+    socket = transport.socket
     ends = []
     for name in (socket.getpeername, socket.getsockname):
         try:
@@ -455,4 +456,4 @@ def _facts(stream: trio.abc.Stream) -> Scope:
         except OSError:
             found = None
         ends.append(tuple(found[:2]) if isinstance(found, tuple) else None)
-    return {"scheme": "https" if secure else "http", "client": ends[0], "server": ends[1]}
+    return {"scheme": "http" if transport is stream else "https", "client": ends[0], "server": ends[1]}

@@ -22,7 +22,7 @@ from support.hanging_disk import hanging_call
 
 pytestmark = pytest.mark.timeout(30)
 
-ENDPOINTS = Endpoints(websocket=("127.0.0.1", 8700), rest=("127.0.0.1", 8701))
+ENDPOINTS = Endpoints(address=("127.0.0.1", 8700))
 
 
 class Member:
@@ -69,7 +69,7 @@ async def test_it_writes_itself_beats_and_is_gone_afterwards(folder):
     async with member.open():
         entry, first_ns = read_entry(folder / "n1.json")
         assert entry.url == "ws://127.0.0.1:8700"
-        assert entry.rest_url == "http://127.0.0.1:8701"
+        assert entry.rest_url == "http://127.0.0.1:8700"
         assert (entry.token, entry.model, entry.state) == ("secret", "m 0123456789abcdef", "open")
         await until(lambda: read_entry(folder / "n1.json")[1] > first_ns)
         member.draining, member.jobs = True, [{}]

@@ -25,8 +25,8 @@ from ipc.session import (
     TheseJobs,
     WithdrawCall,
 )
+from prorl_trio.config import ListenConfig
 from prorl_trio.service.websocket import connection as connection_module
-from prorl_trio.service.websocket import server as server_module
 from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.types.backends import BackendList, ResumeBackends
 from prorl_trio.types.models import Outcome
@@ -408,17 +408,14 @@ async def test_cancelling_the_server_sends_what_there_is_and_says_goodbye(deadli
         assert (closed.value.reason.code, closed.value.reason.reason) == (1001, "the node is going away")
         assert sum(isinstance(frame, OutcomeFrame) for frame in frames) == 100
         await stranger.closed()
-        assert trio.current_time() - started_s < server_module.GOODBYE_TIMEOUT_S
+        assert trio.current_time() - started_s < ListenConfig().close_timeout_s
         with pytest.raises(OSError, match="all attempts to connect"):
             await trio.open_tcp_stream(service.host, service.port)
 
 
-async def test_cancelling_the_server_is_bounded_when_a_trainer_does_not_read(
-    deadline: None, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(server_module, "GOODBYE_TIMEOUT_S", 0.3)
+async def test_cancelling_the_server_is_bounded_when_a_trainer_does_not_read(deadline: None):
     node = FakeNode(lambda spec: make_outcome(spec, tokens=500_000))
-    async with open_service(node) as service:
+    async with open_service(node, close_timeout_s=0.3) as service:
         stream = await trio.open_tcp_stream(service.host, service.port)
         async with stream:
             # A WebSocket client that never reads, written by hand: the library always does.

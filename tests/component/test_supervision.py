@@ -22,8 +22,8 @@ from prorl_trio.node.serve import serve_node
 from prorl_trio.pipeline import pipeline as pipeline_module
 from prorl_trio.pipeline.pipeline import Job, Pipeline
 from prorl_trio.sandbox.host import SandboxHost
+from prorl_trio.service import serve as service_serve
 from prorl_trio.service.containment import contain_errors
-from prorl_trio.service.rest import edge
 from prorl_trio.supervision import contained, service_task, vanished_task
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
@@ -196,11 +196,10 @@ async def test_one_connection_ends_alone_whatever_it_raises(caplog):
 # ---------------------------------------------------------------- the node
 
 SERVICE_TASKS = {
-    "WebSocket": (edges, "serve_websocket"),
-    "REST": (edges, "serve_rest"),
+    "server": (edges, "serve_edges"),
     "arena": (edges, "serve_arena"),
     "reload": (serve, "serve_reloads"),
-    "expiry of outcomes": (edge, "_expire"),
+    "expiry of outcomes": (service_serve, "_expire"),
     "backend health": (PoolWatch, "watch_health"),
     "backend load": (PoolWatch, "watch_load"),
     "backends that are down": (ExpectedBackends, "run"),
@@ -236,7 +235,6 @@ async def test_a_service_task_of_the_node_that_returns_ends_the_node(tmp_path, m
     tables = {
         "model": {"path": str(tmp_path / "model")},
         "listen": {"port": 0, "token": "t", "unix_socket": str(tmp_path / "s")},
-        "rest": {"enabled": True, "port": 0},
         "ledger": {"dir": str(tmp_path / "l"), "reserve_bytes": MIB, "log_bytes": MIB, "max_bytes": 16 * MIB},
         "arena": {"size_bytes": 4 * MIB},
         "sandbox": {"max_warm": 1},

@@ -162,7 +162,6 @@ async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_s
             extra_args=["--enable-scale-out", "--enable-lora", "--max-lora-rank", "8"],
         ) as server:
             config = NodeConfig(model=ModelConfig(path=str(old)), sandbox=SandboxConfig(provider="process"))
-            assert not config.rest.enabled
             async with (
                 open_node(config, HandlerRegistry([])) as node,
                 open_service(node) as service,

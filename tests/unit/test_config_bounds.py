@@ -118,7 +118,7 @@ def test_the_default_configuration_fits_the_usual_limit(limited):
         ({"stages": {"ready_queue": 5_000}}, "stages.ready_queue", 1024),
         ({"sandbox": {"max_warm": 1000}}, "sandbox.max_warm", 4096),
         ({"listen": {"max_sessions": 10_000}}, "listen.max_sessions", 4096),
-        ({"rest": {"enabled": True, "max_connections": 10_000}}, "rest.max_connections", 4096),
+        ({"listen": {"max_connections": 10_000}}, "listen.max_connections", 4096),
         ({}, "stages.run_workers", 110),
     ],
 )

@@ -23,7 +23,6 @@ def test_the_machine_adds_its_name_address_and_fleet():
         "node_id": "slurm-17-3",
         "model": {"path": "/m"},
         "listen": {"host": "10.0.0.3", "port": 0, "unix_socket": ""},
-        "rest": {"host": "10.0.0.3", "port": 0},
         "fleet": {"dir": "/shared/f"},
         "ledger": {"dir": "/tmp/t/ledger"},
     }
