@@ -101,8 +101,9 @@ async def _complete(engine: SimulatedEngine, wanted: CompletionCall) -> Answer:
             timeout_s=CALL_TIMEOUT_S,
         )
     )
-    choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": completion.token_ids, "logprobs": None}
-    usage = {"prompt_tokens": len(wanted.prompt), "completion_tokens": len(completion.token_ids)}
+    ids = completion.token_ids.tolist()
+    choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": ids, "logprobs": None}
+    usage = {"prompt_tokens": len(wanted.prompt), "completion_tokens": len(ids)}
     answer = {"id": "cmpl-simulated", "object": "text_completion", "model": wanted.model, "choices": [choice]}
     return Answer(200, msgspec.json.encode(answer | {"usage": usage}))
 

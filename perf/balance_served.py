@@ -7,6 +7,7 @@ Either way calls are made by the same client from the same pool: to the router a
 from __future__ import annotations
 
 import tempfile
+from array import array
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -130,8 +131,8 @@ class ServedEngine(EngineClient):
         timeout_s = min(request.timeout_s, CALL_TIMEOUT_S)
         await self._ask("POST", "/v1/completions", headers, msgspec.json.encode(call), timeout_s)
         return Completion(
-            token_ids=[0] * max_tokens,
-            logprobs=[0.0] * max_tokens,
+            token_ids=array("i", bytes(4 * max_tokens)),
+            logprobs=array("f", bytes(4 * max_tokens)),
             finish_reason="stop",
             policy_version="0",
             engine="simulated",

@@ -122,7 +122,7 @@ class Conversation:
         prompt = self._template.prompt(self._history, self._tools)
         ids = array("i", chat_format.codec.encode(prompt))
         self._current.tokens.append(ids)
-        self._proven = bytearray(ids.tobytes())
+        self._proven = bytearray(memoryview(ids))
 
     def __len__(self) -> int:
         """Return the number of tokens in the current segment, that is of the next prompt."""
@@ -153,7 +153,9 @@ class Conversation:
         """Return `prompt_token_ids` as int32, in a copy of their memory: some 10 us for 100,000 of them."""
         self._expect(awaits_completion=True)
         self._prove_prefix()
-        return array("i", self._current.token_ids.tobytes())
+        copy = array("i")
+        copy.frombytes(self._current.token_ids.view(np.uint8).data)
+        return copy
 
     def add_completion(
         self,
@@ -190,7 +192,7 @@ class Conversation:
             if span.start < span.end
         ]
         self.completion_ranges.append(CompletionRange(start, end, self.segment))
-        self._proven += ids.tobytes()
+        self._proven += memoryview(ids).cast("B")
         self._awaits_completion = False
         self._closings_read = 0
         turn = self._parse(ids)
@@ -234,7 +236,7 @@ class Conversation:
             self.prefix_breaks += 1
         else:
             self._current.tokens.append(delta)
-            self._proven += delta.tobytes()
+            self._proven += memoryview(delta).cast("B")
         self._history = self._kept(dialogue)
         self._awaits_completion = True
         return length
@@ -385,7 +387,7 @@ class Conversation:
         self._closed.append(self._current)
         self._current = _OpenSegment(self._tokens.open_segment(), parent=len(self._closed) - 1, reason=reason)
         self._current.tokens.append(prompt)
-        self._proven = bytearray(prompt.tobytes())
+        self._proven = bytearray(memoryview(prompt))
 
     def _kept(self, dialogue: list[Message]) -> list[Message]:
         """Return what has to be remembered of `dialogue` for the next delta."""

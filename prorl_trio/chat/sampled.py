@@ -34,7 +34,7 @@ class ServedModel(Protocol):
 def sampled_arrays(
     token_ids: Sequence[int], logprobs: Sequence[float], model: ServedModel
 ) -> tuple[array[int], array[float]]:
-    """Return int32 ids and float32 logprobs of tokens that `model` is said to have sampled.
+    """Return int32 ids and float32 logprobs of tokens that `model` is said to have sampled: arrays as they are.
 
     Raises:
         BackendError: they are not what an engine may return, or an id is not one of the model's; not retryable.
@@ -45,7 +45,8 @@ def sampled_arrays(
             retryable=False,
         )
     try:
-        ids, values = array("i", token_ids), array("f", logprobs)
+        ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+        values = logprobs if isinstance(logprobs, array) and logprobs.typecode == "f" else array("f", logprobs)
     except (TypeError, OverflowError) as exc:
         raise BackendError(f"the backend returned a token id or logprob that is none: {exc}", retryable=False) from exc
     possible = np.asarray(values) <= MAX_LOGPROB  # NaN is not
@@ -54,11 +55,12 @@ def sampled_arrays(
         raise BackendError(
             f"the backend returned the logprob {worst}, which is that of no probability", retryable=False
         )
-    if ids and min(ids) < 0:
-        raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
-    if ids and max(ids) >= model.ids_below:
+    lowest, highest = (int(np.min(ids)), int(np.max(ids))) if ids else (0, 0)
+    if lowest < 0:
+        raise BackendError(f"the backend returned the token id {lowest}", retryable=False)
+    if highest >= model.ids_below:
         raise BackendError(
-            f"the backend returned the token id {max(ids)}, and the model has ids below {model.ids_below} only: it "
+            f"the backend returned the token id {highest}, and the model has ids below {model.ids_below} only: it "
             f"serves another model than the one in {model.model_dir}, which [model] path names",
             retryable=False,
         )

@@ -7,6 +7,7 @@ not slow down decoding, and a completion's whole context is reserved when it beg
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import OrderedDict
 from contextlib import asynccontextmanager
 from itertools import count
@@ -179,8 +180,8 @@ class SimulatedEngine(EngineClient):
         self.completions += 1
         self.tokens_sampled += max_tokens
         return Completion(
-            token_ids=[0] * max_tokens,
-            logprobs=[0.0] * max_tokens,
+            token_ids=array("i", bytes(4 * max_tokens)),
+            logprobs=array("f", bytes(4 * max_tokens)),
             finish_reason="stop",
             policy_version="0",
             engine="simulated",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import trio
 
-from prorl_trio.agent.loop import lease_backend
+from prorl_trio.agent.turns import lease_backend
 from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion

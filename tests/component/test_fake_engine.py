@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from random import Random
 
 import msgspec
@@ -50,8 +51,8 @@ async def test_a_script_is_returned_bit_for_bit():
         async with open_fake_engine(script=script, config=FakeEngineConfig(policy_version="v7")) as engine:
             client = await open_client(engine)
             completion = await generate(client)
-            assert completion.token_ids == [7, 8, 2]
-            assert completion.logprobs == [-0.1, -1.0 / 3.0, -5e-324]
+            assert [*completion.token_ids] == [7, 8, 2]
+            assert completion.logprobs == array("f", [-0.1, -1.0 / 3.0, -5e-324])
             assert completion.finish_reason == "stop"
             assert completion.policy_version == "v7"
             assert completion.engine == "vllm 0.0.fake"

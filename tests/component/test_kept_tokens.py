@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
@@ -65,8 +66,8 @@ async def test_a_time_out_costs_no_token_and_no_rollout():
     """The only engine there is takes several time-outs for one completion."""
     async with open_pool(FakeEngineConfig(per_token_s=0.02)) as (backends, engine):
         completion = await complete(backends, timeout_s=0.5)  # 25 tokens, 25, and 10: none ends where the last token is
-        assert completion.token_ids == WHOLE
-        assert completion.logprobs == [-1.0 - index / 100 for index in range(60)]
+        assert [*completion.token_ids] == WHOLE
+        assert completion.logprobs == array("f", [-1.0 - index / 100 for index in range(60)])
         assert (completion.finish_reason, len(completion.spans)) == ("stop", 1)
         assert len(engine.requests) > 2
         assert sampled_again(engine) == []
@@ -83,7 +84,7 @@ async def test_the_first_completion_that_is_slow_in_one_piece_is_streamed_afterw
             with pytest.raises(CompletionTimedOut):
                 await lease.attempt(so_far)
             completion = await lease.attempt(so_far)
-        assert completion.token_ids == WHOLE
+        assert [*completion.token_ids] == WHOLE
         assert [request.stream for request in engine.requests][:2] == [False, True]
         assert sampled_again(engine) == [len(PROMPT)], "but for the one that nobody had heard of"
 
@@ -93,7 +94,7 @@ async def test_slices_are_one_completion():
         await complete(backends)  # from now on the engine's pace is known
         engine.requests.clear()
         completion = await complete(backends, slice_tokens=8)
-        assert completion.token_ids == WHOLE
+        assert [*completion.token_ids] == WHOLE
         assert [(len(request.prompt), request.max_tokens, request.stream) for request in engine.requests] == [
             (3, 8, False),
             (11, 8, False),
@@ -129,7 +130,7 @@ async def test_a_pause_waits_for_a_slice_only():
             await backends.operate(PauseBackends("wait", 5))
             assert (len(engine.requests), done) == (1, [])
             await backends.operate(ResumeBackends("7"))
-    assert done[0].token_ids == WHOLE
+    assert [*done[0].token_ids] == WHOLE
     assert [(span.start, span.end, span.policy_version) for span in done[0].spans] == [(0, 8, "0"), (8, 60, "7")]
 
 
@@ -151,9 +152,9 @@ class Unstreamed(FakeEngine):
 
 async def test_an_engine_that_cannot_stream_is_not_asked_to_any_more():
     async with open_pool(FakeEngineConfig(), Unstreamed) as (backends, engine):
-        assert (await complete(backends)).token_ids == WHOLE
+        assert [*(await complete(backends)).token_ids] == WHOLE
         assert len(engine.requests) == 2, "it was tried"
-        assert (await complete(backends)).token_ids == WHOLE
+        assert [*(await complete(backends)).token_ids] == WHOLE
         assert len(engine.requests) == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -70,8 +71,8 @@ async def test_an_aborted_completion_goes_on_from_what_the_engine_had_sampled():
             await backends.operate(ResumeBackends("v1"))
             assert (engine.paused, engine.weight_version) == (None, "v1")
     (completion,) = got
-    assert completion.token_ids == list(range(100, 160))
-    assert completion.logprobs == [-1.0 - index / 100 for index in range(60)]
+    assert [*completion.token_ids] == list(range(100, 160))
+    assert completion.logprobs == array("f", [-1.0 - index / 100 for index in range(60)])
     assert [span.policy_version for span in completion.spans] == ["0", "v1"]
     switch = completion.spans[0].end
     assert 0 < switch == completion.spans[1].start < 60
@@ -110,8 +111,8 @@ async def test_tokens_streamed_before_a_failure_are_not_sampled_again():
             completion = await lease.attempt(partial)
         await backends.aclose()
         assert engine.requests[-1].prompt == [*PROMPT, 11, 12]
-    assert completion.token_ids[:2] == [11, 12]
-    assert completion.logprobs[:2] == [-0.5, -0.25]
+    assert [*completion.token_ids[:2]] == [11, 12]
+    assert [*completion.logprobs[:2]] == [-0.5, -0.25]
     assert [(span.start, span.policy_version) for span in completion.spans] == [(0, "v1"), (2, "v2")]
 
 
@@ -226,7 +227,7 @@ def test_a_stream_cut_into_any_pieces_is_the_same_completion():
         stream = open_stream(lambda ids, _, got=got: got.extend(ids))
         assert not any(stream.feed(whole[at : at + size]) for at in range(0, len(whole), size))
         completion = stream.completion()
-        assert got == completion.token_ids == [11, 12, 13]
+        assert got == [*completion.token_ids] == [11, 12, 13]
         assert completion.finish_reason == "stop"
 
 
@@ -235,7 +236,7 @@ def test_a_stream_stops_at_the_token_that_is_enough():
     assert not stream.feed(event([11]))
     assert stream.feed(event([12, 13]))
     completion = stream.completion()
-    assert (completion.token_ids, completion.finish_reason) == ([11, 12], "tool_call")
+    assert ([*completion.token_ids], completion.finish_reason) == ([11, 12], "tool_call")
     assert completion.dropped_tokens == 1
     assert len(completion.logprobs) == 2
 
@@ -299,7 +300,7 @@ async def test_an_sglang_streams_all_so_far_or_what_is_new(incremental, tokens_p
         client = SglangClient(engine.url)
         await client.probe(timeout_s=5)
         completion = await client.generate(asked(PROMPT, 20, sink=lambda ids, _: got.extend(ids)))
-        assert got == completion.token_ids == [*range(10, 18)]
+        assert got == [*completion.token_ids] == [*range(10, 18)]
         assert (completion.finish_reason, completion.dropped_tokens) == ("stop", 0)
         stopped = await client.generate(asked(PROMPT, 20, sink=lambda ids, _: ids.index(13) + 1 if 13 in ids else None))
         assert (stopped.token_ids, stopped.finish_reason) == ([10, 11, 12, 13], "tool_call")

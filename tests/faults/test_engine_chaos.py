@@ -3,6 +3,7 @@ that is left in peace would have sampled."""
 
 from __future__ import annotations
 
+from array import array
 from contextlib import AsyncExitStack, suppress
 from random import Random
 
@@ -32,7 +33,11 @@ CONFIG = FakeEngineConfig(per_token_s=0.002, tokens_per_event=2)
 def in_peace(prompt):
     """What the fake "model" says: it depends on the ids before, and on nothing else."""
     ids, logprobs, _ = default_script(CONFIG.vocab_size, CONFIG.end_of_turn_id)(prompt)
-    return ids[:MAX_TOKENS], logprobs[:MAX_TOKENS], "stop" if len(ids) <= MAX_TOKENS else "length"
+    return (
+        array("i", ids[:MAX_TOKENS]),
+        array("f", logprobs[:MAX_TOKENS]),
+        "stop" if len(ids) <= MAX_TOKENS else "length",
+    )
 
 
 STOPPING = SamplingParams(stop_token_ids=[2])

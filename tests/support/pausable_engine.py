@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import asynccontextmanager
 from random import Random
 from typing import TYPE_CHECKING, Any, cast
@@ -81,8 +82,8 @@ class PausableEngine(EngineClient):
         ids, reason = self.says.pop(0) if self.says else ([7], "stop")
         spans = [PolicySpan(start=0, end=len(ids), policy_version=label, engine="fake")] if ids else []
         return Completion(
-            token_ids=ids,
-            logprobs=[-0.5] * len(ids),
+            token_ids=array("i", ids),
+            logprobs=array("f", [-0.5] * len(ids)),
             finish_reason=reason,
             policy_version=label,
             engine="fake",

@@ -23,7 +23,7 @@ async def test_a_completion_that_somebody_elses_pause_aborted_is_continued(told,
         engine.tells_versions = told
         engine.says = [([10, 11], "abort"), ([], "abort"), ([12], "abort"), ([13], "stop")]
         completion = await complete(lease)
-        assert (completion.token_ids, completion.finish_reason) == ([10, 11, 12, 13], "stop")
+        assert ([*completion.token_ids], completion.finish_reason) == ([10, 11, 12, 13], "stop")
         assert engine.prompts == [[1, 2, 3], [1, 2, 3, 10, 11], [1, 2, 3, 10, 11], [1, 2, 3, 10, 11, 12]]
 
 

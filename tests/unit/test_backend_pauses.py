@@ -210,7 +210,7 @@ async def test_cancelled_at_any_step_a_pause_is_undone_and_a_resume_leaves_it(mo
             async with backends.lease(name) as lease:
                 while True:
                     completion = await complete(lease)
-                    assert (completion.token_ids, completion.finish_reason) == ([7], "stop")
+                    assert ([*completion.token_ids], completion.finish_reason) == ([7], "stop")
                     completions += 1
 
         for index in range(4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -104,7 +105,8 @@ class Prompt(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> Prompt:
         """Return the same ids as a prompt."""
-        return cls(msgspec.Raw(msgspec.json.encode(list(token_ids))), len(token_ids))
+        ids = token_ids.tolist() if isinstance(token_ids, array) else list(token_ids)
+        return cls(msgspec.Raw(msgspec.json.encode(ids)), len(ids))
 
     def check(self, read: msgspec.Raw) -> None:
         """Check that the engine has read this prompt: `read` is the JSON of the one it says; nothing, or null, if none.
@@ -146,8 +148,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 def checked_completion(
     wanted: Wanted,
     *,
-    token_ids: list[int],
-    logprobs: list[float],
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
     sampled: int,
     finish_reason: str | None,
     versions: Sequence[tuple[str, int, int]] = (),
@@ -192,8 +194,8 @@ def checked_completion(
         if start < end
     ]
     return Completion(
-        token_ids=token_ids,
-        logprobs=logprobs,
+        token_ids=token_ids if isinstance(token_ids, array) else array("i", token_ids),
+        logprobs=logprobs if isinstance(logprobs, array) else array("f", logprobs),
         finish_reason=reason,
         policy_version=info.policy_version,
         engine=info.engine,
