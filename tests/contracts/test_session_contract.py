@@ -19,6 +19,7 @@ from prorl_trio.sessions.submission import submit_one
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, DuplicateJob, ProtocolError, UnknownHandler
 from prorl_trio.types.models import EncodedOutcome
 from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fleet_head import open_fleet_of_one
 from support.sessions import all_held, ended, submit
 
 pytestmark = pytest.mark.timeout(30)
@@ -49,15 +50,28 @@ class SilentListener:
 @pytest.fixture(params=["memory", "disk"])
 def open_sessions(request, memory_path):
     """Opens sessions over a ledger of one kind, and a fake node for them."""
+    return sessions_over(request.param, memory_path)
+
+
+@pytest.fixture(params=["memory", "disk", "fleet"])
+def open_anywhere(request, memory_path):
+    """Does as `open_sessions`; also with the head of a fleet of one as the node."""
+    return sessions_over(request.param, memory_path)
+
+
+def sessions_over(kind, memory_path):
 
     @asynccontextmanager
     async def open_both(limits=None, ledger_limits=LIMITS, hot_outcome_bytes=MIB):
         async with AsyncExitStack() as stack:
             ledger = MemoryLedger(ledger_limits)
-            if request.param == "disk":
+            if kind == "disk":
                 ledger = await stack.enter_async_context(open_ledger(memory_path / "ledger", ledger_limits))
             journal = await stack.enter_async_context(open_journal(ledger, hot_outcome_bytes))
-            yield SessionTable(journal, limits), FakeNode()
+            table, node = SessionTable(journal, limits), FakeNode()
+            if kind == "fleet":
+                node = await stack.enter_async_context(open_fleet_of_one(memory_path / "fleet", table))
+            yield table, node
 
     return open_both
 
@@ -81,8 +95,8 @@ async def finish(session, node, *job_ids):
 # ---------------------------------------------------------------- submit
 
 
-async def test_submitting_twice_joins_and_another_spec_is_refused(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_submitting_twice_joins_and_another_spec_is_refused(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, resumed = table.open("s", 0)
         assert not resumed
         spec = make_spec("a", question={"b": 1, "a": [1, 2]})
@@ -103,9 +117,9 @@ async def test_submitting_twice_joins_and_another_spec_is_refused(open_sessions)
         assert table.open("s", 0) == (session, True)
 
 
-async def test_an_id_is_one_sessions_until_its_outcome_is_acknowledged(open_sessions):
+async def test_an_id_is_one_sessions_until_its_outcome_is_acknowledged(open_anywhere):
     """So no session's cancel ends another one's job, and no outcome goes to two."""
-    async with open_sessions() as (table, node):
+    async with open_anywhere() as (table, node):
         first, second = table.open("s", 0)[0], table.open("t", 0)[0]
         assert await submit(first, node, make_spec("a")) == [None]
         for _ in range(2):  # while it runs, and when it has ended
@@ -124,8 +138,8 @@ async def test_an_id_is_one_sessions_until_its_outcome_is_acknowledged(open_sess
         assert [held.job_id for held in await all_held(second)] == ["a"]
 
 
-async def test_of_two_sessions_that_submit_an_id_at_once_one_has_it(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_of_two_sessions_that_submit_an_id_at_once_one_has_it(open_anywhere):
+    async with open_anywhere() as (table, node):
         sessions = [table.open(name, 0)[0] for name in "st"]
         answers = {}
 
@@ -142,8 +156,8 @@ async def test_of_two_sessions_that_submit_an_id_at_once_one_has_it(open_session
         assert [spec.job_id for spec in node.submitted].count("a") == 1
 
 
-async def test_an_acknowledged_job_is_not_run_again(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_an_acknowledged_job_is_not_run_again(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"), make_spec("b"))
         await finish(session, node, "a", "b")
@@ -157,9 +171,9 @@ async def test_an_acknowledged_job_is_not_run_again(open_sessions):
         assert table.journal.ledger.statistics().jobs == 1
 
 
-async def test_only_so_many_acknowledged_ids_are_remembered(open_sessions):
+async def test_only_so_many_acknowledged_ids_are_remembered(open_anywhere):
     limits = msgspec.structs.replace(LIMITS, max_tombstones=1)
-    async with open_sessions(ledger_limits=limits) as (table, node):
+    async with open_anywhere(ledger_limits=limits) as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"), make_spec("b"))
         await finish(session, node, "a", "b")
@@ -169,8 +183,8 @@ async def test_only_so_many_acknowledged_ids_are_remembered(open_sessions):
         assert isinstance(remembered, AlreadyDelivered)
 
 
-async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(open_sessions):
-    async with open_sessions(ledger_limits=msgspec.structs.replace(LIMITS, max_jobs=2)) as (table, node):
+async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(open_anywhere):
+    async with open_anywhere(ledger_limits=msgspec.structs.replace(LIMITS, max_jobs=2)) as (table, node):
         session, _ = table.open("s", 0)
         assert await submit(session, node, make_spec("a")) == [None]
         answers = await submit(session, node, make_spec("b"), make_spec("c"))
@@ -181,8 +195,8 @@ async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(open
         assert await submit(session, node, make_spec("b")) == [None]
 
 
-async def test_a_batch_of_a_trainer_that_left_is_taken_to_its_end(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_a_batch_of_a_trainer_that_left_is_taken_to_its_end(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         with trio.move_on_after(0):
             await submit(session, node, make_spec("a"))
@@ -190,8 +204,8 @@ async def test_a_batch_of_a_trainer_that_left_is_taken_to_its_end(open_sessions)
         assert [spec.job_id for spec in node.submitted] == ["a"]
 
 
-async def test_a_payload_with_keys_that_are_not_strings_is_taken(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_a_payload_with_keys_that_are_not_strings_is_taken(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         spec = make_spec("a", question={1: "x", "a": "y"})
         assert await submit(session, node, spec) == [None]
@@ -199,8 +213,8 @@ async def test_a_payload_with_keys_that_are_not_strings_is_taken(open_sessions):
         assert len(node.submitted) == 1
 
 
-async def test_a_job_the_node_refuses_leaves_no_trace(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_a_job_the_node_refuses_leaves_no_trace(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         with pytest.raises(UnknownHandler):
             await submit_one(session, make_spec("a", handler="nobody"), node)
@@ -209,8 +223,8 @@ async def test_a_job_the_node_refuses_leaves_no_trace(open_sessions):
         assert table.journal.ledger.statistics().jobs == 0
 
 
-async def test_running_and_undelivered_jobs_together_are_limited(open_sessions):
-    async with open_sessions(SessionLimits(max_undelivered=3)) as (table, node):
+async def test_running_and_undelivered_jobs_together_are_limited(open_anywhere):
+    async with open_anywhere(SessionLimits(max_undelivered=3)) as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, *map(make_spec, "abc"))
         await finish(session, node, "a")
@@ -220,8 +234,8 @@ async def test_running_and_undelivered_jobs_together_are_limited(open_sessions):
         assert await submit(session, node, make_spec("d")) == [None]
 
 
-async def test_undelivered_bytes_are_limited(open_sessions):
-    async with open_sessions(SessionLimits(max_undelivered_bytes=1)) as (table, node):
+async def test_undelivered_bytes_are_limited(open_anywhere):
+    async with open_anywhere(SessionLimits(max_undelivered_bytes=1)) as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"))
         await finish(session, node, "a")
@@ -232,8 +246,8 @@ async def test_undelivered_bytes_are_limited(open_sessions):
 # ---------------------------------------------------------------- cancel
 
 
-async def test_a_cancel_reaches_its_own_job_and_says_what_it_found(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_a_cancel_reaches_its_own_job_and_says_what_it_found(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, *map(make_spec, "abc"))
         await finish(session, node, "a")
@@ -244,8 +258,8 @@ async def test_a_cancel_reaches_its_own_job_and_says_what_it_found(open_sessions
         assert list(node.live) == ["c"]
 
 
-async def test_a_job_cancelled_ahead_ends_when_it_comes(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_a_job_cancelled_ahead_ends_when_it_comes(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         session.cancel_ahead("a", "not wanted")
         assert await submit(session, node, make_spec("a"), make_spec("b")) == [None, None]
@@ -356,8 +370,8 @@ async def test_an_outcome_of_bytes_that_is_too_large_loses_its_trajectory(open_s
         assert (got.status, got.error_code, got.details) == ("failed", "handler_raised", {})
 
 
-async def test_an_outcome_that_one_job_forgets_is_not_redelivered(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_an_outcome_that_one_job_forgets_is_not_redelivered(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"), make_spec("b"))
         await finish(session, node, "a", "b")
@@ -371,8 +385,8 @@ async def test_an_outcome_that_one_job_forgets_is_not_redelivered(open_sessions)
         assert feed.next_frame() is None
 
 
-async def test_who_waits_for_a_job_has_its_outcome_even_if_it_is_acknowledged_at_once(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_who_waits_for_a_job_has_its_outcome_even_if_it_is_acknowledged_at_once(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"))
         running = session.running_job("a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.sessions.journal import open_journal
 from prorl_trio.sessions.session_table import SessionTable, recover_sessions
 from support.fake_fleet import open_fake_fleet
+from support.fake_node import make_outcome
 from support.fake_service import TOKEN, open_service
 
 if TYPE_CHECKING:
@@ -29,10 +31,13 @@ if TYPE_CHECKING:
 
     from prorl_trio.client import RolloutClient
     from prorl_trio.fleet.head import Fleet
+    from prorl_trio.sessions.node_api import SessionSink
+    from prorl_trio.types.models import JobSpec, Outcome
     from support.fake_fleet import FakeFleet
+    from support.fake_node import FakeNode
     from support.fake_service import Service
 
-__all__ = ["Head", "head_quickly", "open_all", "open_head"]
+__all__ = ["FleetOfOne", "Head", "head_quickly", "open_all", "open_fleet_of_one", "open_head"]
 
 MIB = 1024 * 1024
 LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=64 * MIB)
@@ -119,3 +124,67 @@ async def open_all(folder: Path, *names: str, **options: Any) -> AsyncIterator[t
         connect(head.url, TOKEN) as client,
     ):
         yield fleet, head, client
+
+
+class FleetOfOne:
+    """A head over one fake node, for tests of sessions that use a `FakeNode`.
+
+    Jobs are `submitted` to the head, and are `live` until it has their outcomes. `finish` ends a job on the node, as
+    soon as it is there, and after those that were to be finished before.
+    """
+
+    def __init__(self, fleet: Fleet, node: FakeNode) -> None:
+        self.submitted: list[JobSpec] = []
+        self._fleet = fleet
+        self._node = node
+        self._to_end: deque[tuple[str, Outcome | None]] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fleet, name)
+
+    @property
+    def live(self) -> dict[str, JobSpec]:
+        """Specs of the jobs without an outcome, by id."""
+        return {job_id: job.spec for job_id, job in self._fleet.dispatch.jobs.items()}
+
+    def take(self, spec: JobSpec, sink: SessionSink, attempt: int) -> None:
+        """See `NodeApi`."""
+        self.submitted.append(spec)
+        self._fleet.take(spec, sink, attempt)
+
+    def finish(self, job_id: str, outcome: Outcome | None = None) -> Outcome:
+        """End a live job on the node; return the outcome that it will have."""
+        spec = self.live[job_id]
+        self._to_end.append((job_id, outcome))
+        return outcome or make_outcome(spec)
+
+    async def end_jobs(self) -> None:
+        """End jobs on the node, for ever."""
+        while True:
+            if self._to_end and self._to_end[0][0] in self._node.live:
+                self._node.finish(*self._to_end.popleft())
+            await trio.sleep(0.005)
+
+
+@asynccontextmanager
+async def open_fleet_of_one(folder: Path, sessions: SessionTable) -> AsyncIterator[FleetOfOne]:
+    """Yield a head with these sessions, whose one member has joined."""
+    async with (
+        open_fake_fleet(folder, "a") as fake,
+        open_fleet_head(
+            HeadConfig(),
+            FleetWatch(folder),
+            sessions,
+            session_id="head-of-tests",
+            is_durable=False,
+            options={"reconnect_timeout_s": 30.0},
+        ) as fleet,
+        trio.open_nursery() as nursery,
+    ):
+        fleet.start_members(20.0)
+        while not any(places.workers and not places.behind for places in fleet.dispatch.members.values()):
+            await trio.sleep(0.01)
+        one = FleetOfOne(fleet, fake["a"].node)
+        nursery.start_soon(one.end_jobs)
+        yield one
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,98 @@
+"""The real process of a fleet's head is killed with -9 again and again: each job has one outcome at the trainer."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from ipc.session import Accepted
+from prorl_trio.client import ConnectionLost, connect
+from prorl_trio.rendezvous.head import read_head
+from prorl_trio.types.errors import ConfigError
+from support.fake_fleet import finish_all, open_fake_fleet
+from support.fake_node import make_spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+KILLS = 6
+JOBS = 60
+
+
+@asynccontextmanager
+async def head_process(folder, ledger, log):
+    """Run `prorl-trio fleet`; yield the process when it says READY."""
+    command = [sys.executable, "-m", "prorl_trio.cli", "fleet", f"--dir={folder}", f"--ledger={ledger}"]
+    with log.open("ab") as errors:
+        process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE, stderr=errors)
+    try:
+        said = b""
+        while b"READY" not in said:
+            said += await process.stdout.receive_some() or pytest.fail(f"it has ended: {log.read_text()[-2000:]}")
+        yield process
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            await process.stdout.aclose()
+
+
+async def test_a_head_that_is_killed_again_and_again_loses_and_doubles_nothing(tmp_path):
+    folder, ledger, log = tmp_path / "f", tmp_path / "ledger", tmp_path / "head.log"
+    rng = random.Random(7)
+    seen: Counter[str] = Counter()
+    async with open_fake_fleet(folder, "a", "b", within_s=500) as fleet, trio.open_nursery() as nursery:
+        nursery.start_soon(keep_finishing, fleet, rng)
+        nursery.start_soon(train, folder, seen)
+        for number in range(KILLS):
+            async with head_process(folder, ledger, log):
+                assert read_head(folder).url.startswith("ws://")
+                await wait_for(seen, JOBS * (number + 1) // (KILLS + 1))
+        async with head_process(folder, ledger, log) as process:
+            await wait_for(seen, JOBS)
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+        nursery.cancel_scope.cancel()
+    assert seen == Counter(f"job-{number}" for number in range(JOBS))
+
+
+async def keep_finishing(fleet, rng):
+    while True:
+        await trio.sleep(0.05 * rng.random())
+        finish_all(fleet, rng.choice("ab"))
+
+
+async def wait_for(seen, count):
+    while len(seen) < count:  # noqa: ASYNC110 - another task counts
+        await trio.sleep(0.01)
+
+
+async def train(folder, seen):
+    """Submit and take, over connections that are lost again and again."""
+    while True:
+        try:
+            async with connect(fleet=folder, session_id="s", reconnect_timeout_s=300.0) as client:
+                await trade(client, seen)
+        except (ConnectionLost, ConfigError, ValueError):
+            await trio.sleep(0.1)  # no head has been there yet
+        else:
+            return
+
+
+async def trade(client, seen):
+    async def submit():
+        for number in range(JOBS):
+            (answer,) = await client.submit([make_spec(f"job-{number}")])
+            assert isinstance(answer, Accepted)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(submit)
+        async for outcome in client.results(JOBS, follow=True):
+            assert outcome.status == "completed"
+            seen[outcome.job_id] += 1
