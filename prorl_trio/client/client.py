@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -166,8 +167,7 @@ class RolloutClient(ResultCalls, BackendCalls):
                 refused.append(msgspec.structs.replace(batch, index=done))
                 done += 1
                 continue
-            jobs = [encoded for _, encoded in batch]
-            answer = await self._ask(CheckedJobs, lambda i, jobs=jobs: CheckJobs(request_id=i, jobs=jobs))  # type: ignore[misc]
+            answer = await self._ask(CheckedJobs, partial(_check_jobs, [encoded for _, encoded in batch]))
             refused += [msgspec.structs.replace(each, index=done + each.index) for each in answer.refused]
             done += len(batch)
         return refused
@@ -460,6 +460,10 @@ def _where(url: str | None, endpoint_file: str | PathLike[str] | None) -> Addres
     if url is None and endpoint_file is not None:
         return EndpointFile(endpoint_file)
     raise ValueError("connect needs the url of a node, its endpoint_file, or a fleet's folder, one of the three")
+
+
+def _check_jobs(jobs: list[msgspec.Raw], request_id: int) -> CheckJobs:
+    return CheckJobs(request_id=request_id, jobs=jobs)
 
 
 def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:
