@@ -54,7 +54,7 @@ __all__ = ["Fleet", "open_fleet_head"]
 logger = logging.getLogger(__name__)
 
 NO_MEMBER_RETRY_S: Final = 2.0
-"""Wait that a submitter is told while the fleet has no member."""
+"""Wait that a submitter is told while the fleet has no member that gets jobs."""
 MAX_SHOWN_JOBS: Final = 1_000
 RECOVERY_POLL_S: Final = 0.1
 WITHDRAWN: Final = "it runs on another node now"
@@ -132,8 +132,8 @@ class Fleet:
         """Check that the fleet would accept a job now. See `NodeApi.check`.
 
         Raises:
-            AdmissionRejected: besides, the fleet has no member.
-            PolicyUndecided: the members have different policy versions, and which is the newest is not known.
+            AdmissionRejected: besides, the fleet has no member; or the members have different policy versions, and
+                which is the newest is not known.
         """
         if self.draining:
             raise Draining(f"the head {self.node_id} is draining; submit to another node")
@@ -145,7 +145,8 @@ class Fleet:
                 f"the fleet in {self.members.folder} has no node now{self._complaints()}; it retries",
                 NO_MEMBER_RETRY_S,
             )
-        self._pools.policy.require_decided()
+        if (undecided := self._pools.policy.undecided) is not None:
+            raise AdmissionRejected(str(undecided), NO_MEMBER_RETRY_S)
         self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
 
     def validate(self, spec: JobSpec) -> None:
