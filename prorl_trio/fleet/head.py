@@ -411,8 +411,10 @@ class Fleet:
     def joined(self, member: Member) -> None:
         """See `MemberListener.joined`."""
         self._next_starts.pop(member.node_id, None)
-        logger.info("node %s has joined the fleet, with %d jobs", member.node_id, len(member.state.awaited()))
-        self.apply(on.Joined(member.node_id, frozenset(member.state.awaited())))
+        # Outcomes that came before the node's list of jobs are not in it.
+        holds = frozenset(member.state.awaited() | member.state.inbox.job_ids())
+        logger.info("node %s has joined the fleet, with %d jobs", member.node_id, len(holds))
+        self.apply(on.Joined(member.node_id, holds))
         self._pools.policy.joined(member)
         self._nursery.start_soon(self._settle_policy)
 

@@ -180,6 +180,22 @@ async def test_jobs_that_wait_for_the_next_start_of_their_node_are_left_to_it(fo
             assert {outcome.attempt for outcome in outcomes if outcome.job_id in kept} == {2 if forgets else 1}
 
 
+async def test_outcomes_that_a_node_sends_before_it_lists_its_jobs_count(folder):
+    async with open_fake_fleet(folder, "a") as fleet:
+        await fleet.add("b", restart_within_s=90.0)
+        async with open_head(folder, "a", "b") as head, connect(head.url, TOKEN) as client:
+            await client.submit(specs_of(8))
+            await fleet.wait_live(a=4, b=4)
+            await fleet["b"].kill()
+            while "b" in head.fleet.members.all:
+                await trio.sleep(0.01)
+            finish_all(fleet)
+            await fleet["b"].start()
+            outcomes = await take(client)
+            assert ids(outcomes) == ids(map(make_outcome, specs_of(8)))
+            assert {outcome.attempt for outcome in outcomes} == {1}
+
+
 async def test_an_entry_half_written_or_of_a_port_that_is_anothers_harms_nobody(folder):
     async with open_fake_fleet(folder, "a", "b") as fleet:
         (folder / "half.json").write_bytes(b'{"node_id": "half", "url": "ws')
