@@ -22,6 +22,7 @@ from prorl_trio.fleet.events import (
     End,
     Ended,
     Forget,
+    Forgotten,
     Joined,
     Lost,
     Policy,
@@ -29,7 +30,7 @@ from prorl_trio.fleet.events import (
     Recovered,
     Restored,
     Room,
-    Settled,
+    Stored,
     Submit,
     Taken,
     Waited,
@@ -167,11 +168,11 @@ class MemberPlaces:
         return 0 if self.is_full or self.behind else self.capacity - self.others - self.held
 
     def arrived(self, cursor: int) -> None:
-        """Add an outcome that is not settled."""
+        """Add an outcome that it has to forget."""
         self._waiting.append(cursor)
 
     def settle(self, cursor: int) -> int:
-        """Settle an outcome. Return the cursor up to which all are settled; 0: nothing new."""
+        """Note that it has forgotten an outcome. Return the cursor up to which it has forgotten all; 0: nothing new."""
         self._settled.add(cursor)
         reached = 0
         while self._waiting and self._waiting[0] in self._settled:
@@ -251,8 +252,10 @@ class Dispatch:
                     self._enter(job, status)
             case Ended():
                 self._end(event, effects)
-            case Settled(node_id, cursor):
-                self._settle(node_id, cursor, effects)
+            case Stored(node_id, job_id, cursor):
+                self._forget(node_id, job_id, cursor, effects)
+            case Forgotten(node_id, job_id, cursor):
+                self._forgotten(node_id, job_id, cursor, effects)
             case Withdrawn(node_id, job_ids):
                 if (member := self.members.get(node_id)) is not None:
                     member.withdrawing.difference_update(job_ids)
@@ -324,30 +327,33 @@ class Dispatch:
             return
         member.arrived(event.cursor)
         if job is None:
-            self._settle(event.node_id, event.cursor, effects)
+            self._forget(event.node_id, event.job_id, event.cursor, effects)
             return
         here = self._there(event.node_id, event.job_id) is job
+        may_be = job.attempt > 0 and job.place in ("queued", "recovering") and event.job_id not in member.withdrawing
         is_older = event.attempt < job.attempt
-        if is_older or not (here or job.place in ("queued", "recovering")):
-            effects.append(self._forget(member, event))
+        if is_older or not (here or may_be):
+            self._forget(event.node_id, event.job_id, event.cursor, effects)
             if here:  # a member that was asked for the next attempt has gone on with its former copy
                 self._move(job, effects)
         elif event.error_code == SHUTDOWN and event.status == "cancelled":
-            effects.append(self._forget(member, event))
+            self._forget(event.node_id, event.job_id, event.cursor, effects)
             if here:
                 self._move(job, effects)
         else:
             self._drop(job)
             effects.append(Deliver(event.node_id, event.job_id, event.cursor))
 
-    def _forget(self, member: MemberPlaces, event: Ended) -> Forget:
-        member.withdrawing.add(event.job_id)
-        return Forget(event.node_id, event.job_id, event.cursor)
+    def _forget(self, node_id: str, job_id: str, cursor: int, effects: list[Effect]) -> None:
+        if (member := self.members.get(node_id)) is not None:
+            member.withdrawing.add(job_id)
+            effects.append(Forget(node_id, job_id, cursor))
 
-    def _settle(self, node_id: str, cursor: int, effects: list[Effect]) -> None:
-        member = self.members.get(node_id)
-        if member is not None and (reached := member.settle(cursor)):
-            effects.append(Acknowledge(node_id, reached))
+    def _forgotten(self, node_id: str, job_id: str, cursor: int, effects: list[Effect]) -> None:
+        if (member := self.members.get(node_id)) is not None:
+            member.withdrawing.discard(job_id)
+            if reached := member.settle(cursor):
+                effects.append(Acknowledge(node_id, reached))
 
     def _end_here(self, job: FleetJob, reason: str, effects: list[Effect], *, failed: bool = False) -> None:
         self._drop(job)
@@ -371,7 +377,7 @@ class Dispatch:
         for job_id in sorted(event.holds):
             job = self.jobs.get(job_id)
             takes = job is not None and (
-                (job.place in ("queued", "recovering") and not job.begun)
+                (job.place in ("queued", "recovering") and job.attempt > 0 and not job.begun)
                 or (job.place == "waiting" and job.node_id == event.node_id)
             )
             if job is None or not takes:

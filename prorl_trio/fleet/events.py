@@ -22,6 +22,7 @@ __all__ = [
     "Ended",
     "Event",
     "Forget",
+    "Forgotten",
     "Joined",
     "Lost",
     "Policy",
@@ -29,7 +30,7 @@ __all__ = [
     "Recovered",
     "Restored",
     "Room",
-    "Settled",
+    "Stored",
     "Submit",
     "Taken",
     "Waited",
@@ -128,10 +129,19 @@ class Ended(NamedTuple):
     error_code: str | None = None
 
 
-class Settled(NamedTuple):
-    """The head needs this outcome of a member no more: it is stored here, or the member has forgotten it."""
+class Stored(NamedTuple):
+    """The outcome that was delivered is in the head's ledger, or the ledger has refused it."""
 
     node_id: str
+    job_id: str
+    cursor: int
+
+
+class Forgotten(NamedTuple):
+    """A member has forgotten this outcome."""
+
+    node_id: str
+    job_id: str
     cursor: int
 
 
@@ -161,7 +171,8 @@ Event = (
     | Answered
     | Progress
     | Ended
-    | Settled
+    | Stored
+    | Forgotten
     | Withdrawn
     | Cancel
 )
@@ -200,7 +211,11 @@ class Withdraw(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Have a member forget a job's outcome without an acknowledgement: the job may return to it. Then `Settled`."""
+    """Have a member forget a job's outcome, and that it ever had the job; then apply `Forgotten`.
+
+    An acknowledgement would make the member refuse the id for a while. But the job may have to return to it, and
+    another session of the head may use the id anew.
+    """
 
     node_id: str
     job_id: str
@@ -208,7 +223,7 @@ class Forget(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """Deliver the outcome that has just arrived; apply `Settled` when it is stored."""
+    """Deliver the outcome that has just arrived; apply `Stored` when it is stored."""
 
     node_id: str
     job_id: str
@@ -216,7 +231,7 @@ class Deliver(NamedTuple):
 
 
 class Acknowledge(NamedTuple):
-    """Acknowledge the outcomes of a member up to a cursor."""
+    """Acknowledge the outcomes of a member up to a cursor, which it has forgotten."""
 
     node_id: str
     cursor: int

@@ -349,10 +349,10 @@ class Fleet:
                 self._nursery.start_soon(self._withdraw, self.members.all[node_id], job_ids)
             case on.Forget(node_id, job_id, cursor):
                 self._arrived.pop((node_id, cursor), None)
-                self._nursery.start_soon(self._forget, self.members.all[node_id], job_id, cursor)
+                self.members.all[node_id].forget_soon(job_id, cursor)
             case on.Deliver(node_id, job_id, cursor):
                 member, outcome = self._arrived.pop((node_id, cursor))
-                self._deliver(job_id, outcome, lambda _stored: self._from(member, on.Settled(node_id, cursor)))
+                self._deliver(job_id, outcome, lambda _: self._from(member, on.Stored(node_id, job_id, cursor)))
             case on.Acknowledge(node_id, cursor):
                 self.members.all[node_id].client.acknowledge(cursor)
             case on.End(job_id, reason, failed):
@@ -474,6 +474,7 @@ class Fleet:
         async with open_single_nursery() as nursery:
             nursery.start_soon(service_task(self._ask_status, f"status of {member.node_id}"), member)
             nursery.start_soon(service_task(self._ask_room, f"room of {member.node_id}"), member)
+            nursery.start_soon(self._forget_outcomes, member)
             await self._send_jobs(member)
 
     async def _send_jobs(self, member: Member) -> None:
@@ -526,15 +527,20 @@ class Fleet:
             logger.info("node %s was lost again: %s", member.node_id, exc)
         self._from(member, on.Withdrawn(member.node_id, job_ids))
 
-    async def _forget(self, member: Member, job_id: str, cursor: int) -> None:
-        """Have a member forget an outcome. One that is lost before has it again when it is back."""
-        try:
-            await member.client.withdraw([job_id], WITHDRAWN, ended=True)
-        except ServiceError as exc:
-            logger.info("node %s was lost again: %s", member.node_id, exc)
-            return
-        self._from(member, on.Withdrawn(member.node_id, [job_id]))
-        self._from(member, on.Settled(member.node_id, cursor))
+    async def _forget_outcomes(self, member: Member) -> None:
+        """Have a member forget outcomes, those that are there together in one request, until its session is over."""
+        while True:
+            while not member.to_forget:
+                member.wake_forgetting = trio.Event()
+                await member.wake_forgetting.wait()
+            batch, member.to_forget = member.to_forget, []
+            try:
+                await member.client.withdraw([job_id for job_id, _ in batch], WITHDRAWN, ended=True)
+            except ServiceError as exc:
+                logger.debug("node %s was lost with %d outcomes: %s", member.node_id, len(batch), exc)
+                await trio.sleep_forever()  # it has them again when it is back
+            for job_id, cursor in batch:
+                self._from(member, on.Forgotten(member.node_id, job_id, cursor))
 
     def set_behind(self, member: Member, why: str) -> None:
         """Give a member no jobs, for a reason, or jobs again (empty)."""

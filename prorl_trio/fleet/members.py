@@ -66,6 +66,7 @@ class Member:
         client: the session.
         status: the member's live state at its last report.
         to_submit: jobs to be sent, each with the number of attempts that have begun before.
+        to_forget: jobs whose outcomes it is to forget, each with its cursor.
     """
 
     def __init__(self, entry: NodeEntry, client: RolloutClient, set_behind: Callable[[Member, str], None]) -> None:
@@ -73,9 +74,11 @@ class Member:
         self.client = client
         self.status: dict[str, Any] = {}
         self.to_submit: list[tuple[JobSpec, int]] = []
+        self.to_forget: list[tuple[str, int]] = []
         self.wake = trio.Event()
-        """Set when there is something to send, or its room is to be asked for."""
-        self.asks_room = True
+        """Set when there are jobs to send."""
+        self.wake_forgetting = trio.Event()
+        """Set when there are outcomes to be forgotten."""
         self.taken = 0
         """Cursor, on the node, of the last outcome that was taken over."""
         self._behind = ""
@@ -110,10 +113,10 @@ class Member:
         self.to_submit.append((spec, attempts))
         self.wake.set()
 
-    def ask_room_soon(self) -> None:
-        """Have the member asked for its room at once."""
-        self.asks_room = True
-        self.wake.set()
+    def forget_soon(self, job_id: str, cursor: int) -> None:
+        """Have the member forget an outcome."""
+        self.to_forget.append((job_id, cursor))
+        self.wake_forgetting.set()
 
 
 class _Serving:

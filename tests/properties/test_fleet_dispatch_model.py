@@ -20,12 +20,13 @@ from prorl_trio.fleet.events import (
     End,
     Ended,
     Forget,
+    Forgotten,
     Joined,
     Lost,
     Recovered,
     Restored,
     Room,
-    Settled,
+    Stored,
     Submit,
     Taken,
     Waited,
@@ -50,7 +51,6 @@ class Member:
     def wipe(self):
         self.running = {}
         self.ended = {}
-        self.known = set()
         self.cursor = 0
         self.cut()
 
@@ -82,11 +82,7 @@ class Member:
         if isinstance(effect, Submit):
             code = ""
             if effect.job_id not in self.running and effect.job_id not in self.ended:
-                code = (
-                    "already_delivered"
-                    if effect.job_id in self.known
-                    else rng.choice(["", "", "", "admission", "draining"])
-                )
+                code = rng.choice(["", "", "", "admission", "draining"])
                 if not code:
                     self.running[effect.job_id] = attempt
             self.said.append(Answered(self.name, effect.job_id, code))
@@ -94,17 +90,16 @@ class Member:
             if effect.job_id in self.running:
                 self.end(effect.job_id, "cancelled", "cancelled")
         elif isinstance(effect, Acknowledge):
-            for job_id in [job_id for job_id, (cursor, *_) in self.ended.items() if cursor <= effect.cursor]:
-                del self.ended[job_id]
-                self.known.add(job_id)
+            assert all(cursor > effect.cursor for cursor, *_ in self.ended.values()), "it would refuse the id for long"
         else:
             job_ids = effect.job_ids if isinstance(effect, Withdraw) else [effect.job_id]
             for job_id in job_ids:
                 self.running.pop(job_id, None)
                 self.ended.pop(job_id, None)
-            self.said.append(Withdrawn(self.name, job_ids))
             if isinstance(effect, Forget):
-                self.said.append(Settled(self.name, effect.cursor))
+                self.said.append(Forgotten(self.name, effect.job_id, effect.cursor))
+            else:
+                self.said.append(Withdrawn(self.name, job_ids))
 
 
 class World:
@@ -128,7 +123,7 @@ class World:
                     member = self.members[node_id]
                     assert job_id not in self.outcomes, "a second outcome"
                     assert event.attempt >= self.attempts.get(job_id, 0), "the session would drop it"
-                    self.writing.append((Settled(node_id, cursor), job_id, (member, member.generation)))
+                    self.writing.append((Stored(node_id, job_id, cursor), job_id, (member, member.generation)))
                 case End(job_id, _reason, _failed):
                     assert job_id not in self.outcomes, "a second outcome"
                     self.outcomes[job_id] = "head"
@@ -245,7 +240,6 @@ class World:
             while self.writing:
                 self.write()
             for member in members:
-                member.known.clear()  # their memory of what was acknowledged ends, too
                 self.report(member)
             self.check()
             if len(self.outcomes) == len(self.specs) and not any(m.running or m.ended or m.todo for m in members):

@@ -17,6 +17,7 @@ from prorl_trio.fleet.events import (
     End,
     Ended,
     Forget,
+    Forgotten,
     Joined,
     Lost,
     Policy,
@@ -24,7 +25,7 @@ from prorl_trio.fleet.events import (
     Recovered,
     Restored,
     Room,
-    Settled,
+    Stored,
     Submit,
     Taken,
     Waited,
@@ -254,14 +255,28 @@ def test_jobs_wait_for_the_next_start_of_their_member_if_that_is_announced():
 # ---------------------------------------------------------------- outcomes
 
 
-def test_an_outcome_is_acknowledged_when_all_before_it_are_stored():
+def test_a_member_forgets_an_outcome_when_it_is_stored():
     head = Head(a=4)
     head.take("x", "y")
     head.accept()
     assert head.apply(Ended("a", "x", 1, 1, "completed")) == [Deliver("a", "x", 1)]
     head.apply(Ended("a", "y", 2, 1, "failed"))
-    assert head.apply(Settled("a", 2)) == []
-    assert head.apply(Settled("a", 1)) == [Acknowledge("a", 2)]
+    assert head.apply(Stored("a", "y", 2)) == [Forget("a", "y", 2)]
+    assert head.apply(Forgotten("a", "y", 2)) == []
+    assert head.apply(Stored("a", "x", 1)) == [Forget("a", "x", 1)]
+    assert head.apply(Forgotten("a", "x", 1)) == [Acknowledge("a", 2)]
+
+
+def test_an_id_that_is_used_anew_waits_until_the_member_has_forgotten_it():
+    head = Head(a=4)
+    head.take("x")
+    head.accept()
+    head.apply(Ended("a", "x", 1, 1, "completed"))
+    head.apply(Stored("a", "x", 1))
+    head.take("x", session="another")
+    assert head.where() == {"a": []}
+    head.apply(Forgotten("a", "x", 1))
+    assert head.where() == {"a": ["x"]}
 
 
 def test_an_outcome_of_a_job_that_has_ended_is_dropped_whenever_it_arrives():
@@ -269,13 +284,12 @@ def test_an_outcome_of_a_job_that_has_ended_is_dropped_whenever_it_arrives():
     head.take("x")
     head.accept()
     head.apply(Ended("a", "x", 1, 1, "completed"))
-    head.apply(Settled("a", 1))
-    assert head.apply(Ended("a", "x", 2, 1, "completed")) == [Acknowledge("a", 2)]
-    assert head.apply(Ended("a", "never", 3, 1, "completed")) == [Acknowledge("a", 3)]
+    head.apply(Forgotten("a", "x", 1))
+    assert head.apply(Ended("a", "x", 2, 1, "completed")) == [Forget("a", "x", 2)]
+    assert head.apply(Ended("a", "never", 3, 1, "completed")) == [Forget("a", "never", 3)]
 
 
 def test_an_outcome_of_a_former_member_is_forgotten_there():
-    """Not acknowledged: the job may have to come back to it."""
     head = Head(a=4)
     head.take("x")
     head.accept()
@@ -284,7 +298,7 @@ def test_an_outcome_of_a_former_member_is_forgotten_there():
     head.apply(Joined("a", frozenset()))
     assert head.apply(Ended("a", "x", 1, 1, "completed")) == [Forget("a", "x", 1)]
     assert "x" in head.state.jobs
-    assert head.apply(Settled("a", 1)) == [Acknowledge("a", 1)]
+    assert head.apply(Forgotten("a", "x", 1)) == [Acknowledge("a", 1)]
 
 
 def test_a_job_that_the_shutdown_of_its_member_cut_goes_on_elsewhere():
@@ -304,6 +318,14 @@ def test_an_outcome_may_come_before_the_answer_to_its_submit():
     head.take("x")
     assert head.apply(Ended("a", "x", 1, 1, "completed")) == [Deliver("a", "x", 1)]
     assert head.apply(Answered("a", "x")) == []
+
+
+def test_a_new_job_is_not_mistaken_for_a_former_one_of_its_id():
+    head = Head()
+    head.take("x")
+    assert head.apply(Joined("a", frozenset(["x"]))) == [Withdraw("a", ["x"])]
+    assert head.apply(Ended("a", "x", 1, 1, "completed")) == [Forget("a", "x", 1)]
+    assert head.state.jobs["x"].place == "queued"
 
 
 # ---------------------------------------------------------------- cancel
