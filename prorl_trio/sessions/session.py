@@ -30,6 +30,7 @@ from prorl_trio.sessions.job import (
     Stored,
     Taken,
     Withdrawn,
+    offered_job,
 )
 from prorl_trio.sessions.observation import Observations
 from prorl_trio.sessions.outcome_log import OfferedOutcome, OutcomeLog
@@ -192,7 +193,7 @@ class Session:
             if self._is_elsewhere(spec.job_id):
                 raise DuplicateJob(f"job {spec.job_id!r} is another session's; choose another id")
             node.check(spec, self, self.journal.promised)
-            return self._add(Job(spec, fingerprint, self._clock(), attempts)), True
+            return self._add(Job(spec.job_id, fingerprint, attempts, spec=spec, submitted_s=self._clock())), True
         if known.fingerprint != fingerprint:
             raise DuplicateJob(f"job {spec.job_id!r} is here with another spec; choose another id")
         if known.withdrawn:
@@ -226,7 +227,7 @@ class Session:
 
         The caller must hand it over, or deliver its outcome.
         """
-        return self._add(Job(spec, fingerprint, self._clock(), attempt, "stored"))
+        return self._add(Job(spec.job_id, fingerprint, attempt, "stored", spec, self._clock()))
 
     def recover_outcome(self, found: UndeliveredOutcome) -> None:
         """Register an outcome that a former process stored.
@@ -234,7 +235,7 @@ class Session:
         Call in the order of cursors, before anything is submitted.
         """
         self.log.recover(found.job_id, found.cursor, found.outcome.size_bytes)
-        self._jobs[found.job_id] = Job.offered(found.job_id, found.fingerprint, max(1, found.attempt), self._clock())
+        self._jobs[found.job_id] = offered_job(found.job_id, found.fingerprint, max(1, found.attempt), self._clock())
 
     def _add(self, job: Job) -> Job:
         self._jobs[job.job_id] = self._running[job.job_id] = job
