@@ -262,7 +262,7 @@ class Session:
         """
         job = self._running.get(outcome.job_id)
         if job is None or not job.awaits_outcome:
-            self._log_second(outcome.job_id)
+            logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
             return
         outcome, data = encode_outcome(outcome, self._limits.max_message_bytes)
         effects = job.apply(self._ended(EncodedOutcome.of(outcome, data)))
@@ -274,7 +274,6 @@ class Session:
         """Store a job's outcome that came as bytes, and send it once it is stored. See `SessionSink`."""
         job = self._jobs.get(outcome.job_id)
         if job is None:
-            self._log_second(outcome.job_id)
             stored(True)
             return
         job.senders.append(stored)
@@ -306,8 +305,8 @@ class Session:
 
     def _carry_out(self, job: Job, effects: Effects) -> None:
         """Do what a job's event has left to do."""
-        if effects.is_second:
-            self._log_second(job.job_id)
+        if effects.is_second:  # its sender gave it again, or its attempt was given up
+            logger.info("session %s: another outcome of job %s, %s, is dropped", self.session_id, job.job_id, job.state)
         if effects.answer:
             job.answered.set()
         if effects.begin_attempt:
@@ -333,9 +332,6 @@ class Session:
             cursor = self.log.reserve(job.job_id, data)
             stored = partial(self._outcome_stored, job, cursor)
             self.journal.finish(self.session_id, job.job_id, job.attempt, cursor, data, stored)
-
-    def _log_second(self, job_id: str) -> None:
-        logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, job_id)
 
     def ack(self, cursor: int) -> None:
         """Acknowledge all outcomes up to `cursor`: drop them here and in the ledger.
