@@ -21,6 +21,7 @@ from prorl_trio.types.job_states import STAGES, TERMINAL, JobState
 from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, Status, TaskInstance
 
 __all__ = [
+    "NOTHING",
     "Acknowledged",
     "Effects",
     "Ended",

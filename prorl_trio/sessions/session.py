@@ -18,6 +18,7 @@ from prorl_trio.ledger import LedgerCorrupt
 from prorl_trio.sessions.encoding import encode_outcome, fingerprint_of, fit_outcome, lost_outcome
 from prorl_trio.sessions.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTCOMES, Feed, References
 from prorl_trio.sessions.job import (
+    NOTHING,
     Acknowledged,
     Ended,
     Forgotten,
@@ -301,7 +302,9 @@ class Session:
             self._listener.wake()
 
     def _apply(self, job: Job, event: Event) -> None:
-        self._carry_out(job, job.apply(event))
+        effects = job.apply(event)
+        if effects is not NOTHING:
+            self._carry_out(job, effects)
 
     def _carry_out(self, job: Job, effects: Effects) -> None:
         """Do what a job's event has left to do."""
