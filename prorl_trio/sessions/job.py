@@ -10,21 +10,18 @@ change nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 import trio
 
 from prorl_trio.types.errors import InternalError, ServiceError
-from prorl_trio.types.job_states import STAGES, TERMINAL
+from prorl_trio.types.job_states import STAGES, TERMINAL, JobState
 from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, Status, TaskInstance
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from prorl_trio.types.job_states import JobState
-
 __all__ = [
+    "NOTHING",
     "Acknowledged",
     "Effects",
     "Ended",
@@ -39,6 +36,7 @@ __all__ = [
     "Stored",
     "Taken",
     "Withdrawn",
+    "offered_job",
 ]
 
 
@@ -147,7 +145,7 @@ _PAST: Final = trio.Event()
 _PAST.set()
 
 
-class Job:
+class Job(msgspec.Struct, eq=False):
     """A job of a session.
 
     Attributes:
@@ -155,9 +153,9 @@ class Job:
         fingerprint: a hash of its spec, to tell it from another job of the same id.
         attempt: number of attempts that have begun, on this node or another, in this process or a former one.
         state: see `prorl_trio.types.job_states`.
-        offered_s: when its outcome was offered.
         spec: what was submitted. It is let go with the outcome, see `compact`.
         submitted_s: when it was submitted.
+        offered_s: when its outcome was offered.
         refused: why it was not accepted.
         withdrawn: see `Withdrawn`.
         result: its outcome, from `ended` on. It is let go with the spec.
@@ -168,56 +166,27 @@ class Job:
         senders: called when the outcome is stored, or refused by the ledger.
     """
 
-    __slots__ = (
-        "answered",
-        "attempt",
-        "ended",
-        "fingerprint",
-        "is_stored",
-        "job_id",
-        "offered_s",
-        "refused",
-        "result",
-        "senders",
-        "spec",
-        "state",
-        "submitted_s",
-        "withdrawn",
-    )
-
-    def __init__(
-        self, spec: JobSpec, fingerprint: bytes, submitted_s: float, attempt: int = 0, state: JobState = "promised"
-    ) -> None:
-        self.job_id = spec.job_id
-        self.fingerprint = fingerprint
-        self.attempt = attempt
-        self.state = state
-        self.offered_s = 0.0
-        self.spec = spec
-        self.submitted_s = submitted_s
-        self.refused: ServiceError | None = None
-        self.withdrawn = False
-        self.result: EncodedOutcome | None = None
-        self.is_stored = False
-        self.answered = trio.Event()
-        self.ended = trio.Event()
-        self.senders: list[Callable[[bool], None]] = []
-
-    @classmethod
-    def offered(cls, job_id: str, fingerprint: bytes, attempt: int, offered_s: float) -> Job:
-        """Return a job whose outcome is stored: all of it that a session needs until the acknowledgement."""
-        job = cls.__new__(cls)
-        job.job_id, job.fingerprint, job.attempt, job.offered_s = job_id, fingerprint, attempt, offered_s
-        job.state, job.spec, job.submitted_s, job.refused, job.withdrawn = "offered", NO_SPEC, offered_s, None, False
-        job.result, job.is_stored, job.answered, job.ended, job.senders = None, True, _PAST, _PAST, []
-        return job
+    job_id: str
+    fingerprint: bytes
+    attempt: int = 0
+    state: JobState = "promised"
+    spec: JobSpec = NO_SPEC
+    submitted_s: float = 0.0
+    offered_s: float = 0.0
+    refused: ServiceError | None = None
+    withdrawn: bool = False
+    result: EncodedOutcome | None = None
+    is_stored: bool = False
+    answered: trio.Event = msgspec.field(default_factory=trio.Event)
+    ended: trio.Event = msgspec.field(default_factory=trio.Event)
+    senders: list[Callable[[bool], None]] = []
 
     def compact(self, now_s: float) -> Job:
-        """Return the job without its spec and its outcome's bytes, which are the log's to hold.
+        """Return the offered job without its spec and its outcome's bytes, which are the log's to hold.
 
         Who waits for the outcome has the old object.
         """
-        return Job.offered(self.job_id, self.fingerprint, self.attempt, now_s)
+        return offered_job(self.job_id, self.fingerprint, self.attempt, now_s)
 
     @property
     def awaits_outcome(self) -> bool:
@@ -324,3 +293,10 @@ class Job:
 
     def __repr__(self) -> str:
         return f"<Job {self.job_id} {self.state}>"
+
+
+def offered_job(job_id: str, fingerprint: bytes, attempt: int, offered_s: float) -> Job:
+    """Return a job whose outcome is stored: all of it that a session needs until the acknowledgement."""
+    return Job(
+        job_id, fingerprint, attempt, "offered", offered_s=offered_s, is_stored=True, answered=_PAST, ended=_PAST
+    )

@@ -18,6 +18,7 @@ from prorl_trio.ledger import LedgerCorrupt
 from prorl_trio.sessions.encoding import encode_outcome, fingerprint_of, fit_outcome, lost_outcome
 from prorl_trio.sessions.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTCOMES, Feed, References
 from prorl_trio.sessions.job import (
+    NOTHING,
     Acknowledged,
     Ended,
     Forgotten,
@@ -30,6 +31,7 @@ from prorl_trio.sessions.job import (
     Stored,
     Taken,
     Withdrawn,
+    offered_job,
 )
 from prorl_trio.sessions.observation import Observations
 from prorl_trio.sessions.outcome_log import OfferedOutcome, OutcomeLog
@@ -192,7 +194,7 @@ class Session:
             if self._is_elsewhere(spec.job_id):
                 raise DuplicateJob(f"job {spec.job_id!r} is another session's; choose another id")
             node.check(spec, self, self.journal.promised)
-            return self._add(Job(spec, fingerprint, self._clock(), attempts)), True
+            return self._add(Job(spec.job_id, fingerprint, attempts, spec=spec, submitted_s=self._clock())), True
         if known.fingerprint != fingerprint:
             raise DuplicateJob(f"job {spec.job_id!r} is here with another spec; choose another id")
         if known.withdrawn:
@@ -226,7 +228,7 @@ class Session:
 
         The caller must hand it over, or deliver its outcome.
         """
-        return self._add(Job(spec, fingerprint, self._clock(), attempt, "stored"))
+        return self._add(Job(spec.job_id, fingerprint, attempt, "stored", spec, self._clock()))
 
     def recover_outcome(self, found: UndeliveredOutcome) -> None:
         """Register an outcome that a former process stored.
@@ -234,7 +236,7 @@ class Session:
         Call in the order of cursors, before anything is submitted.
         """
         self.log.recover(found.job_id, found.cursor, found.outcome.size_bytes)
-        self._jobs[found.job_id] = Job.offered(found.job_id, found.fingerprint, max(1, found.attempt), self._clock())
+        self._jobs[found.job_id] = offered_job(found.job_id, found.fingerprint, max(1, found.attempt), self._clock())
 
     def _add(self, job: Job) -> Job:
         self._jobs[job.job_id] = self._running[job.job_id] = job
@@ -268,7 +270,7 @@ class Session:
         """
         job = self._running.get(outcome.job_id)
         if job is None or not job.awaits_outcome:
-            self._log_second(outcome.job_id)
+            logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, outcome.job_id)
             return
         outcome, data = encode_outcome(outcome, self._limits.max_message_bytes)
         effects = job.apply(self._ended(EncodedOutcome.of(outcome, data)))
@@ -280,7 +282,6 @@ class Session:
         """Store a job's outcome that came as bytes, and send it once it is stored. See `SessionSink`."""
         job = self._jobs.get(outcome.job_id)
         if job is None:
-            self._log_second(outcome.job_id)
             stored(True)
             return
         job.senders.append(stored)
@@ -308,12 +309,14 @@ class Session:
             self._listener.wake()
 
     def _apply(self, job: Job, event: Event) -> None:
-        self._carry_out(job, job.apply(event))
+        effects = job.apply(event)
+        if effects is not NOTHING:
+            self._carry_out(job, effects)
 
     def _carry_out(self, job: Job, effects: Effects, begun: Callable[[], None] = lambda: None) -> None:
         """Do what a job's event has left to do. `begun` is called when the beginning of an attempt is stored."""
-        if effects.is_second:
-            self._log_second(job.job_id)
+        if effects.is_second:  # its sender gave it again, or its attempt was given up
+            logger.info("session %s: another outcome of job %s, %s, is dropped", self.session_id, job.job_id, job.state)
         if effects.answer:
             job.answered.set()
         if effects.begin_attempt:
@@ -339,9 +342,6 @@ class Session:
             cursor = self.log.reserve(job.job_id, data)
             stored = partial(self._outcome_stored, job, cursor)
             self.journal.finish(self.session_id, job.job_id, job.attempt, cursor, data, stored)
-
-    def _log_second(self, job_id: str) -> None:
-        logger.error("session %s: job %s has ended already, outcome dropped", self.session_id, job_id)
 
     def ack(self, cursor: int) -> None:
         """Acknowledge all outcomes up to `cursor`: drop them here and in the ledger.

@@ -25,7 +25,7 @@ from prorl_trio.sessions.job import (
 )
 from prorl_trio.types.errors import Draining, InternalError
 from prorl_trio.types.job_states import STAGES, TERMINAL, JobState, may_follow
-from prorl_trio.types.models import EncodedOutcome, JobSpec, TaskInstance
+from prorl_trio.types.models import EncodedOutcome
 
 WHY = Draining("the node has ended")
 
@@ -67,7 +67,7 @@ AFTER = {
 
 def job_in(state):
     """A job that came to this state by events alone."""
-    job = Job(JobSpec(job_id="a", instance=TaskInstance(instance_id="i", handler="h", payload={})), b"hash", 0.0)
+    job = Job("a", b"hash")
     way = {
         "promised": [],
         "refused": [Refused(WHY)],
@@ -116,7 +116,7 @@ def test_within_an_attempt_each_stage_has_one_that_follows_and_may_end_badly(sta
 
 
 def test_attempts_are_counted_on_and_an_outcome_of_one_that_is_over_is_dropped():
-    job = Job(job_in("promised").spec, b"hash", 0.0, attempt=2)
+    job = Job("a", b"hash", attempt=2)
     assert job.apply(Stored()).begin_attempt == 2  # they began on other nodes
     assert job.apply(Moved("init")).begin_attempt == 3
     late = job.apply(Ended(outcome(attempt=2), elsewhere=True))
