@@ -55,13 +55,12 @@ def sampled_arrays(
         raise BackendError(
             f"the backend returned the logprob {worst}, which is that of no probability", retryable=False
         )
-    lowest, highest = (int(np.min(ids)), int(np.max(ids))) if ids else (0, 0)
-    if lowest < 0:
-        raise BackendError(f"the backend returned the token id {lowest}", retryable=False)
-    if highest >= model.ids_below:
-        raise BackendError(
-            f"the backend returned the token id {highest}, and the model has ids below {model.ids_below} only: it "
-            f"serves another model than the one in {model.model_dir}, which [model] path names",
-            retryable=False,
-        )
-    return ids, values
+    if (np.asarray(ids).view(np.uint32) < model.ids_below).all():  # a negative one is not
+        return ids, values
+    if min(ids) < 0:
+        raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
+    raise BackendError(
+        f"the backend returned the token id {max(ids)}, and the model has ids below {model.ids_below} only: it serves "
+        f"another model than the one in {model.model_dir}, which [model] path names",
+        retryable=False,
+    )
