@@ -255,7 +255,10 @@ class _Exchange:
         """
         connection, config = self._connection, self._config
         try:
-            request = self._request = parse_head(self._h11, self.head, config.max_body_bytes)
+            request = self._request = parse_head(self._h11, self.head)
+            if request.body_bytes > (limit := config.max_body_bytes):
+                message = f"the body has {request.body_bytes} bytes, more than {limit}, the limit"
+                raise Refusal(413, "too_large", f"{message} (listen.max_body_bytes)")
             if request.websocket:
                 connection.guard.check_handshake(request.headers)
                 await trio.lowlevel.checkpoint()
