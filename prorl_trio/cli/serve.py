@@ -58,6 +58,7 @@ def _refuse_rest_port(_context: click.Context, _parameter: click.Parameter, valu
 @click.option(
     "--port", type=click.IntRange(0, 65_535), help="The node's port, instead of listen.port (0: any free one)."
 )
+@click.option("--rest-port", hidden=True, expose_value=False, callback=_refuse_rest_port)
 @click.option(
     "--backend",
     "backends",

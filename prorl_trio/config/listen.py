@@ -87,7 +87,7 @@ class ListenConfig(Table, frozen=True):
     hosts: list[HostName] = msgspec.field(default_factory=list)
     tls_cert: str = ""
     tls_key: str = ""
-    max_connections: Connections = 256
+    max_connections: Connections = 128
     max_unauthenticated: Connections = 64
     max_header_bytes: MessageBytes = 32 * 1024
     max_body_bytes: MessageBytes = 64 * 1024 * 1024

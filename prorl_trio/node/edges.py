@@ -134,7 +134,8 @@ async def open_edges(
         )
         address = await accept.start(service_task(serve, "server", restarts=False))
         unix_url = f"unix://{local.node}" if local is not None else ""
-        endpoints = {"url": endpoint_url(address, secure=secure), "rest_url": rest_url(address, secure=secure)}
+        endpoints = {"url": endpoint_url(address, secure=secure)}
+        endpoints["rest_url"] = rest_url(address, secure=secure)
         if unix_url:
             endpoints["unix_url"] = unix_url
         if listen.endpoint_file:

