@@ -42,6 +42,11 @@ def serve_command(config_file: Path) -> list[str]:
     return [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(config_file)]
 
 
+def head_command(config_file: Path) -> list[str]:
+    """Return the command that runs the head of a fleet with this configuration."""
+    return [sys.executable, "-m", "prorl_trio.cli", "fleet", "--config", str(config_file)]
+
+
 class NodeLost(ServiceError):
     """The node process ended by itself, or did not listen in time."""
 

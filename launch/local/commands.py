@@ -14,7 +14,7 @@ import trio
 
 from launch.local.claim import claimed, find_claim
 from launch.local.fleet import run_nodes
-from launch.local.plan import LOCAL, check_config, write_plan
+from launch.local.plan import LOCAL, check_config, write_head, write_plan
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client.terminal import say, say_json
 from prorl_trio.rendezvous.report import look_at_nodes
@@ -61,7 +61,14 @@ def local() -> None:
     help="node.toml of every node.",
 )
 @click.option("--nodes", type=click.IntRange(1, 64), default=2, show_default=True, help="Nodes, each a process.")
-def up(fleet_dir: Path, config_file: Path, nodes: int) -> None:
+@click.option(
+    "--head",
+    "has_head",
+    is_flag=True,
+    help="Run the head of the fleet, too: trainers that name the folder then use that one address, and the head "
+    "outlives them. Once a fleet has had a head, it needs one.",
+)
+def up(fleet_dir: Path, config_file: Path, nodes: int, *, has_head: bool) -> None:
     """Run a fleet until Ctrl-C.
 
     Each node has the given node.toml, but a name, free ports and a folder of its own: LOCAL/NODE in the fleet's folder
@@ -85,6 +92,7 @@ def up(fleet_dir: Path, config_file: Path, nodes: int) -> None:
             say(f"{_count(nodes)} of the fleet in {fleet} are up already, by process {other.process.pid}")
             return
         folders = write_plan(config_file, fleet, nodes)
+        head = write_head(config_file, fleet) if has_head else None
         codes = trio.run(
             lambda: run_nodes(
                 fleet,
@@ -93,6 +101,7 @@ def up(fleet_dir: Path, config_file: Path, nodes: int) -> None:
                 on_end=lambda name, code: say(
                     f"node {name} has ended with exit code {code}; its log is {fleet / LOCAL / name / 'node.log'}"
                 ),
+                head=head,
             )
         )
     sys.exit(max(codes.values()) if len(codes) == nodes and {0, EXIT_JOBS_CUT} >= {*codes.values()} else 1)

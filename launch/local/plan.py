@@ -11,13 +11,13 @@ import msgspec
 
 from prorl_trio.config import load_config
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
-from prorl_trio.rendezvous.folder import claim_folder
+from prorl_trio.rendezvous.folder import HEAD, claim_folder
 from prorl_trio.service.tls import load_tls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LOCAL", "NodeFolder", "check_config", "node_tables", "write_plan"]
+__all__ = ["LOCAL", "NodeFolder", "check_config", "head_tables", "node_tables", "write_head", "write_plan"]
 
 LOCAL: Final = "local"
 """The folder of ours in that of the fleet, beside the entries of the nodes."""
@@ -62,6 +62,16 @@ def node_tables(common: Mapping[str, Any], node: NodeFolder, fleet: Path) -> dic
     }
 
 
+def head_tables(common: Mapping[str, Any], head: NodeFolder, fleet: Path) -> dict[str, Any]:
+    """Return the configuration of the head: who may come in as for the nodes, and a ledger of its own on the disk."""
+    listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
+    return {
+        "listen": {**listen, "port": 0, "unix_socket": ""},
+        "fleet": {**common.get("fleet", {}), "dir": str(fleet)},
+        "ledger": {**common.get("ledger", {}), "dir": str(head.path / "ledger")},
+    }
+
+
 def check_config(config_file: Path) -> None:
     """Check the node.toml of all nodes, and the secrets that it names. Blocks on the disk.
 
@@ -91,8 +101,26 @@ def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
     for number in range(count):
         node_id = f"{common.get('node_id') or LOCAL}-{number}"
         node = NodeFolder(node_id=node_id, path=fleet / LOCAL / node_id, has_token=has_token)
-        node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        node.config_file.touch(mode=0o600)  # it may have the token
-        node.config_file.write_bytes(msgspec.toml.encode(node_tables(common, node, fleet)))
+        _write(node, node_tables(common, node, fleet))
         nodes.append(node)
     return nodes
+
+
+def write_head(config_file: Path, fleet: Path) -> NodeFolder:
+    """Write the configuration of the fleet's head, in a folder of its own below that of the fleet. Blocks.
+
+    Raises:
+        ConfigError: the file is not a valid node.toml, or the fleet's folder cannot be used.
+    """
+    listen = load_config(config_file).listen
+    common = tomllib.loads(config_file.read_text(encoding="utf-8"))
+    claim_folder(fleet)
+    head = NodeFolder(node_id=HEAD, path=fleet / LOCAL / HEAD, has_token=bool(listen.token or listen.token_file))
+    _write(head, head_tables(common, head, fleet))
+    return head
+
+
+def _write(node: NodeFolder, tables: Mapping[str, Any]) -> None:
+    node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    node.config_file.touch(mode=0o600)  # it may have the token
+    node.config_file.write_bytes(msgspec.toml.encode(tables))

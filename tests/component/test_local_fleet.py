@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from launch.local import fleet as local_fleet
 from launch.local.claim import claimed, find_claim
 from launch.local.fleet import run_nodes
-from launch.local.plan import write_plan
+from launch.local.plan import write_head, write_plan
 from launch.node import NodeLost
 from prorl_trio.cli import main
-from prorl_trio.config import load_config
+from prorl_trio.config import load_config, load_head_config
 from prorl_trio.types.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
@@ -187,6 +187,52 @@ async def test_a_node_that_does_not_start_is_told_and_ends_the_others(config_fil
     nodes = write_plan(config_file, fleet, 2)
     with trio.fail_after(110), pytest.raises(NodeLost, match=r"ended with exit code 7(.|\n)*a node begins True"):
         await run_nodes(fleet, nodes, on_ready=lambda: None, on_end=lambda *_: None)
+
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+from prorl_trio.rendezvous.head import HeadEntry, renew_head
+from prorl_trio.rendezvous.identity import this_process
+folder = Path(sys.argv[1]).parent
+(folder / "starts").open("a").write("x")
+entry = HeadEntry(
+    node_id="head", url="ws://127.0.0.1:1", token="t", host="h", process=this_process(), version="1",
+    heartbeat_interval_s=1.0, stale_after_s=10.0,
+)
+renew_head(folder.parent.parent, None, entry)
+if (folder / "starts").read_text() == "x":
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    time.sleep(10)
+"""
+
+
+async def test_a_head_is_started_again_when_it_is_killed_and_ends_with_the_nodes(
+    config_file, fleet, as_nodes, monkeypatch
+):
+    as_nodes()
+    nodes, head, ended, ready = write_plan(config_file, fleet, 1), write_head(config_file, fleet), [], trio.Event()
+    config = load_head_config(head.config_file)
+    assert (config.ledger.dir, config.fleet.dir) == (str(fleet / "local" / "head" / "ledger"), str(fleet))
+    assert (config.listen.token, config.listen.port) == ("secret", 0)
+    program = HEAD.format(path=sys.path)
+    monkeypatch.setattr(local_fleet, "head_command", lambda file: [sys.executable, "-c", program, str(file)])
+    monkeypatch.setattr(local_fleet, "HEAD_RETRY_S", 0.01)
+
+    async def ask():
+        await ready.wait()
+        while len((head.path / "starts").read_text()) < 2:
+            await trio.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with trio.fail_after(110):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            codes = await run_nodes(fleet, nodes, on_ready=ready.set, on_end=lambda *end: ended.append(end), head=head)
+    assert codes == {"local-0": 0}
+    assert ended[0] == ("head", 128 + signal.SIGKILL)
 
 
 def test_a_folder_that_others_can_enter_is_refused(config_file, fleet):

@@ -57,7 +57,7 @@ async def test_a_head_that_is_killed_again_and_again_loses_and_doubles_nothing(t
         async with head_process(folder, ledger, log) as process:
             await wait_for(seen, JOBS)
             process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 0
+            assert await process.wait() == 0, log.read_text()[-3000:]
         nursery.cancel_scope.cancel()
     assert seen == Counter(f"job-{number}" for number in range(JOBS))
 
