@@ -58,6 +58,7 @@ NO_MEMBER_RETRY_S: Final = 2.0
 MAX_SHOWN_JOBS: Final = 1_000
 RECOVERY_POLL_S: Final = 0.1
 WITHDRAWN: Final = "it runs on another node now"
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)
 RELAYED: Final = frozenset({"ready", "run", "ran", "eval"})
 """Stages on a member that are passed on. The head reports `queued` and `init` itself, and an end by the outcome."""
 
@@ -312,6 +313,7 @@ class Fleet:
 
     async def _recover(self, timeout_s: float) -> None:
         with trio.move_on_after(timeout_s):
+            await trio.lowlevel.checkpoint()
             while not self.members.settled:  # noqa: ASYNC110 - the time is one of the reasons for a change
                 await trio.sleep(RECOVERY_POLL_S)
         self.apply(on.Recovered())
@@ -371,7 +373,10 @@ class Fleet:
         live = self._forget_live(job_id, outcome.status)
         live.sink.deliver_encoded(outcome, stored)
         if self.observers:
-            self._show_end(live, outcome.decode())
+            try:
+                self._show_end(live, outcome.decode())
+            except UNREADABLE as exc:  # its node may be of a later version
+                logger.warning("job %s has ended as %s, and its outcome is not shown: %s", job_id, outcome.status, exc)
         live.finished.set()
 
     def _end_here(self, job_id: str, reason: str, *, failed: bool) -> None:
@@ -500,7 +505,7 @@ class Fleet:
             try:
                 said = await member.client.room()
             except ServiceError:
-                return await trio.sleep_forever()
+                await trio.sleep_forever()  # the session is over
             room = on.Room(member.node_id, said.room, said.free, said.run_workers, own, said.unready)
             self._from(member, room)
             await trio.sleep(ROOM_INTERVAL_S)
@@ -510,7 +515,7 @@ class Fleet:
             try:
                 member.status = await member.client.status()
             except ServiceError:
-                return await trio.sleep_forever()
+                await trio.sleep_forever()  # the session is over
             await trio.sleep(STATUS_INTERVAL_S)
 
     async def _cancel_there(self, member: Member, job_id: str, reason: str) -> None:
@@ -635,7 +640,7 @@ def _read(frame: OutcomeFrame, attempt: int) -> EncodedOutcome:
     data = bytes(frame.outcome)
     try:
         return EncodedOutcome.read(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         lost = lost_outcome(frame.job_id, f"its node has sent what cannot be read: {exc}", max(1, attempt))
         return EncodedOutcome.of(lost, msgspec.msgpack.encode(lost))
 

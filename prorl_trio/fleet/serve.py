@@ -97,16 +97,17 @@ async def serve_fleet(
     if config.rest.prorl_compat:
         raise ConfigError("rest.prorl_compat needs a tokenizer, which the head of a fleet has not; ask its nodes")
     edges = await trio.to_thread.run_sync(_prepare_edges, config)
+    clean = True
     with open_end_signals(config.on_hangup, reloads=False) as signals:
-        async with until_started(signals) as starting, _open_whole(config, edges) as (fleet, sessions, address):
-            starting.cancel("the head is there")
-            task_status.started(address)
-            await anext(signals)
-            cut = await drain(fleet, signals, config.drain_timeout_s)
-            with trio.move_on_after(DELIVERY_TIMEOUT_S):
-                await _wait_delivered(fleet, sessions)
-            return cut == 0 and not sessions.journal.failed
-    return True
+        async with until_started(signals) as starting:
+            async with _open_whole(config, edges, starting) as (fleet, sessions, address):
+                task_status.started(address)
+                await anext(signals)
+                cut = await drain(fleet, signals, config.drain_timeout_s)
+                with trio.move_on_after(DELIVERY_TIMEOUT_S):
+                    await _wait_delivered(fleet, sessions)
+            clean = cut == 0 and not sessions.journal.failed
+    return clean
 
 
 async def _wait_delivered(fleet: Fleet, sessions: SessionTable) -> None:
@@ -124,7 +125,10 @@ def _prepare_edges(config: HeadConfig) -> Edges:
 
 
 @asynccontextmanager
-async def _open_whole(config: HeadConfig, edges: Edges) -> AsyncIterator[tuple[Fleet, SessionTable, tuple[str, int]]]:
+async def _open_whole(
+    config: HeadConfig, edges: Edges, starting: trio.CancelScope
+) -> AsyncIterator[tuple[Fleet, SessionTable, tuple[str, int]]]:
+    """Open all parts of a head. Cancels `starting` before members and trainers come: from then on a signal drains."""
     rest = config.rest
     feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events)
     folder = await run_sync(lambda: claim_folder(config.fleet.dir))
@@ -152,6 +156,7 @@ async def _open_whole(config: HeadConfig, edges: Edges) -> AsyncIterator[tuple[F
                 "heartbeat_timeout_s": config.listen.heartbeat_timeout_s,
             },
         ) as fleet:
+            starting.cancel("the head is there")
             monitoring.watch_sessions(fleet, sessions)
             monitoring.metrics.watch(
                 "member",
