@@ -248,8 +248,8 @@ class Dispatch:
             case Answered():
                 self._answer(event, effects)
             case Progress(node_id, job_id, status):
-                if (job := self._there(node_id, job_id)) is not None:
-                    self._enter(job, status)
+                if (there := self._there(node_id, job_id)) is not None:
+                    self._enter(there, status)
             case Ended():
                 self._end(event, effects)
             case Stored(node_id, job_id, cursor):
@@ -373,26 +373,28 @@ class Dispatch:
         for job in [job for job in self.of_member(event.node_id) if job.spec.job_id not in event.holds]:
             if job.place == "waiting":  # its next start does not have it: it has another disk, for one
                 self._requeue(job)
-        stale = []
+        stale: list[str] = []
         for job_id in sorted(event.holds):
-            job = self.jobs.get(job_id)
-            takes = job is not None and (
-                (job.place in ("queued", "recovering") and job.attempt > 0 and not job.begun)
-                or (job.place == "waiting" and job.node_id == event.node_id)
-            )
-            if job is None or not takes:
+            held = self.jobs.get(job_id)
+            if held is None or not self._goes_on(held, event.node_id):
                 stale.append(job_id)
                 continue
-            self._queue.remove(job)
-            self._refused.discard(job)
-            job.place = "there"
-            self._assign(job, event.node_id)
+            self._queue.remove(held)
+            self._refused.discard(held)
+            held.place, held.begun = "there", False
+            self._assign(held, event.node_id)
             effects.append(Restored(job_id, event.node_id))
-            if job.cancel_reason is not None:
-                effects.append(CancelThere(event.node_id, job_id, job.cancel_reason))
+            if held.cancel_reason is not None:
+                effects.append(CancelThere(event.node_id, job_id, held.cancel_reason))
         if stale:
             member.withdrawing.update(stale)
             effects.append(Withdraw(event.node_id, stale))
+
+    def _goes_on(self, job: FleetJob, node_id: str) -> bool:
+        """Return whether a job that a member holds goes on there: no other member was given it since."""
+        if job.place == "waiting":
+            return job.node_id == node_id
+        return job.place in ("queued", "recovering") and job.attempt > 0 and not job.begun
 
     def _lose(self, event: Lost, effects: list[Effect]) -> None:
         member = self.members.pop(event.node_id, None)

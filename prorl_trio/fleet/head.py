@@ -287,7 +287,7 @@ class Fleet:
     async def drain(self) -> None:
         """Accept no more jobs; return when every job has its outcome. See `node.drain.Drainable`."""
         self.draining = True
-        await self._sessions.wait_settled()
+        await self._sessions.wait_answered()
         await self._idle.wait()
 
     async def cancel_all(self, reason: str) -> None:
