@@ -280,7 +280,10 @@ class Fleet:
             },
             "left_out": dict(self.members.refused),
         }
-        return {**merged, **{name: read() for name, read in self._parts.items()}}
+        own = {name: read() for name, read in self._parts.items()}
+        if "totals" in merged:
+            own.pop("totals", None)  # turns and tokens are counted where they are sampled
+        return {**merged, **own}
 
     # ------------------------------------------------------------ the process's side
 
