@@ -66,7 +66,7 @@ IDENTITY_FILE: Final = "head.json"
 
 
 class _Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a head must know again at its next start, beside its ledger.
+    """Facts that a head must know again at its next start, beside its ledger.
 
     Attributes:
         session_id: of the head on the members.

@@ -78,7 +78,7 @@ def prepare_edges(config: NodeConfig, handlers: Sequence[str]) -> Edges:
 
 
 class Served(NodeApi, Protocol):
-    """What the edges serve: a node, or the head of a fleet."""
+    """A node, or the head of a fleet, as its edges serve it."""
 
     @property
     def config(self) -> NodeConfig | HeadConfig:
