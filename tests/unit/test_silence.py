@@ -167,19 +167,35 @@ def test_the_use_of_cpus_counts_threads_and_programs_that_have_ended():
 
 
 STOPS_ITS_CHILD = """
-import os, signal, subprocess, threading
+import os, signal, subprocess, threading, time
 def start_programs():
     while True:
         subprocess.Popen(["true"])  # by vfork
 thread = threading.Thread(target=start_programs, daemon=True)
 thread.start()
 task = f"/proc/self/task/{thread.native_id}"
-while "D" != open(f"{task}/stat").read().rpartition(")")[2].split()[0]:
+def state(of):
+    try:
+        return open(f"{of}/stat").read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+def stuck():
+    # Twice: a child that was just about to execute its program stops after that.
+    seen = []
+    for _ in range(2):
+        children = [state(f"/proc/{child}") for child in open(f"{task}/children").read().split()]
+        seen += [state(task), *(each for each in children if each != "Z")]
+        time.sleep(0.05)
+    return seen == ["D", "T", "D", "T"]
+while not stuck():
     for child in open(f"{task}/children").read().split():
-        os.kill(int(child), signal.SIGSTOP)
-        if open(f"{task}/stat").read().rpartition(")")[2].split()[0] != "D":
-            os.kill(int(child), signal.SIGCONT)
-    os.system("sleep 0.01")
+        try:
+            os.kill(int(child), signal.SIGSTOP)
+            time.sleep(0.01)
+            if state(task) != "D":
+                os.kill(int(child), signal.SIGCONT)
+        except OSError:
+            pass  # it was reaped
 print(thread.native_id, flush=True)
 input()
 for child in open(f"{task}/children").read().split():
