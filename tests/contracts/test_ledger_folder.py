@@ -14,7 +14,7 @@ from contextlib import closing
 import pytest
 import trio
 
-from prorl_trio.ledger import LedgerLimits, folder, open_ledger
+from prorl_trio.ledger import LedgerLimits, disk, open_ledger
 from prorl_trio.ledger.disk import Disk
 from prorl_trio.types.errors import ConfigError
 from support.faulty_disk import FaultyDisk
@@ -73,7 +73,7 @@ async def test_the_names_of_new_folders_and_files_are_synced(memory_path, monkey
 
 
 async def test_network_file_systems_are_refused(memory_path, monkeypatch):
-    monkeypatch.setattr(folder, "file_system_of", lambda path, mountinfo: "lustre")
+    monkeypatch.setattr(disk, "file_system_of", lambda path, mountinfo: "lustre")
     with trio.fail_after(10), pytest.raises(ConfigError, match=r"network file system \(lustre\)"):
         async with open_ledger(memory_path, SMALL):
             pass
@@ -157,7 +157,13 @@ async def test_a_disk_that_fails_at_any_step_of_the_start_is_told_in_one_sentenc
 async def test_a_new_ledger_on_a_full_disk_is_told_in_one_sentence(memory_path, free_bytes):
     disk = FaultyDisk()
     disk.free_bytes = free_bytes
-    with trio.fail_after(30), pytest.raises(ConfigError, match=f"{memory_path} cannot be opened: .* full"):
+    with (
+        trio.fail_after(30),
+        pytest.raises(
+            ConfigError,
+            match=f"{memory_path} cannot be opened: .* full.*; ledger.dir must be .* on a local disk with room",
+        ),
+    ):
         async with open_ledger(memory_path, SMALL, disk=disk):
             pass
 
