@@ -47,6 +47,12 @@ async def _bind(host: str, port: int) -> trio.SocketListener:
         why = f"listen: cannot bind {host}:{port}: {exc.strerror or exc}"
         if exc.errno == errno.EADDRINUSE:
             why += "; end what listens there, or set listen.port to another one (0: any that is free)"
+        elif isinstance(exc, socket.gaierror):
+            why += "; set listen.host to a name or an address of this machine (0.0.0.0: all of its addresses)"
+        elif exc.errno == errno.EADDRNOTAVAIL:
+            why += "; set listen.host to an address of this machine (0.0.0.0: all of its addresses)"
+        elif exc.errno == errno.EACCES:
+            why += "; ports below 1024 are for root: set listen.port to another one"
         raise ConfigError(why) from exc
     except UnicodeError as exc:  # of the codec that encodes host names
         raise ConfigError(f"listen.host: {host!r} is no host name: {exc.__cause__ or exc}") from exc
