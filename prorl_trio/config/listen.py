@@ -24,6 +24,8 @@ HostName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-
 """A host name without scheme and port."""
 Descriptor = Annotated[int, msgspec.Meta(ge=3, le=65_535)]
 """The number of an open file that this process inherited; 0 to 2 are its standard streams."""
+HeaderBytes = Annotated[int, msgspec.Meta(ge=1024, le=1024 * 1024)]
+"""The size of a request's head. Each connection may hold one."""
 
 MOVED: Final = {
     "rest.enabled": "REST is always served, at the port of [listen]; remove this field",
@@ -89,7 +91,7 @@ class ListenConfig(Table, frozen=True):
     tls_key: str = ""
     max_connections: Connections = 128
     max_unauthenticated: Connections = 64
-    max_header_bytes: MessageBytes = 32 * 1024
+    max_header_bytes: HeaderBytes = 32 * 1024
     max_body_bytes: MessageBytes = 64 * 1024 * 1024
     handshake_timeout_s: Seconds = 10.0
     idle_timeout_s: Seconds = 15.0

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a node listens: (host, port) of its server, whether that speaks TLS, and the Unix socket's URL."""
+    """The address of a node's server as (host, port), whether it speaks TLS, and the Unix socket's URL."""
 
     address: tuple[str, int]
     secure: bool = False

@@ -170,7 +170,7 @@ class HttpConnection:
 
 
 class _Exchange:
-    """One request and its answer, as an ASGI application sees them.
+    """A request and its answer, as an ASGI application sees them.
 
     Attributes:
         head: as it was received.
@@ -195,7 +195,7 @@ class _Exchange:
 
     @property
     def reusable(self) -> bool:
-        """Whether the connection may serve another request after this one."""
+        """Return whether the connection may serve another request after this one."""
         done = self._h11.our_state is h11.DONE and self._h11.their_state is h11.DONE
         return done and not self._connection.broken and not self._connection.closing.is_set()
 

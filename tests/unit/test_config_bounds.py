@@ -76,7 +76,7 @@ def test_a_number_beyond_all_reason_is_refused_with_its_field(tmp_path, place):
         assert (tables[-1] if name == "KEY" else name) in str(caught.value), value
 
 
-@pytest.mark.parametrize("field", ["listen.max_message_bytes", "rest.max_body_bytes", "search.max_response_bytes"])
+@pytest.mark.parametrize("field", ["listen.max_message_bytes", "listen.max_body_bytes", "search.max_response_bytes"])
 def test_a_message_limit_that_no_message_fits_is_refused(tmp_path, field):
     table, name = field.split(".")
     file = tmp_path / "node.toml"
