@@ -154,10 +154,9 @@ def test_a_null_character_is_told_with_its_place(tmp_path, text, place):
         "[model.template_options]\na = " + "{a = " * 5000 + "1" + "}" * 5000,
         "model.template_options." + ".".join(["a"] * 5000) + " = 1",
         "[stages]\nrun_workers = " + "9" * 5000,
-        "\ufeff[model]",
         "\x00",
     ],
-    ids=["arrays", "tables", "dots", "digits", "a byte order mark", "binary"],
+    ids=["arrays", "tables", "dots", "digits", "binary"],
 )
 def test_a_file_that_no_reader_can_take_is_a_configuration_error(tmp_path, text):
     file = tmp_path / "node.toml"
