@@ -31,7 +31,7 @@ _ARGUMENTS: Final = ("arguments", "parameters", "args", "input", "tool_input", "
 _KEYS: Final = "|".join((*_NAMES, *_ARGUMENTS, "function"))
 _START: Final = re.compile(rf"""\{{\s*["'](?:{_KEYS})["']\s*:""")
 _SAYS_ARGUMENTS: Final = re.compile(rf"""["'](?:{"|".join(_ARGUMENTS)})["']\s*:""")
-MAX_BROKEN: Final = 64
+MAX_BROKEN: Final = 32
 """Broken objects looked at in one turn, since each may be as long as the rest."""
 MAX_OTHERS: Final = 2000
 """Other objects that are no calls, too. What follows them is one more call, with an error, if it is an attempt."""

@@ -120,23 +120,6 @@ def _eager(monkeypatch):
     monkeypatch.setattr(transport, "MAX_DELAY_S", 0.02)
 
 
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-async def test_once_a_session_was_open_whatever_answers_is_tried_again(nursery, answer):
-    node = FakeNode()
-    async with (
-        open_service(node) as service,
-        gateway_to(service, nursery) as gateway,
-        connect(gateway.url, TOKEN, session_id="t") as client,
-    ):
-        await client.submit([make_spec("a")])
-        gateway.cut(answer)
-        await gateway.wait_answered(3)
-        gateway.answer = None
-        node.finish("a", make_outcome(make_spec("a")))
-        with trio.fail_after(20):
-            assert (await anext(client.results())).job_id == "a"
-
-
 def upgraded(frames):
     """An answer of another WebSocket server: it accepts whoever comes, and sends these bytes."""
 
@@ -166,8 +149,10 @@ OTHER_SERVERS = {
 }
 
 
-@pytest.mark.parametrize("frames", OTHER_SERVERS.values(), ids=OTHER_SERVERS)
-async def test_once_a_session_was_open_another_websocket_server_is_waited_out(nursery, frames):
+@pytest.mark.parametrize(
+    "answer", [*ANSWERS.values(), *map(upgraded, OTHER_SERVERS.values())], ids=[*ANSWERS, *OTHER_SERVERS]
+)
+async def test_once_a_session_was_open_whatever_answers_is_tried_again(nursery, answer):
     node = FakeNode()
     async with (
         open_service(node) as service,
@@ -175,7 +160,7 @@ async def test_once_a_session_was_open_another_websocket_server_is_waited_out(nu
         connect(gateway.url, TOKEN, session_id="t") as client,
     ):
         await client.submit([make_spec("a")])
-        gateway.cut(upgraded(frames))
+        gateway.cut(answer)
         await gateway.wait_answered(3)
         gateway.answer = None
         node.finish("a", make_outcome(make_spec("a")))
@@ -191,8 +176,9 @@ async def test_a_client_that_was_suspended_while_it_waited_tries_again(nursery, 
     async def suspended(seconds):
         nonlocal gap_s
         await sleep(seconds)
-        gap_s += 1_000.0
-        gateway.answer = None
+        if gap_s:  # the attempt after the suspension has failed, too
+            gateway.answer = None
+        gap_s = 1_000.0
 
     async with open_service(node) as service, gateway_to(service, nursery) as gateway:
         gateway.answer = ANSWERS["503"]
@@ -201,8 +187,7 @@ async def test_a_client_that_was_suspended_while_it_waited_tries_again(nursery, 
         )
         async with connect(gateway.url, TOKEN, session_id="t", connect_timeout_s=20) as client:
             assert await client.submit([make_spec("a")])
-    assert gap_s == 1_000.0
-    assert gateway.answered == 1
+    assert gateway.answered == 2
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])

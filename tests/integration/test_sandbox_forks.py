@@ -85,7 +85,7 @@ async def looks(sandbox):
     assert cell.result is not None, cell
     failed = await sandbox.ipython(FAILING, timeout_s=ACTION_TIMEOUT_S)
     assert failed.error is not None, failed
-    mountinfo = (await sandbox.read_file("/proc/self/mountinfo")).decode()
+    mountinfo = (await sandbox.exec(["cat", "/proc/self/mountinfo"], timeout_s=ACTION_TIMEOUT_S)).stdout.decode()
     mounts = {line.split()[4]: set(line.split()[5].split(",")) for line in mountinfo.splitlines()}  # the last is seen
     return [
         *script.stdout.decode().splitlines(),

@@ -189,7 +189,7 @@ async def test_a_failed_start_in_advance_reaches_nobody_and_is_tried_again(autoj
         provider.failures = [SandboxUnavailable("no such image")] * 2
         await stocked(host)
         assert host.statistics()["warm"] == 0
-        await trio.sleep(2 * TRIAL_DELAY_S)
+        await trio.sleep(2 * (TRIAL_DELAY_S + START_S))
         assert not host.why_paused  # a trial start has passed
         await trio.sleep(4 * REFILL_BACKOFF_S + START_S)
         await stocked(host)

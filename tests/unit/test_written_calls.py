@@ -132,7 +132,7 @@ def test_calls_of_a_turn_are_bounded():
 @pytest.mark.parametrize(
     ("read", "text", "error"),
     [
-        (JSON.read, '{"name": x} ' * 100 + '{"name": "bash", "arguments": {"command": "ls"}}', "more than 64 broken"),
+        (JSON.read, '{"name": x} ' * 100 + '{"name": "bash", "arguments": {"command": "ls"}}', "more than 32 broken"),
         (JSON.read, '{"name": 1} ' * 3000 + '{"name": "bash", "arguments": {"command": "ls"}}', "more than 2000 other"),
         (CODE.read, "```\nx\n```\n" * 1000 + "```bash\nls\n```\n", "fenced blocks"),
     ],

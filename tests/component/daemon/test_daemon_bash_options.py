@@ -180,7 +180,10 @@ async def test_changes_one_after_the_other(sandbox):
     for _ in range(60):
         await sandbox.call(BashRestart(), BashRestarted, timeout_s=CALL_TIMEOUT_S)
         log = []
-        for name in dice.sample(sorted(set(CHANGES) - left_out), 3):
+        names = dice.sample(sorted(set(CHANGES) - left_out), 3)
+        if {"traps", "traps and extdebug"} <= {*names}:
+            continue  # together they refuse every command, which ends the shell
+        for name in names:
             # Not `-e`: one of them that fails would end the shell, as it should.
             for command in (f"set -{dice.choice(LETTERS.replace('e', ''))}", CHANGES[name].replace("-e", "-x")):
                 log.append(command)
