@@ -198,7 +198,7 @@ class Job(msgspec.Struct, eq=False):
         """Return the stage, or the outcome's status, as the trainer knows it."""
         if self.result is not None:
             return self.result.status
-        return self.state if self.state in STAGES else "queued"  # type: ignore[return-value]
+        return self.state if self.state in STAGES else "queued"
 
     @property
     def outcome(self) -> Outcome | None:
