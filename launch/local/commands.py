@@ -61,15 +61,8 @@ def local() -> None:
     help="node.toml of every node.",
 )
 @click.option("--nodes", type=click.IntRange(1, 64), default=2, show_default=True, help="Nodes, each a process.")
-@click.option(
-    "--head",
-    "has_head",
-    is_flag=True,
-    help="Run the head of the fleet, too: trainers that name the folder then use that one address, and the head "
-    "outlives them. Once a fleet has had a head, it needs one.",
-)
-def up(fleet_dir: Path, config_file: Path, nodes: int, *, has_head: bool) -> None:
-    """Run a fleet until Ctrl-C.
+def up(fleet_dir: Path, config_file: Path, nodes: int) -> None:
+    """Run a fleet, nodes and head, until Ctrl-C.
 
     Each node has the given node.toml, but a name, free ports and a folder of its own: LOCAL/NODE in the fleet's folder
     has its node.toml, its log and its ledger, where the next start finds what was not delivered. Their backends are
@@ -77,7 +70,7 @@ def up(fleet_dir: Path, config_file: Path, nodes: int, *, has_head: bool) -> Non
 
     The first Ctrl-C or SIGTERM drains all nodes: they take no new jobs, and let those that they have end. The second
     cancels the jobs that are left, the third kills. Nothing stays, also if this command is killed. A node that ends by
-    itself is told, and its jobs go to the others.
+    itself is told, and its jobs go to the others; a head that ends is started again, and has its jobs in its ledger.
 
     Where the fleet is up already, with as many nodes, this says so and does nothing.
 
@@ -92,16 +85,16 @@ def up(fleet_dir: Path, config_file: Path, nodes: int, *, has_head: bool) -> Non
             say(f"{_count(nodes)} of the fleet in {fleet} are up already, by process {other.process.pid}")
             return
         folders = write_plan(config_file, fleet, nodes)
-        head = write_head(config_file, fleet) if has_head else None
+        head = write_head(config_file, fleet)
         codes = trio.run(
             lambda: run_nodes(
                 fleet,
                 folders,
+                head,
                 on_ready=lambda: say(f"READY {_count(nodes)}; trainers find them by PRORL_FLEET={fleet}"),
                 on_end=lambda name, code: say(
                     f"node {name} has ended with exit code {code}; its log is {fleet / LOCAL / name / 'node.log'}"
                 ),
-                head=head,
             )
         )
     sys.exit(max(codes.values()) if len(codes) == nodes and {0, EXIT_JOBS_CUT} >= {*codes.values()} else 1)

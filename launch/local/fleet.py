@@ -36,23 +36,23 @@ _CUT: Final = 3
 async def run_nodes(
     fleet: Path,
     nodes: Sequence[NodeFolder],
+    head: NodeFolder,
     *,
     on_ready: Callable[[], None],
     on_end: Callable[[str, int], None],
-    head: NodeFolder | None = None,
 ) -> dict[str, int]:
     """Run the nodes until all have ended, and return their exit codes; those that were killed have none.
 
     SIGTERM, SIGINT and SIGHUP to this process go to each node: the first drains, the second cancels its jobs, the third
-    kills. Nothing of a node outlives the call, nor this process if it is killed. A head gets the signals, too; if it
+    kills. Nothing of a node outlives the call, nor this process if it is killed. The head gets the signals, too; if it
     ends before, as when it is killed, it is started again; and it is ended when all nodes have ended.
 
     Args:
         fleet: the fleet's folder.
         nodes: to run, with their node.toml written.
+        head: of the fleet, with its configuration written.
         on_ready: is called once all are found in the folder.
         on_end: is called for each node that has ended, with its exit code.
-        head: the head of the fleet, with its configuration written; None: there is none.
 
     Raises:
         NodeLost: one has ended before all were found, or was not found in time. The others are ended.
@@ -75,7 +75,7 @@ async def run_nodes(
 
     asked = trio.Event()
 
-    async def run_head(head: NodeFolder) -> None:
+    async def run_head() -> None:
         while True:
             command = head_command(head.config_file)
             async with open_supervised(command, env=env, log_file=head.log_file, grace_s=NODE_GRACE_S) as process:
@@ -90,8 +90,7 @@ async def run_nodes(
 
     async with open_single_nursery() as service:
         service.start_soon(_pass_on_signals, running, asked, service.cancel_scope)
-        if head is not None:
-            service.start_soon(run_head, head)
+        service.start_soon(run_head)
         async with open_single_nursery() as work:
             for node in nodes:
                 work.start_soon(run, node)
@@ -116,13 +115,13 @@ async def _pass_on_signals(running: dict[str, int], asked: trio.Event, scope: tr
 async def _wait_found(
     fleet: Path,
     nodes: Sequence[NodeFolder],
-    head: NodeFolder | None,
+    head: NodeFolder,
     running: dict[str, int],
     codes: dict[str, int],
     on_ready: Callable[[], None],
 ) -> None:
-    """Return once all nodes, and the head if there is one, have their entries in the fleet's folder."""
-    wanted = {node.node_id for node in (*nodes, *([] if head is None else [head]))}
+    """Return once all nodes and the head have their entries in the fleet's folder."""
+    wanted = {node.node_id for node in (*nodes, head)}
     watch = FleetWatch(fleet)
     found: set[str] = set()
     with trio.move_on_after(NODE_START_TIMEOUT_S):
@@ -134,13 +133,13 @@ async def _wait_found(
                 return  # they were asked to end before they had begun
             view = await trio.to_thread.run_sync(watch.read)
             found = {name for name, there in view.nodes.items() if there.entry.process.pid == running.get(name)}
-            if head is not None and await trio.to_thread.run_sync(_head_pid, fleet) == running.get(head.node_id):
+            if await trio.to_thread.run_sync(_head_pid, fleet) == running.get(head.node_id):
                 found.add(head.node_id)
             if found >= wanted:
                 on_ready()
                 return
             await trio.sleep(_POLL_S)
-    late = next(node for node in (*nodes, *([] if head is None else [head])) if node.node_id not in found)
+    late = next(node for node in (*nodes, head) if node.node_id not in found)
     why = f"is not in {fleet} after {NODE_START_TIMEOUT_S:g} s"
     raise NodeLost(await trio.to_thread.run_sync(_story, late, why))
 

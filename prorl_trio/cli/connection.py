@@ -52,7 +52,7 @@ _OPTIONS = (
         "--fleet",
         envvar="PRORL_FLEET",
         type=click.Path(file_okay=False),
-        help="In place of --url: all nodes of the fleet in this folder, their fleet.dir. It needs no --token.",
+        help="In place of --url: the head of the fleet in this folder, the fleet.dir of its nodes. Needs no --token.",
     ),
     click.option(
         "--tls-ca",

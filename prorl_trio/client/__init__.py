@@ -7,7 +7,6 @@ from prorl_trio.client.client import RolloutClient
 from prorl_trio.client.connection import connect
 from prorl_trio.client.errors import (
     ConnectionLost,
-    PolicyUndecided,
     PolicyUpdateFailed,
     SessionLost,
     SessionReplaced,
@@ -24,7 +23,6 @@ __all__ = [
     "EventStream",
     "Observed",
     "ObservedStream",
-    "PolicyUndecided",
     "PolicyUpdate",
     "PolicyUpdateFailed",
     "ResultStream",

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 import msgspec
 import trio
 
-from prorl_trio.rendezvous.folder import HEAD_FILE
 from prorl_trio.rendezvous.head import read_head
 from prorl_trio.types.errors import ConfigError, ProtocolError
 
@@ -115,10 +114,6 @@ class HeadFile:
 
     def __str__(self) -> str:
         return f"the head of the fleet in {self.folder}"
-
-    def has_been(self) -> bool:
-        """Return whether a head was ever started in this folder. Blocks on the disk."""
-        return (self.folder / HEAD_FILE).exists()
 
     async def read(self) -> list[Address]:
         """Return the head's addresses, in the order in which to try them. See `EndpointFile.read`.

@@ -51,8 +51,7 @@ def _blocking(
 
     @wraps(afn)
     def method(client: BlockingClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        own: Callable[P, Awaitable[T]] = getattr(client._client, afn.__name__)  # a fleet's client has its own
-        return client._call(partial(own, *args, **kwargs))
+        return client._call(partial(afn, client._client, *args, **kwargs))
 
     return method
 
@@ -88,7 +87,7 @@ class BlockingClient(BlockingBackendCalls):
         url: see `connect`.
         token: see `connect`.
         session_id: see `connect`.
-        **options: the further keyword arguments of `connect`; with `fleet` it is a session on all nodes of a fleet.
+        **options: the further keyword arguments of `connect`; with `fleet` it is a session on the head of a fleet.
 
     Raises:
         ServiceError: as `connect`. The constructor blocks until the client is connected.

@@ -459,7 +459,7 @@ def _where(url: str | None, endpoint_file: str | PathLike[str] | None) -> Addres
         return Address.parse(url)
     if url is None and endpoint_file is not None:
         return EndpointFile(endpoint_file)
-    raise ValueError("connect needs the url of a node, its endpoint_file, or a fleet's folder, one of the three")
+    raise ValueError("connect needs the url of a node or its endpoint_file, one of the two")
 
 
 def _check_jobs(jobs: list[msgspec.Raw], request_id: int) -> CheckJobs:

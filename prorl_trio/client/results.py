@@ -72,20 +72,14 @@ class ResultCalls:
         on it. Always a checkpoint.
 
         Raises:
-            SessionLost: of a fleet, once for each: jobs of an earlier client that no node has any more, to be submitted
-                again.
             ServiceError: the session is over, and no outcome is left.
             ProtocolError: the outcome cannot be decoded.
         """
         with self._only_reader():
             await trio.lowlevel.checkpoint()
             while (arrived := self.peek_after(cursor)) is None:
-                self._raise_if_lost()
                 await self._state.wait_changed()
             return arrived
-
-    def _raise_if_lost(self) -> None:
-        """Raise SessionLost if jobs are on no node any more: for a client of several nodes, which may lose one."""
 
     async def next_outstanding(self, cursor: int) -> tuple[int, Outcome] | None:
         """Do as `next_after`, but return None as soon as nothing is outstanding; see `results`."""

@@ -13,12 +13,12 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from ipc.session import Accepted, OutcomeFrame
-from prorl_trio.client.fleet.pools import FleetPools
-from prorl_trio.client.fleet.statistics import merge_statistics
 from prorl_trio.fleet import events as on
 from prorl_trio.fleet.checks import JobChecks
 from prorl_trio.fleet.dispatch import Dispatch
 from prorl_trio.fleet.members import ROOM_INTERVAL_S, STATUS_INTERVAL_S, Members
+from prorl_trio.fleet.pools import FleetPools
+from prorl_trio.fleet.statistics import merge_statistics
 from prorl_trio.pipeline.admission import Admission, Load
 from prorl_trio.pipeline.observer import JobView, Observers
 from prorl_trio.sessions.encoding import failed_outcome, lost_outcome
@@ -93,17 +93,29 @@ class Fleet:
     def __init__(
         self,
         config: HeadConfig,
+        watch: FleetWatch,
         sessions: SessionTable,
         nursery: trio.Nursery,
         *,
+        session_id: str,
         is_durable: bool,
-        observers: Sequence[Observer] = (),
+        options: dict[str, Any],
+        model: str,
+        observers: Sequence[Observer],
     ) -> None:
         """Create the head of a fleet without members. Use `open_fleet_head`."""
         self.config = config
         self.node_id = config.node_id
         self.draining = False
-        self.members: Members
+        self.members = Members(
+            watch,
+            nursery,
+            self,
+            session_id=session_id,
+            set_behind=self.set_behind,
+            options=options,
+            model=model,
+        )
         self.admission = Admission(config.admission, config.max_queued, "max_queued")
         self.observers: list[Observer] = list(observers)
         self.dispatch = Dispatch(lambda session_id: self.admission.limits.weight_of(session_id))
@@ -124,7 +136,7 @@ class Fleet:
         self._idle.set()
         self._started_s = trio.current_time()
         self._parts: dict[str, Callable[[], object]] = {}
-        self._pools = FleetPools(_PoolView(self), self._run_soon)
+        self._pools = FleetPools(self.members.all, self._run_soon)
         self._checks = JobChecks(self._to_ask)
 
     # ------------------------------------------------------------ the sessions' and edges' side
@@ -146,8 +158,8 @@ class Fleet:
                 f"the fleet in {self.members.folder} has no node now{self._complaints()}; it retries",
                 NO_MEMBER_RETRY_S,
             )
-        if (undecided := self._pools.policy.undecided) is not None:
-            raise AdmissionRejected(str(undecided), NO_MEMBER_RETRY_S)
+        if undecided := self._pools.policy.undecided:
+            raise AdmissionRejected(undecided, NO_MEMBER_RETRY_S)
         self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
 
     def validate(self, spec: JobSpec) -> None:
@@ -624,20 +636,6 @@ class Fleet:
         return f" ({'; '.join(why)})" if why else ""
 
 
-class _PoolView:
-    """The members, as the operations on their pools see them."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    @property
-    def members(self) -> dict[str, Member]:
-        return self._fleet.members.all
-
-    def notify(self) -> None:
-        """Do nothing: a change of `Member.behind` is an event already."""
-
-
 def _read(frame: OutcomeFrame, attempt: int) -> EncodedOutcome:
     """Return the outcome of a frame, with its fields but the tokens; one that cannot be read is replaced."""
     data = bytes(frame.outcome)
@@ -679,15 +677,16 @@ async def open_fleet_head(
         observers: are told of every job.
     """
     async with open_single_nursery() as nursery:
-        fleet = Fleet(config, sessions, nursery, is_durable=is_durable, observers=observers)
-        fleet.members = Members(
+        fleet = Fleet(
+            config,
             watch,
+            sessions,
             nursery,
-            fleet,
             session_id=session_id,
-            set_behind=fleet.set_behind,
+            is_durable=is_durable,
             options=options,
             model=model,
+            observers=observers,
         )
         try:
             yield fleet

@@ -16,7 +16,7 @@ import trio
 
 from ipc.nursery import open_single_nursery
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry, slurm_step
-from prorl_trio.rendezvous.folder import HEAD_FILE, claim_folder, read_entry, remove_entry, renew_entry, write_entry
+from prorl_trio.rendezvous.folder import claim_folder, read_entry, remove_entry, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.service.endpoints import endpoint_url, rest_url
@@ -153,7 +153,7 @@ def _now(node: Node, entry: NodeEntry) -> NodeEntry:
 
 
 async def _claim(folder: Path, entry: NodeEntry, disk: _Disk) -> None:
-    """Return when no other living node has our name, nor is one of another kind in the folder.
+    """Return when no other living node has our name.
 
     A node of our name that was killed on another machine looks alive until it is stale; so wait for that.
 
@@ -165,15 +165,6 @@ async def _claim(folder: Path, entry: NodeEntry, disk: _Disk) -> None:
     waited = False
     while True:
         view = await disk.run(watch.read)
-        others = [found.entry for name, found in view.nodes.items() if name != entry.node_id and found.life == "live"]
-        has_head = await disk.run((folder / HEAD_FILE).exists)
-        for other in () if has_head else others:  # a head takes any version, and decides about models
-            if (other.version, other.model) != (entry.version, entry.model):
-                raise ConfigError(
-                    f"fleet.dir: {folder} is the fleet of version {other.version} with the model {other.model} (node "
-                    f"{other.node_id} on {other.host}); this node has version {entry.version} and the model "
-                    f"{entry.model}; give it a folder of its own"
-                )
         former = view.nodes.get(entry.node_id)
         if former is None or former.life != "live" or former.entry.process == entry.process:
             return

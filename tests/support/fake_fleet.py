@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
-from prorl_trio.client.fleet import roster
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import claim_folder, remove_entry, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
@@ -22,8 +21,6 @@ from support.sessions import sessions_in
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
-
-    import pytest
 
     from prorl_trio.client import RolloutClient
     from prorl_trio.types.models import JobSpec, Outcome
@@ -41,7 +38,6 @@ __all__ = [
     "take",
     "until",
     "update",
-    "watch_quickly",
 ]
 
 BEAT_S = 0.05
@@ -198,12 +194,6 @@ async def open_fake_fleet(
                 await fleet.add(name, on_submit)
             yield fleet
             nursery.cancel_scope.cancel()
-
-
-def watch_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have clients look at the folder, and try again, within hundredths of a second."""
-    monkeypatch.setattr(roster, "WATCH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(roster, "RETRY_S", 0.05)
 
 
 def finish_all(fleet: FakeFleet, *names: str) -> None:

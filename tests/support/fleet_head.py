@@ -13,7 +13,7 @@ import trio
 from prorl_trio.client import connect
 from prorl_trio.config import HeadConfig, LedgerConfig
 from prorl_trio.fleet import head as head_module
-from prorl_trio.fleet import members
+from prorl_trio.fleet import members, policy, pools
 from prorl_trio.fleet.head import open_fleet_head
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
 from prorl_trio.rendezvous.watch import FleetWatch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from support.fake_node import FakeNode
     from support.fake_service import Service
 
-__all__ = ["FleetOfOne", "Head", "head_quickly", "open_all", "open_fleet_of_one", "open_head"]
+__all__ = ["FleetOfOne", "Head", "head_quickly", "open_all", "open_client", "open_fleet_of_one", "open_head"]
 
 MIB = 1024 * 1024
 LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=64 * MIB)
@@ -61,6 +61,21 @@ class Head:
         while not self.has_members(*names):  # noqa: ASYNC110 - reports of their room come by a timer
             await trio.sleep(0.01)
 
+    @property
+    def names(self) -> list[str]:
+        """The members with a session, by name."""
+        return sorted(self.fleet.members.all)
+
+    def is_settled(self) -> bool:
+        """Return whether each living node has joined or is left out, and its policy is known or waits for an update."""
+        policy = self.fleet._pools.policy
+        there = self.fleet.dispatch.members
+        return (
+            self.fleet.members.settled
+            and (policy.settled or policy.waiting)
+            and all(name in there and there[name].workers for name in self.fleet.members.all)
+        )
+
     def has_members(self, *names: str) -> bool:
         ready = {name for name, member in self.fleet.dispatch.members.items() if member.workers and not member.behind}
         return ready == set(names) and set(self.fleet.members.all) == set(names)
@@ -73,6 +88,9 @@ def head_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_module, "ROOM_INTERVAL_S", 0.05)
     monkeypatch.setattr(head_module, "STATUS_INTERVAL_S", 0.05)
     monkeypatch.setattr(head_module, "RECOVERY_POLL_S", 0.02)
+    monkeypatch.setattr(policy, "RETRY_S", 0.05)
+    monkeypatch.setattr(pools, "FIRST_RETRY_S", 0.05)
+    monkeypatch.setattr(pools, "MAX_RETRY_S", 0.05)
 
 
 @asynccontextmanager
@@ -124,6 +142,17 @@ async def open_all(folder: Path, *names: str, **options: Any) -> AsyncIterator[t
         connect(head.url, TOKEN) as client,
     ):
         yield fleet, head, client
+
+
+@asynccontextmanager
+async def open_client(
+    folder: Path, *, session_id: str | None = None, **options: Any
+) -> AsyncIterator[tuple[RolloutClient, Head]]:
+    """Start a head for the nodes that live in `folder`; yield a client of it, and itself, when each node is judged."""
+    async with open_head(folder, **options) as head, connect(head.url, TOKEN, session_id=session_id) as client:
+        while not head.is_settled():  # noqa: ASYNC110 - threads on the disk are the other side
+            await trio.sleep(0.01)
+        yield client, head
 
 
 class FleetOfOne:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from ipc.session import Rejected
-from prorl_trio.client.errors import SessionLost
 from prorl_trio.types.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -87,15 +86,8 @@ def _submit(client: BlockingClient, specs: list[JobSpec]) -> None:
 
 
 def _next(client: BlockingClient, stall_s: float, ours: AbstractSet[str]) -> Outcome:
-    others: list[str] = []
     try:
-        while True:
-            try:
-                return next(client.results(timeout_s=stall_s, follow=True))
-            except SessionLost as lost:
-                if lost.job_ids == others or not ours.isdisjoint(lost.job_ids):
-                    raise
-                others = lost.job_ids  # of an earlier trainer, on a node of the fleet that was lost
+        return next(client.results(timeout_s=stall_s, follow=True))
     except TimeoutError:
         raise TimeoutError(
             f"no rollout has ended for {stall_s:g} s, {len(ours)} are missing: look at `prorl-trio status`, or bound "
