@@ -101,7 +101,7 @@ class FleetPolicy:
             self.version = newest_version(policies) if self._announced is None else self._announced
         except PolicyUndecided as exc:
             logger.error("no node of the fleet gets jobs: %s", exc)
-            self.version, self.undecided = "", exc
+            self.version, self.undecided = None, str(exc)
         for node_id, policy in policies.items():
             member = self._members.get(node_id)
             if member is not None:

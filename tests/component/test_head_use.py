@@ -8,14 +8,13 @@ import trio
 
 from prorl_trio.client import connect
 from prorl_trio.rendezvous.folder import claim_folder
-from prorl_trio.rendezvous.head import HeadClaim, HeadEntry, read_head, remove_head, renew_head
+from prorl_trio.rendezvous.head import HeadClaim, read_head, remove_head, renew_head
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError, UnknownBackend
-from support.fake_fleet import entry_of, finish_all, take, update
+from support.fake_fleet import finish_all, take, update
 from support.fake_node import make_spec
-from support.fake_service import TOKEN
-from support.fleet_head import head_quickly, open_all
+from support.fleet_head import announce, head_entry, head_quickly, open_all
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -89,8 +88,7 @@ async def test_a_node_with_another_model_joins_when_the_last_with_the_present_on
 
 async def test_a_trainer_finds_the_head_by_the_folder_and_waits_for_its_next_start(folder):
     async with open_all(folder, "a") as (fleet, head, _client):
-        entry = entry_of_head(head.url)
-        renew_head(folder, None, entry)
+        announce(folder, head)
         assert FleetWatch(folder).read().nodes.keys() == {"a"}, "it is no node"
         async with connect(fleet=folder, session_id="s") as client:
             await client.submit([make_spec("x")])
@@ -99,23 +97,9 @@ async def test_a_trainer_finds_the_head_by_the_folder_and_waits_for_its_next_sta
             assert len(await take(client)) == 1
 
 
-def entry_of_head(url):
-    node = entry_of("head", url)
-    return HeadEntry(
-        node_id="head",
-        url=url,
-        token=TOKEN,
-        host=node.host,
-        process=node.process,
-        version="1",
-        heartbeat_interval_s=1.0,
-        stale_after_s=5.0,
-    )
-
-
 def test_one_head_at_a_time(folder):
     claim_folder(folder)
-    ours = entry_of_head("ws://127.0.0.1:1")
+    ours = head_entry("ws://127.0.0.1:1")
     elsewhere = msgspec.structs.replace(
         ours, process=msgspec.structs.replace(ours.process, boot_id="another machine's")
     )

@@ -108,7 +108,8 @@ async def test_a_frozen_node_is_lost_and_is_taken_back_when_it_thaws(folder):
             await fleet["a"].start()
             await head.wait_members("a", "b")
             await client.submit(specs_of(8, first=4))
-            await fleet.wait_live(a=6, b=6)
+            while sum(map(len, fleet.where().values())) != 12 or not fleet["a"].node.live:
+                await trio.sleep(0.01)
             finish_all(fleet)
             assert ids(await take(client)) == ids(map(make_outcome, specs_of(12)))
 
@@ -310,3 +311,111 @@ async def test_a_head_that_starts_again_goes_on_with_the_jobs_of_its_members(fol
             assert sorted(outcome.attempt for outcome in outcomes) == [1, 1, 1, 1, 2, 2]
             await fleet["b"].start()
             await fleet.wait_live(b=0)
+
+
+# ---------------------------------------------------------------- nodes that come back, again and again
+
+
+@pytest.mark.parametrize("is_withdrawn", [True, False])
+async def test_jobs_come_back_to_a_node_whose_copies_of_them_were_withdrawn(folder, is_withdrawn):
+    async with open_all(folder, "a", "b") as (fleet, _head, client):
+        await client.submit(specs_of(8))
+        await fleet.wait_live(a=4, b=4)
+        await fleet["a"].kill()
+        await fleet.wait_live(b=8)
+        await fleet["a"].start()
+        if is_withdrawn:
+            await fleet.wait_live(a=0)
+        await fleet["b"].kill()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_finishing, fleet, "a")
+            outcomes = await take(client)
+            nursery.cancel_scope.cancel()
+        assert ids(outcomes) == ids(map(make_outcome, specs_of(8)))
+        assert {outcome.status for outcome in outcomes} == {"completed"}
+        await fleet["b"].start()
+        await fleet.wait_live(b=0)
+        assert not await take(client)
+
+
+async def test_outcomes_that_were_given_out_before_the_loss_do_not_come_again(folder):
+    async with open_all(folder, "a", "b") as (fleet, head, client):
+        await client.submit(specs_of(8))
+        await fleet.wait_live(a=4, b=4)
+        finish_all(fleet, "a")
+        first = await take(client, 4)
+        await fleet["a"].kill()
+        await fleet["a"].start()
+        await head.wait_members("a", "b")
+        finish_all(fleet)
+        rest = await take(client)
+        assert ids(first + rest) == ids(map(make_outcome, specs_of(8)))
+
+
+async def test_a_node_that_leaves_is_given_no_more_and_its_jobs_are_moved(folder):
+    async with open_all(folder, "a", "b") as (fleet, head, client):
+        await client.submit(specs_of(4))
+        await fleet.wait_live(a=2, b=2)
+        await fleet["a"].leave()
+        await fleet.wait_live(b=4)
+        await client.submit(specs_of(4, first=4))
+        await fleet.wait_live(b=8)
+        finish_all(fleet, "b")
+        assert len(await take(client)) == 8
+        assert head.names == ["b"]
+
+
+async def test_a_job_that_a_rolling_restart_cuts_everywhere_comes_back_to_its_nodes(folder):
+    async with open_all(folder, "a") as (fleet, head, client):
+        await client.submit([make_spec("x")])
+        for _ in range(3):
+            await fleet.wait_live(a=1)
+            fleet["a"].node.draining = True
+            fleet["a"].sessions.journal.end_cut_jobs()
+            bare = make_outcome(fleet["a"].node.live["x"], reward=None)
+            ended = msgspec.structs.replace(bare, status="cancelled", cause="cancelled", error_code="shutdown")
+            fleet["a"].node.finish("x", ended)
+            await fleet["a"].kill()
+            while head.names:
+                await trio.sleep(0.01)
+            fleet["a"].node.draining = False
+            await fleet["a"].start()
+        await fleet.wait_live(a=1)
+        finish_all(fleet)
+        assert [(outcome.job_id, outcome.status) for outcome in await take(client)] == [("x", "completed")]
+
+
+async def test_a_job_that_was_cancelled_while_its_node_was_away_does_not_run_on_there(folder):
+    async with open_fake_fleet(folder, "a") as fleet:
+        await fleet.add("b", restart_within_s=90.0)
+        async with open_head(folder, "a", "b") as head, connect(head.url, TOKEN) as client:
+            await client.submit(specs_of(8))
+            await fleet.wait_live(a=4, b=4)
+            kept = fleet.where()["b"]
+            await fleet["b"].kill()
+            while "b" in head.names:
+                await trio.sleep(0.01)
+            assert (await client.cancel(kept)).cancelled == kept
+            await fleet["b"].start()
+            await fleet.wait_live(b=0)
+            finish_all(fleet, "a")
+            outcomes = await take(client)
+            assert sorted(outcome.job_id for outcome in outcomes if outcome.status == "cancelled") == kept
+            assert len(outcomes) == 8
+
+
+@pytest.mark.parametrize("call", ["room", "submit"])
+async def test_a_node_that_answers_nothing_but_heartbeats_keeps_no_job_from_the_others(folder, call):
+    async with open_all(folder, "a", "b") as (fleet, head, client):
+
+        async def no_answer(*_args, **_options):
+            await trio.sleep_forever()
+
+        setattr(head.fleet.members.all["a"].client, call, no_answer)
+        for number in range(30):
+            (answer,) = await client.submit([make_spec(f"job-{number}")])
+            assert isinstance(answer, Accepted)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_finishing, fleet, "b")
+            assert len(await take(client, 15)) == 15
+            nursery.cancel_scope.cancel()

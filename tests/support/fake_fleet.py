@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ __all__ = [
     "FakeFleet",
     "FleetNode",
     "entry_of",
-    "fake_fleet_in_thread",
     "finish_all",
     "open_fake_fleet",
     "take",
@@ -219,27 +217,3 @@ async def update(client: RolloutClient, version: str) -> None:
     """Update the policy of the whole fleet, by weights that nobody looks at."""
     async with client.policy_update(version) as change:
         await change.load_folder(f"/weights/{version}", check="none")
-
-
-@contextmanager
-def fake_fleet_in_thread(
-    folder: Path, *names: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None
-) -> Iterator[FakeFleet]:
-    """Yield a fleet that runs in a thread, for what blocks or has a loop of its own. Only read it."""
-    found: list[FakeFleet] = []
-    ready, done = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        async with open_fake_fleet(folder, *names, on_submit=on_submit) as fleet:
-            found.append(fleet)
-            ready.set()
-            await trio.to_thread.run_sync(done.wait)
-
-    thread = threading.Thread(target=trio.run, args=(serve,))
-    thread.start()
-    try:
-        assert ready.wait(20)
-        yield found[0]
-    finally:
-        done.set()
-        thread.join()

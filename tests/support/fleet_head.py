@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,16 @@ from prorl_trio.fleet import head as head_module
 from prorl_trio.fleet import members, policy, pools
 from prorl_trio.fleet.head import open_fleet_head
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
+from prorl_trio.rendezvous.head import HeadEntry, renew_head
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.sessions.journal import open_journal
 from prorl_trio.sessions.session_table import SessionTable, recover_sessions
-from support.fake_fleet import open_fake_fleet
+from support.fake_fleet import entry_of, open_fake_fleet
 from support.fake_node import make_outcome
 from support.fake_service import TOKEN, open_service
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping
     from pathlib import Path
 
     import pytest
@@ -37,7 +39,18 @@ if TYPE_CHECKING:
     from support.fake_node import FakeNode
     from support.fake_service import Service
 
-__all__ = ["FleetOfOne", "Head", "head_quickly", "open_all", "open_client", "open_fleet_of_one", "open_head"]
+__all__ = [
+    "FleetOfOne",
+    "Head",
+    "announce",
+    "fleet_in_thread",
+    "head_entry",
+    "head_quickly",
+    "open_all",
+    "open_client",
+    "open_fleet_of_one",
+    "open_head",
+]
 
 MIB = 1024 * 1024
 LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=64 * MIB)
@@ -153,6 +166,51 @@ async def open_client(
         while not head.is_settled():  # noqa: ASYNC110 - threads on the disk are the other side
             await trio.sleep(0.01)
         yield client, head
+
+
+def announce(folder: Path, head: Head) -> None:
+    """Write the entry of a head, by which `connect(fleet=folder)` finds it."""
+    renew_head(folder, None, head_entry(head.url))
+
+
+def head_entry(url: str) -> HeadEntry:
+    """The entry of a head in this process."""
+    node = entry_of("head", url)
+    return HeadEntry(
+        node_id="head",
+        url=url,
+        token=TOKEN,
+        host=node.host,
+        process=node.process,
+        version="1",
+        heartbeat_interval_s=1.0,
+        stale_after_s=5.0,
+    )
+
+
+@contextmanager
+def fleet_in_thread(
+    folder: Path, *names: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None
+) -> Iterator[FakeFleet]:
+    """Yield a fleet with a head in a thread, for what blocks or has a loop of its own. Only read it."""
+    found: list[FakeFleet] = []
+    ready, done = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with open_fake_fleet(folder, *names, on_submit=on_submit) as fleet, open_head(folder, *names) as head:
+            announce(folder, head)
+            found.append(fleet)
+            ready.set()
+            await trio.to_thread.run_sync(done.wait)
+
+    thread = threading.Thread(target=trio.run, args=(serve,))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield found[0]
+    finally:
+        done.set()
+        thread.join()
 
 
 class FleetOfOne:

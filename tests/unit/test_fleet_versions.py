@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import trio
-from prorl_trio.client.fleet.policy import SHUTTING_DOWN, FleetPolicy
-from prorl_trio.client.fleet.state import FleetState, Member
 
-from prorl_trio.fleet.policy import NodePolicy, PolicyUndecided, newest_version, policy_of
+from prorl_trio.fleet.members import Member
+from prorl_trio.fleet.policy import FleetPolicy, NodePolicy, PolicyUndecided, newest_version, policy_of
 from prorl_trio.types.backends import BackendList
 from support.fake_fleet import entry_of
 

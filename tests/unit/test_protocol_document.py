@@ -19,7 +19,6 @@ from ipc.envelope import encode_envelope
 from ipc.framing import encode_frame
 from ipc.websocket import CloseCode
 from prorl_trio.client import BlockingClient, RolloutClient, backend_calls
-from prorl_trio.client.fleet.client import FleetClient
 from prorl_trio.handlers.math import MathPayload
 from prorl_trio.node import edges
 from prorl_trio.service.backend_operations import TABLE
@@ -135,7 +134,7 @@ def test_each_operation_returns_what_its_type_says(row: Row[Any]):
 def test_every_request_has_a_row_and_every_client_a_method_of_its_own():
     requests = {struct for struct in structs(backends) if hasattr(struct, "operation")}
     assert {row.request for row in TABLE} == requests
-    for client in (RolloutClient, FleetClient, BlockingClient):
+    for client in (RolloutClient, BlockingClient):
         assert {vars(backend_calls._BackendVerbs)[name].__doc__ for name in VERBS} == {r.__doc__ for r in requests}
         assert all(getattr(client, name) is vars(backend_calls._BackendVerbs)[name] for name in VERBS)
 
