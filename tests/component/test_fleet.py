@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import trio
-import trio.testing
 
 from ipc.session import Accepted, Rejected
 from prorl_trio.client import BlockingClient, ConnectionLost, connect
@@ -161,7 +160,7 @@ async def test_a_client_waits_for_the_head_and_may_have_a_token_of_its_own(folde
                 connected.set()
 
         nursery.start_soon(use)
-        await trio.testing.wait_all_tasks_blocked(0.05)
+        await trio.sleep(0.3)
         assert not connected.is_set()
         async with open_head(folder, "a") as head:
             announce(folder, head)
