@@ -24,7 +24,14 @@ from launch.slurm.engine_share import engines_of_node
 from launch.slurm.fleet_folder import open_fleet_folder, read_job, remove_ended, sole_up, write_job
 from launch.slurm.leash import run_leashed
 from launch.slurm.local_folder import find_local_folder
-from launch.slurm.node_file import MachineFacts, address_of_machine, check_secrets, node_config, read_config
+from launch.slurm.node_file import (
+    MachineFacts,
+    address_of_machine,
+    check_secrets,
+    head_config,
+    node_config,
+    read_config,
+)
 from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_times
 from launch.slurm.sbatch_options import check_options
 from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_groups
@@ -90,6 +97,7 @@ def slurm() -> None:
     "--drain-s", type=click.IntRange(1, 65535), default=300, show_default=True, help="Drain before the limit, so long."
 )
 @click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="See `run`.")
+@click.option("--head-ledger", default="", help="Folder of the head's ledger, on a shared disk; else in the fleet's.")
 @_LOCAL
 @click.option("--engine", "engine_command", default="", help="Start an engine on each machine by this command line.")
 @click.option(
@@ -125,6 +133,8 @@ def up(
     port = engine_port or (0 if PORT_VARIABLE in engine_command else DEFAULT_PORT)
     engine = EnginePlan(command=engine_command, port=port, machines=engine_nodes, sbatch=engine_sbatch)
     folder = Path(os.path.abspath(fleet_dir))
+    if options["head_ledger"]:
+        options["head_ledger"] = os.path.abspath(options["head_ledger"])
     plan = FleetPlan(
         fleet_dir=str(folder),
         config_file=os.path.abspath(config_file),
@@ -215,6 +225,7 @@ def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
 @click.option("--job", "job_id", help="With the machines of this step; default: SLURM_JOB_ID.")
 @click.option("--tasks", required=True, type=click.IntRange(min=1), help="Tasks of srun.")
 @click.option("--drain-file", type=click.Path(path_type=Path), help="Once it is there, the tasks get SIGTERM, once.")
+@click.option("--again-after-s", type=click.FloatRange(min=0), help="Start srun again if it ends, after so long.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two beats.")
 @click.option("--query-s", type=click.FloatRange(min=1), default=10.0, show_default=True, help="Between two questions.")
 @click.option("--controller-timeout-s", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Of them.")
@@ -225,6 +236,7 @@ def pulse(
     job_id: str | None,
     tasks: int,
     drain_file: Path | None,
+    again_after_s: float | None,
     command: tuple[str, ...],
     **rules: float,
 ) -> None:
@@ -239,7 +251,8 @@ def pulse(
     beats = Pulse(job_run, PulseRules(**rules), ended=ended, tasks=tasks, drain=drain_file)
 
     async def keep() -> int:
-        return await beats.keep(command, await with_times(job_run.job_id, os.environ))
+        env = await with_times(job_run.job_id, os.environ)
+        return await beats.keep(command, env, again_after_s=again_after_s)
 
     sys.exit(trio.run(keep, clock=RunningClock()))
 
@@ -289,6 +302,23 @@ def node(
     if not check_secrets(common, os.environ):
         os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
     os.execv(sys.executable, [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(path)])
+
+
+@slurm.command()
+@_FLEET
+@_CONFIG
+@click.option("--ledger", required=True, help="Folder in which each start of the head finds its jobs and outcomes.")
+def head(fleet_dir: Path, config_file: Path, ledger: str) -> None:
+    """Become the head of the fleet, on this task's machine."""
+    facts = MachineFacts(
+        fleet_dir=str(fleet_dir), address=address_of_machine(socket.gethostname()), folder=_of_slurm("TMPDIR")
+    )
+    common = read_config(config_file)
+    path = Path(facts.folder) / "fleet.toml"
+    path.write_bytes(msgspec.toml.encode(head_config(common, facts, ledger)))
+    if not check_secrets(common, os.environ):
+        os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
+    os.execv(sys.executable, [sys.executable, "-m", "prorl_trio.cli", "fleet", "--config", str(path)])
 
 
 def _living(folder: Path, script: Path) -> str:

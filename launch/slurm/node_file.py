@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["MachineFacts", "address_of_machine", "check_secrets", "node_config", "read_config"]
+__all__ = ["MachineFacts", "address_of_machine", "check_secrets", "head_config", "node_config", "read_config"]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -85,16 +85,12 @@ def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[s
     with the task, for other nodes take over what it had, unless `common` says that they wait for the next start of a
     node (`fleet.restart_within_s`), or names a folder: in that one each node has one of its own, with its name.
     """
-    listen = {"port": 0, **common.get("listen", {}), "unix_socket": ""}
-    listen.pop("endpoint_file", None)
-    if listen.get("host", _LOOPBACK[0]) in _LOOPBACK:
-        listen["host"] = machine.address
     fleet = {**common.get("fleet", {}), "dir": machine.fleet_dir}
     name = common.get("node_id") or f"slurm-{env.get('SLURM_JOB_ID', '0')}"
     made = {
         **common,
         "node_id": f"{name}-{env.get('SLURM_NODEID', '0')}",
-        "listen": listen,
+        "listen": {"port": 0, **_listen(common, machine.address)},
         "fleet": fleet,
     }
     if machine.drain_s is not None:
@@ -108,6 +104,26 @@ def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[s
         backends = common.get("backends", {})
         made["backends"] = {**backends, "urls": [*backends.get("urls", []), *machine.engines]}
     return made
+
+
+def head_config(common: Mapping[str, Any], machine: MachineFacts, ledger: str) -> dict[str, Any]:
+    """Return the configuration of the fleet's head, on this machine: who may come in as for the nodes, at a free port.
+
+    Its ledger is in the folder `ledger`, in which the head's next start finds it, on whatever machine.
+    """
+    return {
+        "listen": {**_listen(common, machine.address), "port": 0},
+        "fleet": {**common.get("fleet", {}), "dir": machine.fleet_dir},
+        "ledger": {**common.get("ledger", {}), "dir": ledger},
+    }
+
+
+def _listen(common: Mapping[str, Any], address: str) -> dict[str, Any]:
+    listen = {**common.get("listen", {}), "unix_socket": ""}
+    listen.pop("endpoint_file", None)
+    if listen.get("host", _LOOPBACK[0]) in _LOOPBACK:
+        listen["host"] = address
+    return listen
 
 
 def address_of_machine(name: str) -> str:

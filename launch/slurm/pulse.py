@@ -157,21 +157,32 @@ class Pulse:
         self._machines = ""
         self._names = ""
         self._is_draining = False
+        self._is_over = False
+        """Nobody needs the tasks any more."""
 
-    async def keep(self, command: Sequence[str], env: Mapping[str, str]) -> int:
+    async def keep(self, command: Sequence[str], env: Mapping[str, str], *, again_after_s: float | None = None) -> int:
         """Run srun, `command`, with a pulse on its standard input; return its exit code, 128 + n for signal n.
 
         It is ended when the run is over, when all tasks have ended without srun's hearing of it, when our parent, the
         batch script, has ended, and at SIGUSR1. Says on standard error why. For the main thread only.
+
+        With `again_after_s` it is started once more, so many seconds after it has ended for another reason than that
+        the run is over, our parent has ended, or SIGUSR1.
         """
         parent = os.pidfd_open(os.getppid())
         await trio.to_thread.run_sync(lambda: self._ended.mkdir(mode=0o700, parents=True, exist_ok=True))
         try:
             with trio.open_signal_receiver(signal.SIGUSR1) as asked:
-                srun = await trio.lowlevel.open_process(
-                    command, stdin=subprocess.PIPE, env={**env, ENDED_VARIABLE: str(self._ended)}
-                )
-                code = await self._keep_srun(srun, parent, asked)
+                while True:
+                    srun = await trio.lowlevel.open_process(
+                        command, stdin=subprocess.PIPE, env={**env, ENDED_VARIABLE: str(self._ended)}
+                    )
+                    code = await self._keep_srun(srun, parent, asked)
+                    if self._is_over or again_after_s is None:
+                        break
+                    _say(f"srun has ended with exit code {code}, and is started again")
+                    await trio.sleep(again_after_s)
+                    await trio.to_thread.run_sync(lambda: _empty(self._ended), abandon_on_cancel=True)
         finally:
             os.close(parent)
             with trio.move_on_after(_SRUN_END_S, shield=True):
@@ -185,13 +196,20 @@ class Pulse:
         async with srun.stdin, trio.open_nursery() as nursery:
             nursery.start_soon(self._beat, srun.stdin)
             nursery.start_soon(self._watch_drain)
-            nursery.start_soon(_end_when, self.wait_over, srun, _TASKS_END_S)
             nursery.start_soon(_end_when, self._wait_all_ended, srun, 0)
-            nursery.start_soon(_end_when, lambda: _wait_parent(parent), srun, _TASKS_END_S)
-            nursery.start_soon(_end_when, lambda: _wait_asked(asked), srun, _TASKS_END_S)
+            for wait in (self.wait_over, lambda: _wait_parent(parent), lambda: _wait_asked(asked)):
+                nursery.start_soon(_end_when, self._noted(wait), srun, _TASKS_END_S)
             code = await srun.wait()
             nursery.cancel_scope.cancel("srun has ended")
         return code
+
+    def _noted(self, wait_verdict: Callable[[], Awaitable[str]]) -> Callable[[], Awaitable[str]]:
+        async def wait() -> str:
+            why = await wait_verdict()
+            self._is_over = True
+            return why
+
+        return wait
 
     async def _beat(self, stdin: trio.abc.SendStream) -> None:
         while True:
@@ -241,12 +259,22 @@ class Pulse:
 
 async def _end_when(wait_verdict: Callable[[], Awaitable[str]], srun: trio.Process, patience_s: float) -> None:
     """After the verdict close srun's input, by which its tasks end; kill it if it goes on for `patience_s` seconds."""
-    why = await wait_verdict()
-    print(f"prorl-trio slurm pulse: {why}", file=sys.stderr)  # noqa: T201 - the job's log
+    _say(await wait_verdict())
     assert srun.stdin is not None
     await srun.stdin.aclose()
     await trio.sleep(patience_s)
     srun.kill()
+
+
+def _say(what: str) -> None:
+    print(f"prorl-trio slurm pulse: {what}", file=sys.stderr)  # noqa: T201 - the job's log
+
+
+def _empty(folder: Path) -> None:
+    """Remove the files in a folder. A disk that is away changes nothing."""
+    with suppress(OSError):
+        for file in folder.iterdir():
+            file.unlink(missing_ok=True)
 
 
 async def _wait_asked(asked: AsyncIterator[int]) -> str:

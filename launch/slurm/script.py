@@ -47,6 +47,17 @@ mkdir -p -m 700 "$ports"
 engines=$!
 """
 
+_FLEET_HEAD: Final = """
+# The head of the fleet: a task on one of the nodes' machines, which is started again wherever it ends. It does not hear
+# SIGTERM, for it takes what the nodes' jobs come to while these drain.
+"$prorl" slurm pulse --name=head --folder={files} --tasks=1 --again-after-s={again_s:g} -- \\
+    srun {group}--nodes=1 --ntasks=1 \\
+    {srun} \\
+    "$prorl" slurm run --ignore-term {leash} -- \\
+    "$prorl" slurm head {head} &
+head=$!
+"""
+
 _NODES: Final = """
 {cpus}
 # A task a machine. They do not need each other: where one fails, the rest go on. A task ends what it runs, and removes
@@ -65,6 +76,7 @@ _TAIL: Final = """
 while kill -0 "$nodes" 2>/dev/null; do wait "$nodes"; done
 wait "$nodes"
 code=$?
+kill -USR1 "$head" 2>/dev/null && wait "$head"
 {then}rm -f "$drain"
 exit $code
 """
@@ -84,6 +96,7 @@ _SRUN: Final = (
     '--ntasks-per-node=1 --export=ALL --overlap --kill-on-bad-exit=0 --no-kill --wait=0 --task-epilog="$prorl-sweep"'
 )
 """`--export=ALL`: an `--export` of sbatch's would hold for srun as well, and keep what we tell the tasks from them."""
+_HEAD_AGAIN_S: Final = 2.0
 _JOB_CPUS: Final = "${SLURM_CPUS_PER_TASK-}"
 _EVERY_MACHINE: Final = '"$SLURM_JOB_NUM_NODES"'
 
@@ -112,6 +125,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
         fleet_dir: the folder of the fleet on a shared disk, absolute.
         config_file: node.toml of every node, absolute, on a shared disk.
         program: `prorl-trio`, absolute, at the same place on every machine, and `prorl-trio-sweep` beside it.
+        head_ledger: folder of the head's ledger, on a shared disk; empty: in the fleet's folder.
         local_dir: folder on each machine's own disk; empty: found there.
         drain_s: time between the warning before the time limit and the limit, in seconds; nodes that are not told when
             their time ends drain for so long.
@@ -124,6 +138,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     fleet_dir: str
     config_file: str
     program: str
+    head_ledger: str = ""
     local_dir: str = ""
     drain_s: int = 300
     pulse_timeout_s: float = 60.0
@@ -138,7 +153,13 @@ def batch_script(plan: FleetPlan) -> str:
     head = _HEAD.format(
         options=lines, nodes=plan.nodes, program=shlex.quote(plan.program), local=local, files=_files(plan)
     )
-    return head + _engines(plan) + _nodes(plan) + _TAIL.format(then=_THEN_ENGINES if plan.engine else "")
+    return (
+        head
+        + _engines(plan)
+        + _fleet_head(plan)
+        + _nodes(plan)
+        + _TAIL.format(then=_THEN_ENGINES if plan.engine else "")
+    )
 
 
 def sbatch_groups(plan: FleetPlan) -> list[list[str]]:
@@ -163,6 +184,22 @@ def sbatch_groups(plan: FleetPlan) -> list[list[str]]:
     return groups
 
 
+def _fleet_head(plan: FleetPlan) -> str:
+    ledger = plan.head_ledger or f"{plan.fleet_dir}/head"
+    return _FLEET_HEAD.format(
+        files=_files(plan),
+        again_s=_HEAD_AGAIN_S,
+        group=_group_of_nodes(plan),
+        srun=_SRUN,
+        leash=_leash(plan),
+        head=shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}", f"--ledger={ledger}"]),
+    )
+
+
+def _group_of_nodes(plan: FleetPlan) -> str:
+    return "--het-group=0 " if plan.engine and plan.engine.machines else ""
+
+
 def _nodes(plan: FleetPlan) -> str:
     node = shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}", f"--drain-s={plan.drain_s}"])
     if plan.engine:
@@ -171,7 +208,7 @@ def _nodes(plan: FleetPlan) -> str:
         files=_files(plan),
         cpus=_CPUS.format(value=_JOB_CPUS),
         tasks=_EVERY_MACHINE,
-        group="--het-group=0 " if plan.engine and plan.engine.machines else "",
+        group=_group_of_nodes(plan),
         srun=_SRUN,
         leash=_leash(plan),
         node=node,
