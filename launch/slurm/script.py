@@ -48,6 +48,7 @@ engines=$!
 """
 
 _FLEET_HEAD: Final = """
+{cpus}
 # The head of the fleet: a task on one of the nodes' machines, which is started again wherever it ends. It does not hear
 # SIGTERM, for it takes what the nodes' jobs come to while these drain.
 "$prorl" slurm pulse --name=head --folder={files} --tasks=1 --again-after-s={again_s:g} -- \\
@@ -59,7 +60,6 @@ head=$!
 """
 
 _NODES: Final = """
-{cpus}
 # A task a machine. They do not need each other: where one fails, the rest go on. A task ends what it runs, and removes
 # its files, when the pulse stops: srun or this script was killed, its machine is cut off, or Slurm has started the job
 # elsewhere. Where Slurm kills all processes of a task at once, its epilog removes the files.
@@ -188,6 +188,7 @@ def _fleet_head(plan: FleetPlan) -> str:
     ledger = plan.head_ledger or f"{plan.fleet_dir}/head"
     return _FLEET_HEAD.format(
         files=_files(plan),
+        cpus=_CPUS.format(value=_JOB_CPUS),
         again_s=_HEAD_AGAIN_S,
         group=_group_of_nodes(plan),
         srun=_SRUN,
@@ -206,7 +207,6 @@ def _nodes(plan: FleetPlan) -> str:
         node += ' --engines="$engine_machines" --machines="$node_machines" --engine-ports="$ports"'
     return _NODES.format(
         files=_files(plan),
-        cpus=_CPUS.format(value=_JOB_CPUS),
         tasks=_EVERY_MACHINE,
         group=_group_of_nodes(plan),
         srun=_SRUN,
