@@ -60,6 +60,7 @@ class Holdings(msgspec.Struct):
         buried: Unix sockets that no process has open, which may hold more of them; only looked for if some are in
             flight, and if the network is the sandbox's own.
         locks: of files.
+        filters: of system calls, of all threads together, beyond those that everything in a sandbox has.
         kernel_bytes: memory of the kernel by process id: page tables, mappings, pipes, buffers of sockets. What no
             process has open is that of 0.
     """
@@ -69,6 +70,7 @@ class Holdings(msgspec.Struct):
     in_flight: int = 0
     buried: int = 0
     locks: int = 0
+    filters: int = 0
     kernel_bytes: dict[int, int] = {}
 
 
@@ -88,8 +90,10 @@ def measure_holdings(
     holders: dict[int, int] = {}
     pipes: set[str] = set()
     sizes: dict[int, int] = {}
+    filters_of_all = _read_status("self").get(_FILTERS, 0)
     for pid in pids:
         status = _read_status(pid)
+        found.filters += _count_filters(pid, status, filters_of_all)
         found.kernel_bytes[pid] = 1024 * status.get(b"VmPTE", 0)
         sizes[pid] = status.get(b"VmSize", 0)
         for table in _tables(pid, status.get(b"Threads", 1)):
@@ -255,13 +259,26 @@ def _count_mappings(sizes: dict[int, int], mappings: dict[int, Mappings]) -> Non
         mappings[pid] = Mappings(size, _count(f"/proc/{pid}/maps", b"", MAX_MAPPINGS))
 
 
-def _read_status(pid: int) -> dict[bytes, int]:
-    """The numbers in /proc/PID/status by name: sizes are in KiB."""
-    text = next(_pieces(f"/proc/{pid}/status"), b"")
+def _count_filters(pid: int, status: dict[bytes, int], of_all: int) -> int:
+    """The filters of system calls that the threads of a process have put on themselves, or inherited from such."""
+    if status.get(b"Threads", 1) <= 1:
+        return max(0, status.get(_FILTERS, 0) - of_all)
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return 0
+    return sum(max(0, _read_status(f"{pid}/task/{task}").get(_FILTERS, 0) - of_all) for task in tasks)
+
+
+def _read_status(task: int | str) -> dict[bytes, int]:
+    """The numbers in the status of a task, named by its path in /proc, by name: sizes are in KiB."""
+    text = next(_pieces(f"/proc/{task}/status"), b"")
     return {name: int(value) for name, value in _IN_STATUS.findall(text)}
 
 
-_IN_STATUS = re.compile(rb"^(VmPTE|VmSize|Threads):\s+([0-9]+)", re.MULTILINE)
+_FILTERS = b"Seccomp_filters"
+"""Since Linux 5.9."""
+_IN_STATUS = re.compile(rb"^(VmPTE|VmSize|Threads|Seccomp_filters):\s+([0-9]+)", re.MULTILINE)
 
 
 def _own_sockets() -> set[int]:

@@ -20,6 +20,7 @@ import trio
 
 from ipc.sandbox_calls import BashResult, CellResult, ExecResult
 from sandbox_daemon.holdings import Holdings, Mappings, measure_holdings
+from sandbox_daemon.memory_files import empty_memory_files, memory_file_bytes
 from sandbox_daemon.processes import kill_until_gone, read_process_table, wait_until_gone
 from sandbox_daemon.threads import run_blocking
 from sandbox_daemon.unmapped import attached_bytes, held_bytes, read_segments, remove_unmapped
@@ -57,6 +58,9 @@ MAX_BURIED_LOOKS = 5
 """Looks in a row that find sockets in flight, in which more may be that cannot be counted."""
 MAX_LOCKS = 65_536
 """Locks of files."""
+MAX_FILTERS = 1024
+"""Filters of system calls on all threads. Compiled, they come out of one memory of the machine
+(`net.core.bpf_jit_limit`), without which no sandbox of an ordinary user's node starts."""
 KILL_DEADLINE_S = 2.0
 _MIB = 1024 * 1024
 _SIGNALLED = 128
@@ -127,6 +131,8 @@ class Watchdog:
         if not isinstance(result, BashResult | CellResult | ExecResult):
             return result
         found, self._found = self._found, None
+        if found is not None and found.breach == "memory" and memory_file_bytes() > _MIB:
+            empty_memory_files()  # whoever wrote to them when they were emptied went on
         if found is None:
             found = self._what_else(result, _timeout_s(call))
         if found is None:
@@ -205,6 +211,7 @@ class Watchdog:
             (held.files, MAX_FILES, "they had {} files open"),
             (held.in_flight, MAX_IN_FLIGHT, "{} open files had been sent through sockets and not received"),
             (held.locks, MAX_LOCKS, "they held {} locks of files"),
+            (held.filters, MAX_FILTERS, "their threads had {} filters of system calls"),
         ):
             if number > most:
                 return what.format(f"more than {most}")

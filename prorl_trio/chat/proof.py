@@ -41,6 +41,8 @@ PROOF_TIMEOUT_S: Final = 5.0
 MIN_PROOF_DIALOGUES: Final = 10
 MIN_RENDERED_DIALOGUES: Final = 5
 """A template that refuses more of them has not been seen enough."""
+SHORT_FIRST: Final = 3
+"""Dialogues before the long ones, which take some templates half a minute: what is wrong at once is told at once."""
 FIRST_ROUNDS: Final = 4
 """Rounds after which a long dialogue is compared for the first time. One that the template rewrites by then may be
 rewritten later on, too."""
@@ -141,11 +143,13 @@ def prove_format(
     chat = chat.dated()
     oracle, random, deadline = _OwnTemplate(chat), Random(seed), time.monotonic() + timeout_s
     counted = {"exact": 0, "rewritten": 0, "refused": 0}
-    turns, proving = 0, "a long one"
+    turns, proving = 0, ""
     try:
-        for long in long_dialogues(chat.codec.look_alikes, chat.template.literals):
-            prove_long_dialogue(chat, oracle, long)
         for number in range(dialogues):
+            if number == min(SHORT_FIRST, dialogues - 1):
+                proving = "a long one"
+                for long in long_dialogues(chat.codec.look_alikes, chat.template.literals):
+                    prove_long_dialogue(chat, oracle, long)
             if number >= MIN_PROOF_DIALOGUES and time.monotonic() > deadline:
                 break
             proving = f"dialogue {number} of the proof"

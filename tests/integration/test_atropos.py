@@ -116,7 +116,7 @@ async def test_what_a_node_recorded_is_what_the_trainer_takes(server, trainer):
                 open_groups(client, tasks, rules, job=job, version=str(environment.step)) as groups,
             ):
                 await environment.feed(groups, rules)
-                assert environment.step >= 3  # the server makes a batch ahead if it has the groups
+                assert environment.step in (3, 4)  # the server makes the next batch, too, if it has the groups
                 assert environment.statistics().unsure == 0
 
         await nursery.start(watch)

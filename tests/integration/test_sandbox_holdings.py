@@ -33,6 +33,18 @@ def send(count):
         socket.send_fds(out, [b"x"], [0] * 253)
     return out, kept
 """
+FILTER = """
+import ctypes, struct, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+allow = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0x7FFF0000))
+program = ctypes.create_string_buffer(struct.pack("@HP", 1, ctypes.addressof(allow)))
+libc.prctl(38, 1, 0, 0, 0)
+threading.stack_size(256 * 1024)
+def put_on(count):
+    for _ in range(count):
+        if libc.prctl(22, 2, program, 0, 0): raise OSError(ctypes.get_errno(), "no filter")
+    time.sleep(300)  # they last as long as their thread, which is killed before
+"""
 TRIES = {
     "epoll watches": (f"{WATCH}watch()", "descriptors"),
     "epoll watches in a thread's own table of files": (
@@ -53,6 +65,14 @@ TRIES = {
     "files in flight in sockets in flight": (
         f"{SEND}out, kept = socket.socketpair()\na, b = send(8)\n"
         "socket.send_fds(out, [b'x'], [a.fileno(), b.fileno()])\na.close()\nb.close()\ntime.sleep(300)",
+        "descriptors",
+    ),
+    "filters of threads": (
+        f"{FILTER}for _ in range(30):\n    threading.Thread(target=put_on, args=(40,)).start()",
+        "descriptors",
+    ),
+    "filters of processes": (
+        f"{FILTER}import os\nfor _ in range(30): os.fork() or put_on(40)\nput_on(0)",
         "descriptors",
     ),
     "page tables": (
@@ -81,6 +101,16 @@ async def test_what_is_held_in_the_kernel_is_bounded_in_each_and_named(provider)
                 assert "killed" in result.breach_text, name
                 after = await sandbox.bash("echo alive", timeout_s=ACTION_TIMEOUT_S)
                 assert (after.output.strip().splitlines()[-1], after.breach) == ("alive", ""), name
+
+
+async def test_a_program_with_some_filters_is_let_alone(provider):
+    # 480 filters, for as long as four looks of the watchdog take.
+    code = f"{FILTER}import os\nfor _ in range(60): os.fork() or put_on(8)\ntime.sleep(4)"
+    with trio.fail_after(TEST_TIMEOUT_S):
+        async with provider.open_sandbox(SandboxSpec(limits=LIMITS)) as sandbox:
+            await sandbox.write_file("/tmp/some.py", code.encode())
+            result = await sandbox.bash("python3 /tmp/some.py; echo $?", timeout_s=ACTION_TIMEOUT_S)
+            assert (result.output.strip()[-1:], result.breach) == ("0", "")
 
 
 async def test_a_busy_server_and_its_clients_are_let_alone(provider):
