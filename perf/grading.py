@@ -22,12 +22,10 @@ from rich.table import Table
 
 from perf.grading_work import SANDBOXED_CASES, SCORED_CASES
 from perf.harness import Case, Options, Report, Series, run_benchmark, tell
-from perf.process_cpu import tree_cpu
+from perf.processes import tree_cpu
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-__all__ = ["grading"]
 
 ROOT: Final = Path(__file__).parents[1]
 WORK: Final = Path(__file__).with_name("grading_work.py")

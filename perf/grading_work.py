@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from prorl_trio.grading import CodeTests
     from prorl_trio.sandbox.host import SandboxHost
 
-__all__ = ["CODE_CASES", "SANDBOXED_CASES", "SCORED_CASES"]
-
 GRADE_TIMEOUT_S: Final = 120.0
 SHORT_CHARS: Final = 10_000
 """Length of the first try of a degenerate turn; the slowest few of a reader are tried at full length."""

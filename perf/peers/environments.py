@@ -19,8 +19,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PEERS", "Peer", "PeerUnavailable", "install", "peer_python"]
-
 RECIPE = 1
 COMPLETE = ".complete"
 INSTALL_TIMEOUT_S = 1_200.0

@@ -12,11 +12,11 @@ import trio
 from ipc.session import Accepted
 from perf.ablation import VARIANTS
 from perf.ablation_here import QUICK, SystemRun, ablation_here_finding, systems_of
-from perf.ablation_here_bash import ExtraAction, extra_of
-from perf.ablation_here_node import ACTIONS, LEVELS, DrawnWork, TaskPayload, instance_of
-from perf.ablation_here_steps import StepScale, StepsTaken, System, take_steps
-from perf.dapo_work import mean_of
-from perf.trace_figures import Answered
+from perf.ablation_here import ExtraAction, extra_of
+from perf.ablation_here import ACTIONS, LEVELS, DrawnWork, TaskPayload, instance_of
+from perf.ablation_here import StepScale, StepsTaken, System, take_steps
+from perf.training import mean_of
+from perf.trace import Answered
 from prorl_trio.types.models import Outcome, Timing
 
 pytestmark = pytest.mark.timeout(60)

@@ -7,9 +7,9 @@ import pytest
 import trio
 
 from perf import balance, balance_peers
-from perf.balance_batch import HEAVY, TOKENS, draw_batch
-from perf.balance_served import ROUTED
-from perf.balance_world import Event, Scenario, simulate
+from perf.batch import HEAVY, TOKENS, draw_batch
+from perf.balance_router import ROUTED
+from perf.balance import Event, Scenario, simulate
 from perf.harness import Options
 
 pytestmark = pytest.mark.alone

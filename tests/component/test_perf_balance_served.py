@@ -11,11 +11,11 @@ import pytest
 import trio
 
 from perf import balance_peers
-from perf.balance_batch import HEAVY, draw_batch
-from perf.balance_peers import measure_router, router_report
-from perf.balance_served import OURS, ROUTED, WORK, ServedRun, run_served
+from perf.batch import HEAVY, draw_batch
+from perf.balance_router import measure_router, router_report
+from perf.balance_router import OURS, ROUTED, WORK, ServedRun, run_served
 from perf.peers.environments import PEERS, PeerUnavailable
-from perf.peers.server import free_port, open_peer_server
+from perf.peers.process import free_port, open_peer_server
 
 pytestmark = pytest.mark.alone
 

@@ -11,12 +11,12 @@ import pytest
 
 from perf.ablation import BASE, GOALS, PAPER, VARIANTS, ablation_finding
 from perf.dapo import POLICIES, dapo_finding
-from perf.dapo_work import Conditions, lognormal, mean_of
-from perf.dapo_world import simulate_steps
-from perf.finding_report import report_finding
+from perf.training import Conditions, lognormal, mean_of
+from perf.training import simulate_steps
+from perf.harness import report_finding
 from perf.fleet_client import FleetCost, measure_fleet_cost
 from perf.scaling import WORKERS, Costs, at, scaling_finding
-from perf.scaling_world import FleetSize, simulate_fleet
+from perf.scaling import FleetSize, simulate_fleet
 from support.quiet_clock import wait_until
 from support.soak.leftovers import descendants
 
@@ -167,7 +167,7 @@ def test_a_gain_below_the_papers_is_shown_as_missed(steps):
     assert len(report_finding("x", finding, at_least=GOALS).missed()) == 3
 
 
-LONG_RUNS = "import time; from perf.simulated_runs import map_in_processes; map_in_processes(time.sleep, [600, 600])"
+LONG_RUNS = "import time; from perf.processes import map_in_processes; map_in_processes(time.sleep, [600, 600])"
 
 
 def test_the_processes_of_simulated_runs_end_when_theirs_is_killed():

@@ -13,7 +13,7 @@ from perf import tokens, tokens_drift
 from perf.chat_families import write_family_model
 from perf.harness import Options, Report
 from perf.peers.environments import PEERS, PeerUnavailable
-from perf.tokens_dialogue import (
+from perf.tokens import (
     OPENING,
     TOOLS,
     TURN_TOKENS,
@@ -23,8 +23,8 @@ from perf.tokens_dialogue import (
     time_turns,
     whole_dialogue,
 )
-from perf.tokens_drift import Drift, Sampled, drift_of, sampled_at_random
-from perf.tokens_peers import WAYS, measure_peers
+from perf.tokens import Drift, Sampled, drift_of, sampled_at_random
+from perf.tokens import WAYS, measure_peers
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.types.models import ChatMessage

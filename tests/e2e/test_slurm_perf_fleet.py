@@ -13,12 +13,12 @@ import pytest
 import trio
 
 from launch.paths import checkout_dir
-from perf.children import open_child
+from perf.processes import open_child
 from perf.fleet import QUICK, fleet_finding, predicted_size
 from perf.fleet_cluster import open_cluster
-from perf.fleet_engine import FleetEngine
-from perf.fleet_load import measure_fleet
-from perf.scaling_world import simulate_fleet
+from perf.fleet import FleetEngine
+from perf.fleet import measure_fleet
+from perf.scaling import simulate_fleet
 from support.quiet_clock import stretched, wait_until
 from support.skips import because
 from support.slurm_cluster import why_not
@@ -56,7 +56,7 @@ async def test_fleets_of_a_real_slurm_do_their_jobs_and_leave_nothing():
     measured = {}
     async with open_cluster(2) as cluster:
         arguments = [str(cluster.folder), f"{SCALE.engine_s:g}", f"{SCALE.action_s:g}"]
-        async with open_child("perf.fleet_engine", arguments, FleetEngine) as engine:
+        async with open_child("perf.fleet", arguments, FleetEngine) as engine:
             for nodes in SCALE.nodes:
                 measured[nodes] = await measure_fleet(cluster, engine, SCALE, nodes)
     assert held() <= before
@@ -76,7 +76,7 @@ def test_a_benchmark_that_is_killed_takes_its_cluster_along():
     with subprocess.Popen(command, cwd=checkout_dir(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as killed:
         try:
             wait_until(
-                lambda: any("perf.fleet_engine" in each for each in held() - before), "Slurm runs", stretched(120)
+                lambda: any("perf.fleet" in each for each in held() - before), "Slurm runs", stretched(120)
             )
         finally:
             os.kill(killed.pid, signal.SIGKILL)

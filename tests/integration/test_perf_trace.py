@@ -15,8 +15,8 @@ from perf import trace
 from perf.harness import Options
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
 from perf.trace import load_trace, run_round
-from perf.trace_figures import figures_of
-from perf.trace_systems import FLOOR, OURS, PEER_SYSTEMS, make_workspace, open_system
+from perf.trace import figures_of
+from perf.trace import FLOOR, OURS, PEER_SYSTEMS, make_workspace, open_system
 from support.skips import because
 
 if TYPE_CHECKING:

@@ -14,15 +14,15 @@ import trio
 
 from perf import features
 from perf.features import FEATURES, Feature, finding_of, proof_of
-from perf.figures import draw
-from perf.finding_report import report_finding
-from perf.findings import Bar, Bars, CannotRun, Finding, Line, Lines, Rows
+from perf.harness import draw
+from perf.harness import report_finding
+from perf.harness import Bar, Bars, CannotRun, Finding, Line, Lines, Rows
 from perf.harness import Case, Options, Report, Series
 from perf.paper import __main__ as paper
 from perf.paper import measure
-from perf.paper.from_reports import PaperValue, Shown, finding_of_report
-from perf.paper.process import measure_section
-from perf.paper.section import Said, Section
+from perf.paper.sections import PaperValue, Shown, finding_of_report
+from perf.paper.__main__ import measure_section
+from perf.paper.sections import Said, Section
 from perf.paper.sections import SECTIONS
 from perf.paper.written import Measured, Run, to_html, to_markdown
 

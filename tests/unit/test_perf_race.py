@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from perf import race as racing
-from perf.findings import CannotRun
+from perf.harness import CannotRun
 from perf.harness import Options
 from perf.peers.race_round import (
     CpuClock,
@@ -23,10 +23,10 @@ from perf.peers.race_round import (
     read_round,
     reward_of,
 )
-from perf.process_cpu import ProcessCpu, tree_cpu, tree_of
+from perf.processes import ProcessCpu, tree_cpu, tree_of
 from perf.race_figures import Entrant, Lap, race_finding
-from perf.race_node import race_problems
-from perf.race_policy import serve_folder, with_tool_results
+from perf.race import race_problems
+from perf.race import serve_folder, with_tool_results
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,13 +1,15 @@
-"""A training batch for `perf.balance`: how its rollouts are drawn, and how workers run them.
+"""A training batch, and the strategies that place its rollouts, for `perf.balance` and `perf.balance_vllm`.
 
-They run through the node's own backend pool, on whatever engines and clock there are.
+The batch runs through the node's own backend pool, on whatever engines and clock there are. The pool places by the
+fewest tasks in flight; the other strategies of the paper's comparison are here.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Final
+from statistics import fmean
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -15,23 +17,24 @@ import trio
 import trio.testing
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.inference.engines.protocol import CompletionRequest
+from perf.harness import Rows, rows_of
+from prorl_trio.config import LoadConfig
+from prorl_trio.inference.engines.protocol import CompletionRequest, EngineClient, made_by
 from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.inference.pool.placement import Placement
+from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from random import Random
 
-    from prorl_trio.config import Strategy
+    from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.lease import Lease
-    from prorl_trio.inference.pool.pool import Backends
-
-__all__ = ["HEAVY", "LIGHT", "REASONING", "TOKENS", "Batch", "Turn", "Work", "draw_batch"]
+    from prorl_trio.inference.pool.placement import Rank
 
 CALL_TIMEOUT_S: Final = 1e6
 SAMPLING: Final = SamplingParams()
-
-
 TOKENS: Final = 8
 """Tokens are counted in eights here: placing does not see the difference, and prompts are shorter to copy."""
 
@@ -118,8 +121,72 @@ def draw_batch(work: Work, seed: int) -> list[list[list[Turn]]]:
     return batch
 
 
+# ---------------------------------------------------------------- strategies
+
+Strategy = Literal["least_in_flight", "round_robin", "assignments_ever", "static_split"]
+"""`least_in_flight`: the pool's own. The others are there to be compared with, and blind to what runs: `round_robin`
+takes the backend that was taken longest ago, `assignments_ever` the one with the fewest tasks so far (which sends
+everything to one that was added late), and `static_split` gives each an equal share in order of arrival, full or
+not."""
+STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
 BOUND_AT_SUBMISSION: Final = ("static_split", "assignments_ever")
 """A static split is made of the batch, and the reference's code gives a job its backend when it is submitted."""
+NO_MOVES: Final = LoadConfig(skew_margin_s=1e9)
+
+
+class Turns(Placement):
+    """Counts assignments; a subclass places by them."""
+
+    def __init__(self, random: Random, max_tasks_per_backend: int = 0) -> None:
+        super().__init__(random, max_tasks_per_backend)
+        self._turn = 0
+        self._latest: dict[Backend, int] = {}
+
+    def _count(self, backend: Backend, change: Literal[-1, 1]) -> None:
+        if change > 0:
+            with self._reranked(backend):
+                self._turn += 1
+                self._latest[backend] = self._turn
+        super()._count(backend, change)
+
+
+class RoundRobin(Turns):
+    """Places by `round_robin`."""
+
+    def _rank(self, backend: Backend) -> Rank:
+        return backend.full, float(self._latest.get(backend, 0))
+
+
+class AssignmentsEver(Placement):
+    """Places by `assignments_ever`."""
+
+    def _rank(self, backend: Backend) -> Rank:
+        return backend.full, (backend.assigned_total + 1) / backend.weight
+
+
+class StaticSplit(Turns):
+    """Places by `static_split`."""
+
+    def _next(self) -> Backend | None:
+        accepting = [backend for backend in self._backends.values() if backend.accepting]
+        return accepting[self._turn % len(accepting)] if accepting else None
+
+
+PLACEMENTS: Final[dict[Strategy, type[Placement]]] = {
+    "least_in_flight": Placement,
+    "round_robin": RoundRobin,
+    "assignments_ever": AssignmentsEver,
+    "static_split": StaticSplit,
+}
+
+
+def pool_of(client_of: Callable[[str], EngineClient], strategy: Strategy, random: Random) -> Backends:
+    """Return an empty pool that places by `strategy`. Only the pool's own moves tasks off a backend with too many."""
+    load = None if strategy == "least_in_flight" else NO_MOVES
+    return Backends(made_by(client_of), placement=PLACEMENTS[strategy], load=load, random=random)
+
+
+# ---------------------------------------------------------------- the batch
 
 
 class Batch:
@@ -251,3 +318,66 @@ class Batch:
 
 def _task_id(instance: int, rollout: int) -> str:
     return f"{instance:03}.{rollout}"
+
+
+# ---------------------------------------------------------------- what came out
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a batch under one strategy.
+
+    Attributes:
+        makespan_s: of the batch. `completed`: rollouts.
+        tokens_per_s: sampled, over the makespan.
+        max_over_mean: rollouts in flight on the fullest backend over the mean of all, in time average while others wait
+            for a worker; where that is not seen, tokens sampled by the engine with most, over the mean of all.
+        prefix_hit_rate: share of prompt tokens that an engine had in its cache.
+    """
+
+    makespan_s: float
+    completed: int
+    tokens_per_s: float
+    max_over_mean: float
+    prefix_hit_rate: float
+
+    @property
+    def rollouts_per_s(self) -> float:
+        """Return the throughput of the step."""
+        return self.completed / self.makespan_s
+
+
+MEANS: Final = ("makespan_s", "tokens_per_s", "max_over_mean", "prefix_hit_rate")
+
+
+def gains_of(ours: Sequence[Figures], others: Sequence[Figures]) -> list[float]:
+    """Return the throughput of ours over that of others, by seed."""
+    return [mine.rollouts_per_s / other.rollouts_per_s for mine, other in zip(ours, others, strict=True)]
+
+
+def strategy_rows(title: str, runs: Mapping[str, Sequence[Figures]], ours: Sequence[Figures]) -> Rows:
+    """Return a table with the means over seeds of each strategy, and by how much `ours` is faster."""
+
+    def mean(strategy: str, figure: str) -> float:
+        return fmean(getattr(run, figure) for run in runs[strategy])
+
+    def gain(strategy: str) -> str:
+        gains = gains_of(ours, runs[strategy])
+        return f"{fmean(gains):.2f} x ({min(gains):.2f} to {max(gains):.2f})"
+
+    return rows_of(
+        title,
+        runs,
+        {
+            "strategy": str,
+            "makespan": lambda strategy: f"{mean(strategy, 'makespan_s'):.0f} s",
+            "tokens/s": lambda strategy: f"{mean(strategy, 'tokens_per_s'):.0f}",
+            "busiest/mean": lambda strategy: f"{mean(strategy, 'max_over_mean'):.2f}",
+            "prefix hits": lambda strategy: f"{mean(strategy, 'prefix_hit_rate'):.1%}",
+            "least_in_flight is faster by (min to max)": gain,
+        },
+    )
+
+
+def means_of(prefix: str, runs: Sequence[Figures]) -> dict[str, float]:
+    """Return the means over seeds as metrics."""
+    return {f"{prefix}.{name}": fmean(getattr(run, name) for run in runs) for name in MEANS}
