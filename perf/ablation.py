@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from perf.harness import Bar, Bars, Finding, Rows, rows_of, run_benchmark
+from perf.harness import CAPTIONS, Bar, Bars, Finding, Rows, rows_of, run_benchmark
 from perf.training import PAPER_ACTION_S, PAPER_TMUX_ACTION_S, Conditions, simulate_all, simulate_steps
 
 if TYPE_CHECKING:
@@ -93,20 +93,7 @@ IMPLIED_ACTIONS: Final = (1 / 0.29 - 1 / 0.37) / (PAPER_TMUX_ACTION_S - PAPER_AC
 """Actions of a rollout for each rollout that runs at once, if their times alone are to make the paper's gain by its
 bash. W rollouts at once, R of them ended a second, take W / R seconds each."""
 MAX_TURNS: Final = Conditions().max_turns
-CAPTION: Final = [
-    "Simulated: 8 engines (a 14B policy on one 80 GB GPU each: 80 tokens/s alone, 1,600 tokens/s together, 275,000 "
-    "tokens of cache), 32 groups of 8 rollouts a step, at most 50 turns, 64 rollouts at once, 150 tokens a turn, "
-    "actions of 0.42 s on average. How many rollouts run at once, the tokens of a turn and the spread of the instances "
-    "are not in the paper: 64 is the default of its server, whose guide has 4 engines of 2 GPUs and 32 rollouts at "
-    "once for this policy (in the second table). Two things of the paper go in: the size of the run, and the times of "
-    "its actions, 0.42 s and 0.78 s. Its gains do not.",
-    "Throughput is of informative rollouts that are trained on: the paper does not say whether its instances are "
-    "these, all rollouts, or whole groups, so compare the gains and not the rates. `Finished` counts all rollouts "
-    "that came to their end. Without clean-up no rollout is lost, so by that count waiting costs less. The busy share "
-    "is the time in which an engine had anything to do; GPU utilisation, which the paper has, says no more than that.",
-    "What is left out is as in the paper: the same number of instances for each engine, with all their rollouts; tmux, "
-    "which adds 0.36 s to each action; and waiting for all jobs before the next step.",
-]
+CAPTION: Final = CAPTIONS["ablation"]
 
 
 IMPLIED: Final = (

@@ -17,7 +17,7 @@ import sys
 from contextlib import AsyncExitStack
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import trio
@@ -40,7 +40,7 @@ from perf.batch import (
     pool_of,
     strategy_rows,
 )
-from perf.harness import Line, Lines, Options, Report, run_benchmark, tell
+from perf.harness import CAPTIONS, Line, Lines, Options, Report, run_benchmark, tell
 from perf.training import ENGINE, map_in_processes
 from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.types.errors import BackendError
@@ -51,21 +51,7 @@ if TYPE_CHECKING:
 
 ROOMY_KV_TOKENS = 4_000_000 // TOKENS
 """No prefix is ever evicted: shows what is due to the load alone, and not to the cache."""
-NOTES = [
-    "static_split gives each backend the same number of instances, with all their rollouts; it and assignments_ever "
-    "bind a rollout to its backend when it is submitted, the others when it starts. Nothing else differs.",
-    "Ratios are of the batch's throughput (rollouts over makespan), the mean over seeds. busiest/mean is of rollouts in "
-    "flight, in time average while others wait for a worker.",
-    "In the heavy batch a backend that has too much evicts the prefixes of its own tasks and reads them again: that is "
-    "nearly all that blind placement loses there. With a cache that never evicts (roomy), or alike rollouts (light), "
-    "nothing is gained: the longest rollouts then set the makespan.",
-    "In the reasoning batch there is nothing to evict: few turns of long completions, heavier tails, and as many at "
-    "once as saturate the engines. What is gained there is due to the load alone: under a static split some engines "
-    "are full while others run out of work. The paper measures 1.48 for it (0.37 over 0.25 instances/s), on 8 H100.",
-    "A backend that is added gets what comes, and none beyond its share: at most added_peak_over_mean times the mean "
-    "of rollouts in flight. Of the one that is killed every rollout goes on elsewhere (moved_off_the_killed), and none "
-    "is lost.",
-]
+NOTES: Final = CAPTIONS["balance"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -130,7 +130,7 @@ async def compare(urls: list[str], work: Work, seeds: int = 1) -> Report:
             f"balance_vllm.least_over_{other}": fmean(gains_of(ours, runs[other])) for other in STRATEGIES[1:]
         },
         detail_metrics=details,
-        tables=[strategy_rows(title, {**runs}, ours)],
+        tables=[strategy_rows(title, dict(runs), ours)],
         notes=["A batch for each seed, one run of each strategy after the other: the direction, not the size."],
     )
 

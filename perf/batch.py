@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from contextlib import AsyncExitStack
 from statistics import fmean
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -354,7 +354,7 @@ def gains_of(ours: Sequence[Figures], others: Sequence[Figures]) -> list[float]:
     return [mine.rollouts_per_s / other.rollouts_per_s for mine, other in zip(ours, others, strict=True)]
 
 
-def strategy_rows(title: str, runs: Mapping[str, Sequence[Figures]], ours: Sequence[Figures]) -> Rows:
+def strategy_rows(title: str, runs: Mapping[Any, Sequence[Figures]], ours: Sequence[Figures]) -> Rows:
     """Return a table with the means over seeds of each strategy, and by how much `ours` is faster."""
 
     def mean(strategy: str, figure: str) -> float:

@@ -12,7 +12,7 @@ import sys
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from perf.harness import Bar, Bars, Finding, rows_of, run_benchmark
+from perf.harness import CAPTIONS, Bar, Bars, Finding, rows_of, run_benchmark
 from perf.training import Conditions, simulate_all, simulate_steps
 
 if TYPE_CHECKING:
@@ -27,21 +27,7 @@ POLICIES: Final[dict[Policy, str]] = {
     "early": "refill + early termination",
     "carry": "refill + carry-over to the next step",
 }
-CAPTION: Final = [
-    "Simulated: 8 engines, 64 rollouts at once, steps of 32 informative groups of 8 rollouts. Policy updates take no "
-    "time, so a step is sampling alone. Instances differ in hardness: the harder, the longer, and the more seldom "
-    "right; of the median one a rollout in five is right. All four get the same instances in the same order, and a "
-    "rollout that two of them run is the same.",
-    "Naive samples 32 groups, waits for all, and samples 32 more while there are not enough; what is over is thrown "
-    "away. Refill begins a group whenever a worker would be idle, and waits for what runs when it has enough. Early "
-    "termination cancels that instead. Carry-over lets it go on: it is trained on in the next step, one update old at "
-    "most.",
-    "Wasted are rollouts that were cancelled, or whole and thrown away: those of uninformative groups are the price "
-    "of DAPO itself, and the same for all. Bias: cancelling favours short rollouts, carrying over does not "
-    "(`docs/sampling.md` has the measure).",
-    "What differs from the paper: it has no numbers to compare with. Its carry-over, in the published code, submits "
-    "unfinished prompts again from the start; here rollouts go on where they are.",
-]
+CAPTION: Final = CAPTIONS["dapo"]
 
 
 async def measure_dapo(options: Options) -> Finding:

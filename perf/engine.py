@@ -33,7 +33,7 @@ from perf.engine_replay import (
     replay,
     watch_engine,
 )
-from perf.harness import CannotRun, Options, Report, Rows, run_benchmark, tell
+from perf.harness import CAPTIONS, CannotRun, Options, Report, Rows, run_benchmark, tell
 from perf.processes import process_time, tree_time
 from prorl_trio.client import connect
 from prorl_trio.client.collect import make_jobs
@@ -54,16 +54,7 @@ MIN_COMPLETED_SHARE: Final = 0.95
 TEMPERATURE: Final = 0.7
 """So that the model writes programs that run, more often than not."""
 WARM_UP_ROLLOUTS: Final = 2
-NOTES: Final = (
-    "share: sampled tokens per second of the run over those of the bare loop. Without the tail both are taken to the "
-    "start of their last rollout: from then on slots get empty, in both, and a longer run has as short a tail.",
-    "The share is the product of two: slots in calls (the run's over the loop's), and the speed of a call, by which "
-    "the run's is slower where sandboxes and the node take the cores that the engine computes on.",
-    "The bare loop asks for the recorded prompts, with what it sampled itself in place of what the run sampled, and "
-    "for as many tokens: prefixes are cached alike.",
-    "cpu_share: the engine's seconds of CPU over those of engine, node and sandboxes together. Where the engine "
-    "computes on the same cores it bounds the share, and hardly depends on what else the machine does.",
-)
+NOTES: Final = CAPTIONS["engine"]
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):

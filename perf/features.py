@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from perf.harness import CannotRun, Finding, Rows, run_benchmark, tell
+from perf.harness import CAPTIONS, CannotRun, Finding, Rows, run_benchmark, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,12 +51,7 @@ class _Table(msgspec.Struct, frozen=True):
 _TABLE: Final = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Table)
 FEATURES: Final = _TABLE.feature
 PAPER_TABLE: Final = _TABLE.others
-CAPTION: Final = [
-    "The rows of other frameworks, and that of ProRL Agent, are the paper's word; nothing of them was run here. A "
-    "`yes` of ours is the result of the tests in the table below it, which ran for this report.",
-    "What differs: the paper lists its features, and this table tests them. Those below Table 1's three columns are "
-    "what the paper's section 3 claims of itself.",
-]
+CAPTION: Final = CAPTIONS["features"]
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):

@@ -395,9 +395,9 @@ def fleet_finding(
         name, _, text = form.partition(" ")
         return lambda nodes: text.format(metrics[f"fleet.{nodes}.{name}"])
 
-    rates = {heading: cell(form) for heading, form in RATES.items()}
+    rates: dict[str, Callable[[int], str]] = {heading: cell(form) for heading, form in RATES.items()}
     rates = {"nodes": str, "rollouts": lambda nodes: str(measured[nodes].jobs), **rates, "the paper": _of_paper}
-    costs = {"nodes": str, **{heading: cell(form) for heading, form in COSTS.items()}}
+    costs: dict[str, Callable[[int], str]] = {"nodes": str, **{heading: cell(form) for heading, form in COSTS.items()}}
     points = {label: {nodes: metrics[f"fleet.{nodes}.{name}"] for nodes in measured} for label, name in LINES.items()}
     return Finding(
         title="Figure 5, under Slurm",

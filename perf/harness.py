@@ -51,6 +51,8 @@ MARKERS: Final = "osD^vPX*"
 INCHES_PER_BAR: Final = 0.36
 
 KeyT = TypeVar("KeyT")
+CAPTIONS: Final = msgspec.toml.decode(Path(__file__).with_name("captions.toml").read_bytes(), type=dict[str, list[str]])
+"""Paragraphs of each benchmark: the conditions, and what differs from the paper."""
 
 
 class CannotRun(Exception):

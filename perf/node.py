@@ -22,7 +22,15 @@ import numpy as np
 from ipc.nursery import open_single_nursery
 from perf import delivery, ledger_bench
 from perf.harness import Case, Options, Report, Series, run_benchmark, tell
-from perf.node_rig import BYTES_PER_TOKEN, JobProcesses, measure_crowd, measure_latencies, open_node_rig
+from perf.node_rig import (
+    BYTES_PER_TOKEN,
+    RESULT_TIMEOUT_S,
+    JobProcesses,
+    measure_crowd,
+    measure_latencies,
+    open_node_rig,
+    run_job_processes,
+)
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import free_port, open_peer_server
 from perf.processes import Child, open_child

@@ -34,7 +34,7 @@ from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.client import RolloutClient, connect
-from prorl_trio.config import ModelConfig, NodeConfig
+from prorl_trio.config import ModelConfig, NodeConfig, load_config
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.inference.engines.protocol import made_by
@@ -45,12 +45,12 @@ from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.service.endpoints import endpoint_url
-from prorl_trio.types.models import Outcome, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from prorl_trio.sandbox.sandbox import Sandbox
+    from prorl_trio.types.models import Outcome, Trajectory
 
 TURN_TEXT: Final = '<tool_call>{"name": "ipython", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
 BACKLOG: Final = 4096

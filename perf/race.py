@@ -28,7 +28,7 @@ from launch.paths import checkout_dir, engine_python, model_dir, trainer_python
 from launch.supervised import open_supervised
 from launch.vllm import open_vllm
 from perf.engine_replay import recorded_turns, replay
-from perf.harness import CannotRun, Finding, rotated, run_benchmark, tell
+from perf.harness import CAPTIONS, CannotRun, Finding, rotated, run_benchmark, tell
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
 from perf.peers.process import open_peer
 from perf.peers.race_round import CpuClock, RaceRecord, RaceRollout, RaceRound, RaceTask, read_record
@@ -243,24 +243,7 @@ PEER_ENV: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
-CAPTION: Final = [
-    "Tasks: word problems; SmolLM2-135M after twelve steps of demonstrations, after which it calls the tool, and is "
-    "mostly wrong. All have the same weights, prompts, temperature and limits of tokens and turns, and get "
-    "log-probabilities with every token. Nobody sends a seed. Before each round the engine forgets its prefix cache; "
-    "no two rounds share a question.",
-    "The node's sandbox is bubblewrap's with IPython, kept for the rollout, with limits and a seccomp filter, and its "
-    "graders are processes. The peers' is bubblewrap around a fresh `python -I -S` for each call, with the same "
-    "namespaces, but without limits, filter and state, which costs less. They grade in their own process.",
-    "TRL: the worker of `AsyncGRPOTrainer` with `tools=`, which begins a rollout whenever a slot is free; "
-    "`GRPOTrainer` takes the turns of a batch together. It is told how the policy writes calls by a response template, "
-    "and sends no seed, which this engine does not survive. verifiers: `ToolEnv`, rollouts scored one by one, so that "
-    "none waits for its group; calls are read from the text by a method of ten lines.",
-    "At a time: rollouts that sample or call. Around them the node readies sandboxes and grades, and up to 8 sandboxes "
-    "are warm when a round begins. CPU of the framework is that of its processes, the client's or the trainer's side "
-    "included; that of sandboxes has the node's graders in it. A round ends when the last rollout has its reward. The "
-    "starts of processes that serve a whole round (the node and its graders, the peers' Pythons) are before it.",
-    "The engine computes on the cores that frameworks and sandboxes take, so CPU beside the engine slows a round down.",
-]
+CAPTION: Final = CAPTIONS["race"]
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):

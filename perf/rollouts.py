@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -15,6 +14,7 @@ from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
 
     from prorl_trio.client import RolloutClient
     from prorl_trio.testing.fake_engine import FakeEngine, Script
@@ -45,17 +45,17 @@ async def submit_all(client: RolloutClient, jobs: Sequence[JobSpec]) -> None:
 def engine_of(
     folder: Path, text: str, *, first_token_s: float = 0.0, max_model_len: int = 32_768
 ) -> tuple[FakeEngineConfig, Script]:
-    """Write a tiny model to `folder`; return an engine's configuration and script whose every turn is `text`. Blocks."""
+    """Write a tiny model to `folder`; return the configuration and script of an engine that answers `text`. Blocks."""
     tiny = make_tiny_model(folder)
     ids = tiny.turn(text)
-    answer = ids, [LOGPROB] * len(ids), "stop"
+    logprobs = [LOGPROB] * len(ids)
     config = FakeEngineConfig(
         vocab_size=VOCABULARY,
         end_of_turn_id=tiny.end_of_turn_id,
         max_model_len=max_model_len,
         first_token_s=first_token_s,
     )
-    return config, lambda _: answer
+    return config, lambda _: (ids, logprobs, "stop")
 
 
 @asynccontextmanager

@@ -387,12 +387,12 @@ def scaling_finding(costs: Costs, fleets: Sequence[FleetCost], runs: Mapping[tup
         of_run = {"rollouts_per_s": run.jobs_per_s, "times": times, "efficiency": times / nodes}
         of_run["client_busy"] = run.client_busy
         metrics |= {f"scaling.{work}.{nodes}.{name}": value for name, value in of_run.items()}
-    nodes = sorted({nodes for _, nodes in runs})
-    points = {words: {n: metrics[f"scaling.{work}.{n}.times"] for n in nodes} for work, words in WORDS.items()}
+    counts = sorted({count for _, count in runs})
+    points = {words: {n: metrics[f"scaling.{work}.{n}.times"] for n in counts} for work, words in WORDS.items()}
     return Finding(
         title="Figure 5, simulated",
-        tables=[_rows(nodes, metrics), _client_rows(fleets)],
-        figures=[throughput_lines(nodes, points)],
+        tables=[_rows(counts, metrics), _client_rows(fleets)],
+        figures=[throughput_lines(counts, points)],
         caption=_caption(costs, fleets, runs),
         metrics=metrics,
     )

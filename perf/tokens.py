@@ -30,7 +30,7 @@ import numpy as np
 import trio
 
 from perf.chat_families import write_family_model
-from perf.harness import Case, Line, Lines, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
+from perf.harness import CAPTIONS, Case, Line, Lines, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import open_peer
 from prorl_trio.chat.conversation import Conversation
@@ -41,7 +41,7 @@ from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from perf.peers.process import PeerProcess
 
@@ -331,16 +331,7 @@ FAMILY: Final = "qwen3"
 FLATNESS = 1.5
 US = 1e6
 Times = dict[int, list[TurnTimes]]
-NOTES = [
-    "turn: a completion proven, recorded and parsed (record), and a tool's result rendered, encoded and recorded, what "
-    "was there proven again (extend). prompt: its ids as a list, which the engine's request is made of; a request has "
-    "the whole prompt in it, so that this grows with the context for everybody. Times are CPU time, peers' too.",
-    "Peers hand over the whole prompt, too, so they are held against `whole`: turn and prompt. "
-    "They run in their own process, without the pipe to it being charged. `renderers` parses and extends, as ours "
-    "does, without a proof; `transformers` renders and encodes all messages, as `rerender` does with our code.",
-    "drift: turns whose sampled ids change once they have been text, of short completions by the fake engine, which "
-    "samples any token alike.",
-]
+NOTES: Final = CAPTIONS["tokens"]
 
 
 async def tokens(options: Options) -> Report:
@@ -534,7 +525,7 @@ def _context_rows(p50: dict[str, float]) -> Rows:
 
 def _family_rows(flatness: dict[str, float]) -> Rows:
     heading = f"{_name(CONTEXTS[-1])} over {_name(CONTEXTS[0])}"
-    columns = {"model": str, heading: lambda name: f"{flatness[name]:.2f}"}
+    columns: dict[str, Callable[[str], str]] = {"model": str, heading: lambda name: f"{flatness[name]:.2f}"}
     return rows_of("the same with other models", flatness, columns)
 
 

@@ -21,14 +21,14 @@ import tempfile
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 import trio
 
 from ipc.sandbox_calls import BashResult, BashRun
-from perf.harness import PERCENTS, Case, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
+from perf.harness import CAPTIONS, PERCENTS, Case, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import PeerAnswer, open_peer
 from perf.project_tree import write_project
@@ -217,13 +217,7 @@ TITLES = {
     OURS: "ours",
     **{name: name for name in PEER_SYSTEMS},
 }
-NOTES = [
-    "Overhead is time beyond the bare pty's for the same command in the same round. A second bare pty shows the noise: "
-    "in ratios it stands in for an overhead of ours that is smaller.",
-    "`_over_ours` compares overheads, `_over_ours_whole` times with the commands' own work in them; the paper's step "
-    "from tmux to a pty, 0.78 s to 0.42 s an action, is a factor of 1.86 of the latter kind.",
-    "Peers are called in their own process, without the pipe to it being charged; SWE-ReX without its HTTP server.",
-]
+NOTES: Final = CAPTIONS["trace"]
 
 
 def load_trace() -> list[Step]:

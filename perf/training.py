@@ -296,7 +296,7 @@ class Trainer:
         self._more, self._changed = trio.Event(), trio.Event()
         self._feeding = False
         self.taken = StepsTaken()
-        self._begin("dapo", 0)
+        self._sampler = self._begun("dapo", 0, 0)
 
     async def submit(self, spec: JobSpec) -> None:
         """Have a job done."""
@@ -338,7 +338,9 @@ class Trainer:
         """Sample the batch of a step, and take it. `name` begins the ids of its jobs; `first_group` is its first."""
         began_s, groups = trio.current_time(), self._scale.groups
         if self._policy != "carry" or step == 0:
-            self._begin(name, step, first_group)
+            # So that a rollout has the same id, and work, whatever the policy.
+            next_group = (self._sampler.state.next_group if step else 0) if first_group is None else first_group
+            self._sampler = self._begun(name, step, next_group)
         if self._policy == "naive":
             while len(self._sampler.state.ready) < groups:
                 for _ in range(groups):
@@ -365,7 +367,7 @@ class Trainer:
             await self._until(lambda: not self._live)  # what was cancelled is gone
         self.taken.wall_s += trio.current_time() - began_s
 
-    def _begin(self, name: str, step: int, first_group: int | None = None) -> None:
+    def _begun(self, name: str, step: int, next_group: int) -> GroupSampler:
         carry = self._policy == "carry"
         rules = GroupRules(
             size=self._scale.size,
@@ -374,10 +376,9 @@ class Trainer:
             early_stop="keep" if carry else "cancel",
             patience_groups=100 * self._scale.groups,
         )
-        # So that a rollout has the same id, and work, whatever the policy.
-        next_group = (self._sampler.state.next_group if step else 0) if first_group is None else first_group
-        self._sampler = GroupSampler.begin(name, rules, str(step))
-        self._sampler.state.next_group = next_group
+        sampler = GroupSampler.begin(name, rules, str(step))
+        sampler.state.next_group = next_group
+        return sampler
 
     async def _until(self, reached: Callable[[], bool]) -> None:
         while not reached():

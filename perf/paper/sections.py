@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +19,8 @@ import trio
 from perf.harness import Bar, Bars, CannotRun, Finding, Options, Report, Role, Rows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from perf.harness import Figure
 
 

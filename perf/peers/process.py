@@ -19,10 +19,7 @@ from prorl_trio.http.client import HttpClient, HttpError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-START_TIMEOUT_S: Final = 60.0
 RETRY_S: Final = 0.1
-END_TIMEOUT_S: Final = 5.0
-KILL_TIMEOUT_S: Final = 5.0
 LOG_CHARS: Final = 400
 
 
