@@ -153,7 +153,6 @@ async def benchmark(options: Options) -> Report:
     }
     return Report(
         title="jobs through a node that is killed with -9",
-        series=[],
         more_metrics=metrics,
         at_most={f"faults.{name}.{field}": 0 for name in runs for field in ("lost", "doubled")},
         notes=[

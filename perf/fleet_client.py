@@ -87,11 +87,9 @@ class _Node:
         """It examines nothing."""
 
     def take(self, spec: JobSpec, sink: JobSink, attempt: int) -> None:
-        """See `NodeApi`."""
         sink.deliver(_outcome(spec))
 
     def room(self, session_id: str, ahead: int) -> Room:
-        """See `NodeApi`."""
         return Room(room=PLACES - ahead, free=PLACES - ahead, run_workers=PLACES)
 
     async def cancel(self, job_id: str, reason: str) -> None:
@@ -102,21 +100,17 @@ class _Node:
         """See `NodeApi`."""
 
     def statistics(self) -> dict[str, object]:
-        """See `NodeApi`."""
         return {"node_id": self.node_id}
 
     def find_jobs(self, matches: object, limit: int) -> tuple[int, list[JobView]]:
-        """See `NodeApi`."""
         del matches, limit
         return 0, []
 
     def find_job(self, job_id: str) -> JobView | None:
-        """See `NodeApi`."""
         del job_id
         return None
 
     def unreadiness(self) -> str:
-        """See `NodeApi`."""
         return ""
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:

@@ -211,7 +211,6 @@ def _process_report(processes: JobProcesses, crowd: Crowd) -> Report:
     own_mib = (crowd.rss_bytes - crowd.rss_before_bytes) / crowd.rollouts / MIB
     return Report(
         title="",
-        series=[],
         more_metrics={
             "process_per_job.rollout_cpu_ms": round(cpu_ms, 1),
             "process_per_job.rollout_mib": round(mib, 1),

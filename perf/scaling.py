@@ -157,7 +157,6 @@ class _KnownHandler(_Handler):
             self._of_length[turns] = _Handler(msgspec.structs.replace(config, work=work), turn_s, self._loop)
 
     async def run(self, context: RolloutContext) -> None:
-        """See `SimulatedHandler.run`, which ends with a completion."""
         await self._of_length[self._times.turns[context.spec.instance.payload["number"]]].run(context)
         await trio.sleep(self._times.action_s)
 
@@ -181,7 +180,6 @@ class _Node:
         )
 
     def deliver(self, outcome: Outcome) -> None:
-        """See `JobSink`."""
         if outcome.status != "completed":
             raise RuntimeError(f"job {outcome.job_id} {outcome.status}: {outcome.error}")
         timing = outcome.timing

@@ -170,8 +170,6 @@ async def test_what_is_missing_is_said_and_what_to_do(tmp_path: Path, monkeypatc
     monkeypatch.setattr(racing, "engine_python", lambda: tmp_path / "none")
     with pytest.raises(CannotRun, match="run `make engine`"):
         await racing.measure_race(options)
-    with pytest.raises(SystemExit, match="run `make engine`"):
-        await racing.race(options)
     for name in ("engine_python", "model_dir"):
         monkeypatch.setattr(racing, name, lambda: tmp_path)
     monkeypatch.setattr(racing, "trainer_python", lambda _: tmp_path / "none")
