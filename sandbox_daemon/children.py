@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import trio
 
 from sandbox_daemon.limits import limit_process, limit_this
 from sandbox_daemon.marks import born_with
+from sandbox_daemon.paths import open_path
 from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
@@ -132,14 +133,14 @@ class ChildReaper:
 
         def spawn() -> int:
             stdin, stdout, stderr = streams
-            with born_with(mark):
+            with born_with(mark), nullcontext() if cwd is None else _path_of_folder(cwd) as folder:
                 process = subprocess.Popen(
                     argv,
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
                     env=env,
-                    cwd=cwd,
+                    cwd=folder,
                     pass_fds=pass_fds,
                     start_new_session=True,
                     **identity,
@@ -168,6 +169,24 @@ class ChildReaper:
             child = self._children.pop(pid, None)
             if child is not None:
                 child.ended(wait_status)
+
+
+@contextmanager
+def _path_of_folder(cwd: str) -> Iterator[str]:
+    """Open a folder and yield a path of it for a child that has not executed its program yet.
+
+    Until then the child has the daemon's descriptors, and `cwd` may be a link to one of them.
+    """
+    fd = open_path(cwd, os.O_PATH | os.O_DIRECTORY)
+    path = f"/proc/self/fd/{fd}"
+    try:
+        yield path
+    except OSError as exc:
+        if exc.filename == path:
+            exc.filename = cwd
+        raise
+    finally:
+        os.close(fd)
 
 
 def open_pipe(reader: ExitStack, writer: ExitStack, flags: int = 0) -> tuple[int, int]:

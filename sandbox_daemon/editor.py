@@ -22,7 +22,8 @@ from sandbox_daemon.editor_text import (
     snippet,
     view_lines,
 )
-from sandbox_daemon.files import replace_file
+from sandbox_daemon.files import PIECE_BYTES, replace_file
+from sandbox_daemon.paths import open_path
 from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
@@ -216,11 +217,13 @@ def _last_index(edits: deque[tuple[str, bytes]], path: str) -> int:
 
 def _read(path: str) -> bytes:
     # O_NONBLOCK: opening a pipe nobody writes to must not take a thread away for ever.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_path(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise EditRefused(f"The path {path} is not a regular file and cannot be viewed or edited with this tool.")
-        content = file.read(MAX_EDIT_BYTES + 1)
+        content = b""
+        while len(content) <= MAX_EDIT_BYTES and (piece := file.read(PIECE_BYTES)):
+            content += piece
         _check_size(path, max(len(content), os.fstat(fd).st_size))
         return content
 
@@ -244,15 +247,20 @@ def _list(path: str) -> str:
 def _walk(folder: str, depth: int, entries: list[str]) -> bool:
     """Add what is in `folder`, in order, links not followed; False if the limit cut it short."""
     try:
-        with os.scandir(folder) as found:
-            children = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda e: e.name)
+        fd = open_path(folder, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:
         return True
-    for child in children:
+    try:
+        with os.scandir(fd) as found:
+            visible = ((entry.name, entry.is_dir(follow_symlinks=False)) for entry in found if entry.name[0] != ".")
+            children = sorted(visible)
+    finally:
+        os.close(fd)
+    for name, is_folder in children:
         if len(entries) == MAX_LISTED_ENTRIES:
             return False
-        is_folder = child.is_dir(follow_symlinks=False)
-        entries.append(f"{child.path}/" if is_folder else child.path)
-        if is_folder and depth > 1 and not _walk(child.path, depth - 1, entries):
+        path = os.path.join(folder, name)
+        entries.append(f"{path}/" if is_folder else path)
+        if is_folder and depth > 1 and not _walk(path, depth - 1, entries):
             return False
     return True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
 from ipc.rpc import CallError
 from ipc.wire import MAX_FRAME_BYTES
+from sandbox_daemon.paths import open_path
 from sandbox_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ FRAME_MARGIN_BYTES = 4096
 """Bytes that a frame needs beside a file's."""
 MAX_MODE = 0o7777
 MAX_READ_BYTES = MAX_FRAME_BYTES - FRAME_MARGIN_BYTES
+PIECE_BYTES = 1024 * 1024
+"""Size of a read. The kernel refuses to read 4 MiB at once of some files in /proc/sys, however short they are."""
 MAX_OFFSET = 2**63 - 1 - MAX_READ_BYTES
 """With what is read from there it is still a number that the kernel knows."""
 
@@ -97,7 +100,7 @@ def file_error(exc: OSError, path: str) -> CallError:
 
 def _read(request: FileRead) -> FileData:
     # O_NONBLOCK: opening a pipe nobody writes to must not take a thread away for ever.
-    fd = os.open(request.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    fd = open_path(request.path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         status = os.fstat(fd)
         _require_regular(status, request.path)
@@ -105,7 +108,7 @@ def _read(request: FileRead) -> FileData:
         at, end = request.offset, request.offset + request.max_bytes
         eof = False
         while at < end and not eof:
-            piece = os.pread(fd, end - at, at)
+            piece = os.pread(fd, min(end - at, PIECE_BYTES), at)
             pieces.append(piece)
             at += len(piece)
             eof = not piece
@@ -140,33 +143,37 @@ def replace_file(path: str, content: bytes, *, mode: int) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.lexists(path) and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    folder_fd = open_path(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY)
     try:
-        _replace(path, content, mode)
+        _replace(folder_fd, os.path.basename(path), content, mode)
     except PermissionError:
         if not os.path.lexists(path):
             raise
-        _write_in_place(path, content, mode, os.O_TRUNC)
+        _write_in_place(path, content, 0, os.O_TRUNC)
+    finally:
+        os.close(folder_fd)
 
 
-def _replace(path: str, content: bytes, mode: int) -> None:
-    temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _replace(folder_fd: int, name: str, content: bytes, mode: int) -> None:
+    temporary = f".{secrets.token_hex(8)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = os.open(temporary, flags, 0o600, dir_fd=folder_fd)
     try:
         try:
             _write_all(fd, content)
             os.fchmod(fd, mode)
         finally:
             os.close(fd)
-        os.replace(temporary, path)
+        os.replace(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
     except OSError:
         with suppress(OSError):
-            os.unlink(temporary)
+            os.unlink(temporary, dir_fd=folder_fd)
         raise
 
 
 def _write_in_place(path: str, content: bytes, mode: int, flags: int) -> int:
     """Returns the file's size afterwards."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, mode)
+    fd = open_path(path, os.O_WRONLY | flags, mode)
     try:
         _write_all(fd, content)
         return os.fstat(fd).st_size

@@ -115,6 +115,10 @@ def _body(rule: Rule) -> list[Instruction]:
     load = Instruction(LOAD, ARGUMENTS_AT + 8 * rule.argument)
     if rule.flags:
         return [load, Instruction(JUMP_ANY_BIT, rule.flags, 0, 1), refuse, allow]
+    if rule.equal is not None and rule.next_is:
+        these = [Instruction(JUMP_EQUAL, value, len(rule.next_is) - at, 0) for at, value in enumerate(rule.next_is)]
+        load_next = Instruction(LOAD, ARGUMENTS_AT + 8 * (rule.argument + 1))
+        return [load, Instruction(JUMP_EQUAL, rule.equal, 0, len(these) + 1), load_next, *these, allow, refuse]
     if rule.equal is not None:
         return [load, Instruction(JUMP_EQUAL, rule.equal, 0, 1), refuse, allow]
     if not rule.unless:

@@ -71,13 +71,11 @@ class PosixShell(Dialect):
     def inherited(self) -> dict[int, int]:
         return self._inherited
 
-    def lay_ready(self, command: str, nonce: str, last: CommandEnd) -> None:
+    def trigger(self, command: str, nonce: str, last: CommandEnd) -> bytes:
         # Only where it may matter: what ends within the command, such as a here-document, would take the line in.
         end = _KEEP_STATUS if "e" in last.flags or _SETS_E.search(command) else "\n"
         replace_content(self.files.command, f"{command}{end}")
         replace_content(self.files.hook, _HOOK.format(nonce=nonce, **self._paths))
-
-    def trigger_line(self, last: CommandEnd) -> bytes:
         status = _RESTORE_STATUS.format(last.exit_code) if last.exit_code else ""
         prompt = _PROMPT.format(**self._paths)
         return _TRIGGER.format(prompt=prompt, status=status, **self._paths).encode() + b"\n"

@@ -48,6 +48,8 @@ RECORD_PIPE_BYTES = 64 * 1024
 MAX_EXIT_CODE = 255
 _EXIT_CODE = re.compile(rb"[0-9]{1,3}")
 """Whatever else a command has written into the pipe is no record: the shell's own still comes."""
+TRAP_WORDS = b"trap -- "
+"""The first words of the traps that a shell tells before its record. A command may have sent something else there."""
 RECORD_FIELDS = 6
 """Fields of a whole record after its exit code: those of `CommandEnd`, and nothing."""
 
@@ -185,8 +187,7 @@ class Shell:
         self._terminal.reset_mode()
         self._drain_records()
         self._records = b""
-        self._dialect.lay_ready(command, running.nonce, self.last_end)
-        trigger = self._dialect.trigger_line(self.last_end)
+        trigger = self._dialect.trigger(command, running.nonce, self.last_end)
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):  # gone: `serve` finishes the command
             await self._terminal.write(trigger)
 
@@ -390,14 +391,17 @@ class Shell:
     def _read_record(self, nonce: str) -> CommandEnd | None:
         self._drain_records()
         before, *records = self._records.split(nonce.encode() + b"\0")
-        if BEGUN_MARK not in before:
+        _, begun, sent = before.partition(BEGUN_MARK)
+        if not begun:
             return None
         for record in records:  # an interrupt may have cut the first one off; what follows a whole one may know less
             code, *fields = record.split(b"\0")
             if _EXIT_CODE.fullmatch(code) and int(code) <= MAX_EXIT_CODE and len(fields) >= RECORD_FIELDS:
                 self._records = b""
-                cwd, *rest = map(os.fsdecode, fields[: RECORD_FIELDS - 1])
-                return CommandEnd(int(code), cwd or _link(self.child.pid, "cwd") or "/", *rest)
+                cwd, flags, traps, *rest = map(os.fsdecode, fields[: RECORD_FIELDS - 1])
+                if sent.startswith(TRAP_WORDS):
+                    traps = os.fsdecode(sent) + traps
+                return CommandEnd(int(code), cwd or _link(self.child.pid, "cwd") or "/", flags, traps, *rest)
         return None
 
 

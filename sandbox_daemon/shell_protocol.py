@@ -113,12 +113,11 @@ class Dialect(abc.ABC):
         """Descriptor in the shell -> descriptor here."""
 
     @abc.abstractmethod
-    def lay_ready(self, command: str, nonce: str, last: CommandEnd) -> None:
-        """Put `command`, without NUL, and its nonce where the trigger finds them. `last`: the command before."""
+    def trigger(self, command: str, nonce: str, last: CommandEnd) -> bytes:
+        """Lay ready what the shell reads, and return the line that runs `command`, which has no NUL.
 
-    @abc.abstractmethod
-    def trigger_line(self, last: CommandEnd) -> bytes:
-        """Return the line that runs the command that lies ready. It finds the exit code of `last` in `$?`."""
+        The command finds the exit code of `last`, the command before, in `$?`.
+        """
 
     @abc.abstractmethod
     def report_line(self) -> bytes:

@@ -45,8 +45,9 @@ class Also(NamedTuple):
 class Rule(NamedTuple):
     """A call that is refused with `error`: always, or by the lower 32 bits of its argument `argument`.
 
-    `flags`: if one of these bits is set. `equal`: if it is this. `unless`: if it is none of these; and for one of them,
-    `also.value`, if the argument `also.argument` is none of `also.unless`, with `also.error`.
+    `flags`: if one of these bits is set. `equal`: if it is this, and the next argument is one of `next_is`, where that
+    has values. `unless`: if it is none of these; and for one of them, `also.value`, if the argument `also.argument` is
+    none of `also.unless`, with `also.error`.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Rule(NamedTuple):
     argument: int = 0
     flags: int = 0
     equal: int | None = None
+    next_is: tuple[int, ...] = ()
     unless: tuple[int, ...] = ()
     also: Also | None = None
 
@@ -159,6 +161,13 @@ FILE_COMMANDS = (
 """The commands of `fcntl` that wait for nobody else, those that are used most first: not F_SETLEASE, nor any that a
 later kernel has. A lease makes whoever opens the file wait for 45 s, and its owner in a sandbox is that of the node's
 own files, which the sandboxes share."""
+SETSOCKOPT = (54, 208)
+SOL_SOCKET, SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF = 1, 26, 51
+"""Filters of sockets, which only those who capture packets need. The kernel compiles each, and of the memory for that
+the machine has a number, for all its users together (`net.core.bpf_jit_limit`): without any left, nobody but root can
+put a filter of system calls on a process, so no sandbox starts."""
+SECCOMP_NEW_LISTENER = 1 << 3
+"""The flag that gives a descriptor for a filter of system calls, by which the filter outlives its processes."""
 PRLIMIT64 = (302, 261)
 SETRLIMIT = (160, 164)
 RLIMIT_LOCKS = 10
@@ -190,6 +199,14 @@ def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list
     return [
         *found,
         Rule(SETRLIMIT[column], errno.EPERM, equal=RLIMIT_LOCKS),
+        Rule(
+            SETSOCKOPT[column],
+            errno.ENOPROTOOPT,
+            argument=1,
+            equal=SOL_SOCKET,
+            next_is=(SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF),
+        ),
+        Rule(architecture.seccomp, errno.EINVAL, argument=1, flags=SECCOMP_NEW_LISTENER),
         Rule(FCNTL[column], errno.EINVAL, argument=1, unless=FILE_COMMANDS),
         # Its flags are in memory, where no filter can look: the C library goes back to `clone` then.
         Rule(CLONE3[column], errno.ENOSYS),

@@ -205,15 +205,26 @@ _at_work: ContextVar[_Agent | None] = ContextVar("_at_work", default=None)
 async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> Lease:
     """Wait for a backend for the whole task and return its lease, which ends when `stack` is closed.
 
-    The wait is charged to no budget.
+    The wait is charged to no budget. Without a wait there is no time limit: where a backend has room,
+    `backends.lease_timeout_s` may be 0.
 
     Raises:
         BackendError: there was none for `backends.lease_timeout_s`; the message says what was missing.
     """
     backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
     job_id, priority = context.spec.job_id, PRIORITY[context.spec.priority]
-    waiting = partial(context.standing_in_line, charge="inference", at_most_s=at_most_s)
-    with trio.move_on_after(at_most_s):
+    scope = trio.CancelScope()
+    waits_until_s: float | None = None
+
+    @contextmanager
+    def waiting(what: str) -> Iterator[None]:
+        nonlocal waits_until_s
+        if waits_until_s is None:
+            scope.deadline = waits_until_s = trio.current_time() + at_most_s
+        with context.standing_in_line(what, "inference", at_most_s=at_most_s):
+            yield
+
+    with scope:
         return await stack.enter_async_context(backends.lease(job_id, priority, waiting))
     raise BackendError(
         f"job {job_id} waited {at_most_s:g} s (backends.lease_timeout_s) for {backends.shortage()}", retryable=True

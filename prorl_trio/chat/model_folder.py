@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
+from prorl_trio.file_systems import read_regular
 from prorl_trio.types.architecture import architecture_of
 from prorl_trio.types.errors import ConfigError
 
 __all__ = ["ModelFolder", "read_model_folder"]
 
+MAX_FILE_BYTES: Final = 512 * 1024 * 1024
+"""Far above the largest published tokenizer.json, 35 MB."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -117,7 +120,7 @@ def _size(model_config: dict[str, Any], name: str) -> int | None:
 def _read(path: Path) -> bytes | None:
     """Return the content of `path`, or None if there is no such file."""
     try:
-        return path.read_bytes()
+        return read_regular(path, MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as exc:

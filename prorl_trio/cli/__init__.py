@@ -6,6 +6,7 @@ More commands come from the entry-point group `prorl_trio.commands` of other pac
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +29,7 @@ __all__ = ["main"]
 COMMANDS: Final = ("cancel", "eval", "regrade", "serve", "show", "simulate", "status", "submit", "top")
 """Each is the function of its name, in the module of its name."""
 PLUGINS: Final = "prorl_trio.commands"
+STDERR: Final = 2
 ASKING: Final = ("eval", "regrade", "submit", "status", "top", "cancel", "show")
 """Commands whose own words say what happens, an error in the end: that a connection is tried again is no news."""
 
@@ -67,6 +69,15 @@ class _Commands(LazyGroup):
             raise ConfigError(f"{exc.filename}: {exc.strerror}") from exc
 
 
+def _open_standard_streams() -> None:
+    """Open what is closed of standard input, output and error, so that no other file gets its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - Python has None for one that was closed
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an exception that nobody expected: its message may quote anybody."""
     del kind
@@ -104,6 +115,7 @@ def main(context: click.Context, verbose: bool, log_level: str | None, log_forma
     a sandbox of its own. The node sends back the job's tokens, exactly as they were sampled, and its reward. Begin with
     `prorl-trio doctor` and `prorl-trio demo`.
     """
+    _open_standard_streams()
     default = "warning" if context.invoked_subcommand in ASKING else "info"
     level = logging.DEBUG if verbose else logging.getLevelNamesMapping()[(log_level or default).upper()]
     context.with_resource(open_logging(level, log_format))

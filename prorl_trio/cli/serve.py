@@ -15,6 +15,7 @@ import trio
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client.terminal import say
 from prorl_trio.config import OnHangup, load_config
+from prorl_trio.config.quantities import MAX_WEIGHT
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.serve import serve_node
@@ -38,8 +39,8 @@ def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values:
             weights[url] = float(weight or 1.0)
         except ValueError:
             raise click.BadParameter(f"{value}: the weight is not a number") from None
-        if not 0 < weights[url] < float("inf"):
-            raise click.BadParameter(f"{value}: the weight must be > 0")
+        if not 0 < weights[url] <= MAX_WEIGHT:
+            raise click.BadParameter(f"{value}: the weight must be > 0 and at most {MAX_WEIGHT:g}")
     return weights
 
 
@@ -135,4 +136,8 @@ class _Ready:
         self._secure = secure
 
     def started(self, value: Any = None) -> None:
-        say(f"READY {endpoint_url(value, secure=self._secure)}")
+        try:
+            say(f"READY {endpoint_url(value, secure=self._secure)}")
+        except OSError as exc:
+            logger.warning("READY cannot be written to standard output: %s; the node runs", exc.strerror)
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else the end of the process fails on what was not written

@@ -12,6 +12,7 @@ import msgspec
 import trio
 
 from ipc.arena_socket import open_mapped_arena
+from ipc.clock import LATE_S
 from ipc.errors import IpcError, ProtocolViolation
 from ipc.session import (
     Ack,
@@ -142,7 +143,10 @@ class Transport:
             news = self._state.welcome is not None and delay_s == FIRST_DELAY_S
             level = logging.WARNING if news else logging.INFO
             logger.log(level, "no connection to %s, trying again: %s", self._where, why)
-            await trio.sleep(delay_s * random.uniform(0.5, 1.0))
+            sleep_s = delay_s * random.uniform(0.5, 1.0)
+            await trio.sleep(sleep_s)
+            # If this process was suspended, it could not try meanwhile: that time is not taken from its patience.
+            deadline_s += max(0.0, trio.current_time() - now_s - sleep_s - LATE_S)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     async def _connect_once(self, deadline_s: float) -> str:
@@ -166,7 +170,9 @@ class Transport:
                     welcome = await self._enter(link)
                 return await self._use(link, welcome)
         except ProtocolViolation as exc:
-            raise ProtocolError(f"{address}: {exc}") from None
+            if self._state.welcome is None:
+                raise ProtocolError(f"{address}: {exc}") from None
+            raise LinkClosed(CloseCode.PROTOCOL_ERROR, str(exc)) from None  # another server has the address for now
         except HandshakeAnswered as exc:
             if self._state.welcome is None and exc.status not in PASSING_STATUSES:
                 raise ProtocolError(f"{address}: not a node: {exc}") from None
@@ -194,7 +200,7 @@ class Transport:
         if isinstance(frame, SessionRefused):
             raise await self._refused(frame)
         if not isinstance(frame, SessionWelcome):
-            raise ProtocolError(f"{self._where} answered the handshake with {type(frame).__name__}")
+            raise ProtocolViolation(f"the handshake was answered with {type(frame).__name__}")
         link.batches = True
         return frame
 

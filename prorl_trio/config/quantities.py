@@ -1,7 +1,8 @@
 """The numbers a configuration may hold, so that a wrong one is reported with its field when the file is read.
 
 Every number has an upper bound that one machine can bear: a typo must not hang a node, at its start or at a reload. A
-duration is finite: there is no way to have no limit, but a year is one.
+duration is finite: there is no way to have no limit, but a year is one. Where a small number cannot work, the lower
+bound is the smallest that can.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import msgspec
 __all__ = [
     "MAX_BYTES",
     "MAX_OPEN_FILES",
+    "MAX_WEIGHT",
+    "MIN_MESSAGE_BYTES",
+    "MIN_S",
     "YEAR_S",
     "Amount",
     "Bytes",
@@ -31,6 +35,11 @@ __all__ = [
 ]
 
 YEAR_S: Final = 366 * 24 * 3600.0
+MIN_S: Final = 0.001
+"""No step of a node, and no timer of its loop, is shorter."""
+MIN_MESSAGE_BYTES: Final = 64 * 1024
+"""Room for the messages of a protocol themselves, with a short outcome."""
+MAX_WEIGHT: Final = 1e6
 MAX_BYTES: Final = 2**50
 """1 PiB: above any disk or memory of one machine, and far from what overflows when sizes are added up."""
 MAX_OPEN_FILES: Final = 1_048_576
@@ -50,13 +59,13 @@ Connections = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 """A number of connections at once, with a descriptor and buffers each."""
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
 BytesOrZero = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
-MessageBytes = Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
+MessageBytes = Annotated[int, msgspec.Meta(ge=MIN_MESSAGE_BYTES, le=2**32 - 1)]
 """The size of one message, which is in memory as a whole, and which msgpack counts with 32 bits."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """A number of tokens or characters: positions are int32. 0 has a meaning, which the field states."""
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=YEAR_S)]
+Seconds = Annotated[float, msgspec.Meta(ge=MIN_S, le=YEAR_S)]
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=YEAR_S)]
-Weight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+Weight = Annotated[float, msgspec.Meta(gt=0, le=MAX_WEIGHT)]
 """A share relative to 1: one side gets a million times as much at most."""
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 """0: any that is free."""

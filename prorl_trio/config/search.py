@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from prorl_trio.config.quantities import Count, MessageBytes, Processes, Seconds
 from prorl_trio.config.table import Table
+from prorl_trio.file_systems import read_regular
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["SearchBackendName", "SearchConfig"]
+
+MAX_KEY_BYTES: Final = 64 * 1024
 
 SearchBackendName = Literal["none", "bm25", "retrieve", "tavily"]
 
@@ -86,7 +88,7 @@ class SearchConfig(Table, frozen=True):
         elif self.api_key_file:
             where = f"search.api_key_file: {self.api_key_file}"
             try:
-                key = Path(self.api_key_file).read_text().strip()
+                key = read_regular(self.api_key_file, MAX_KEY_BYTES).decode().strip()
             except OSError as exc:
                 raise ConfigError(f"{where} cannot be read: {exc.strerror}") from exc
             except UnicodeDecodeError:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from typing import TYPE_CHECKING, Final
 
+from prorl_trio.file_systems import open_regular
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,8 +97,7 @@ def open_private(path: str, field: str) -> int:
         ConfigError: the file cannot be read, is not a regular file, or others can access it.
     """
     try:
-        # Non-blocking, since opening a named pipe would wait for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(path)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{field}: {path} cannot be read: {getattr(exc, 'strerror', exc)}") from exc
     problem = _exposure(path, os.fstat(descriptor))
@@ -110,10 +109,6 @@ def open_private(path: str, field: str) -> int:
 
 def _exposure(path: str, found: os.stat_result) -> str:
     mode, user = stat.S_IMODE(found.st_mode), os.geteuid()
-    if stat.S_ISDIR(found.st_mode):
-        return f"{path} cannot be read: {os.strerror(errno.EISDIR)}"
-    if not stat.S_ISREG(found.st_mode):
-        return f"{path} is not a regular file"
     if found.st_uid not in (user, 0):
         return (
             f"{path} belongs to user {found.st_uid}, who can read and replace it; chown it to {user}, the node's user"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from prorl_trio.file_systems import read_regular
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.field_errors import field_error
 
@@ -20,15 +22,18 @@ __all__ = ["read_toml"]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
+MAX_FILE_BYTES: Final = 4 * 1024 * 1024
+
 
 def read_toml(path: Path, table: type[_T]) -> _T:
-    """Return the file as a `table`. Blocks on the disk.
+    """Return the file as a `table`. Blocks on the disk. A byte-order mark, as some editors write it, is ignored.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, or has an unknown or wrong field (named by its path).
+        ConfigError: the file is missing, is not a regular file, is longer than `MAX_FILE_BYTES`, is not TOML, or has
+            an unknown or wrong field (named by its path).
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path, MAX_FILE_BYTES).removeprefix(codecs.BOM_UTF8)
         if (place := _null_character(msgspec.toml.decode(content))) is not None:
             raise ConfigError(f"{path}: a null character, which no path and no name can have - at `{place}`")
         return msgspec.toml.decode(content, type=table)

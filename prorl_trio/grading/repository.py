@@ -36,7 +36,7 @@ from prorl_trio.grading.repository_tests import verdict_on
 from prorl_trio.grading.runners import RUNNERS
 from prorl_trio.grading.verdict import TestResult, Verdict
 from prorl_trio.grading.verifier import DRIVERS_DIR, driver_argv, open_verifier
-from prorl_trio.types.errors import EvaluationError, SandboxLost
+from prorl_trio.types.errors import EvaluationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -388,8 +388,6 @@ class _Repository:
         try:
             await self._verifier.place({f"{self._dir}/{path}": content})
         except EvaluationError as exc:
-            if isinstance(exc.__cause__, SandboxLost):
-                raise
             raise _Spoilt(str(exc)) from exc
 
     async def run_tests(self, suite: Suite, arguments: Sequence[str], timeout_s: float, key: bytes) -> Run:

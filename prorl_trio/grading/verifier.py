@@ -127,13 +127,13 @@ class Verifier:
         """Write files, by absolute path, before anything of the candidate runs.
 
         Raises:
-            EvaluationError: that is not possible. There is no verdict.
+            EvaluationError, SandboxLost: that is not possible. There is no verdict.
         """
         try:
             with self._bench.waiting("files of the evaluation", "evaluator"):
                 for path, content in contents.items():
                     await self.sandbox.write_file(path, content)
-        except (OSError, SandboxCallFailed, SandboxLost) as exc:
+        except (OSError, SandboxCallFailed) as exc:
             raise EvaluationError(f"the evaluator's sandbox does not take its files: {exc}") from exc
 
     async def place_drivers(self, *modules: str) -> None:

@@ -14,6 +14,7 @@ from ipc.nursery import open_single_nursery
 from prorl_trio.ledger.database import Job
 from prorl_trio.ledger.disk import Disk
 from prorl_trio.ledger.errors import LedgerFailed
+from prorl_trio.ledger.folder import REMEDY
 from prorl_trio.ledger.ledger import (
     KnownJob,
     Ledger,
@@ -204,7 +205,7 @@ def _open(folder: Path, limits: LedgerLimits, disk: Disk) -> tuple[Store, Recove
         store = Store(folder, limits, disk)
     except (OSError, sqlite3.Error) as exc:
         why = getattr(exc, "strerror", None) or exc
-        raise ConfigError(f"the ledger in {folder} cannot be opened: {why}; see to its disk, and start again") from exc
+        raise ConfigError(f"the ledger in {folder} cannot be opened: {why}; {REMEDY}") from exc
     jobs = store.jobs()
     return store, Recovered(
         sessions=[

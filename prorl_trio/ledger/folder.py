@@ -15,10 +15,11 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from prorl_trio.ledger.disk import Disk
 
-__all__ = ["LedgerFolder"]
+__all__ = ["REMEDY", "LedgerFolder"]
 
 PID_BYTES: Final = 32
 _DATABASE: Final = re.compile(r"ledger-(?P<number>[0-9]+)\.db")
+REMEDY: Final = "ledger.dir must be a folder that the node's user can write, on a local disk with room"
 _OLDER_FORMAT: Final = ("*.log", "index.snapshot")
 """A log of segments, and its index."""
 
@@ -44,7 +45,7 @@ class LedgerFolder:
             path.chmod(0o700)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as exc:
-            raise ConfigError(f"the ledger's folder {path} cannot be used: {exc.strerror}") from exc
+            raise ConfigError(f"the ledger's folder {path} cannot be used: {exc.strerror}; {REMEDY}") from exc
         try:
             self._take()
         except BaseException:

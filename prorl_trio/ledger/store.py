@@ -19,7 +19,7 @@ import msgspec
 
 from prorl_trio.ledger.database import PAGE_BYTES, UNREADABLE, Job, Mark, connect, is_damage, log_of, open_database
 from prorl_trio.ledger.errors import LedgerCorrupt, LedgerFailed, LedgerFull
-from prorl_trio.ledger.folder import LedgerFolder
+from prorl_trio.ledger.folder import REMEDY, LedgerFolder
 from prorl_trio.ledger.ledger import LedgerStatistics
 from prorl_trio.ledger.operations import LAZY, Accept, Finish, OpenSession, Operation, size_of
 from prorl_trio.ledger.tables import Changed, SessionRow, Tables
@@ -45,6 +45,8 @@ space to make much."""
 PROBE_BYTES: Final = 64 * 1024
 CLEAN_STEP_PAGES: Final = 1024
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_PASSING: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL)
+"""Why SQLite cannot read now what may be read later."""
 
 
 class WaitForRoom:
@@ -113,7 +115,7 @@ class Store:
             return open_database(self._folder, self._disk)
         except sqlite3.Error as exc:
             if not self._reserve_bytes or not self._is_full(exc):
-                raise ConfigError(f"the ledger in {self._folder.path} cannot be opened: {exc}") from exc
+                raise ConfigError(f"the ledger in {self._folder.path} cannot be opened: {exc}; {REMEDY}") from exc
         self._shrink_reserve(0)  # the index of the log needs a little space, too
         return open_database(self._folder, self._disk)
 
@@ -397,6 +399,7 @@ class Store:
         Raises:
             UnknownJob: there is no such payload any more.
             LedgerCorrupt: it is not what was written.
+            OSError: it cannot be read now.
         """
         what = f"the {'spec' if cursor is None else 'outcome'} of job {job_id!r}"
         try:
@@ -405,7 +408,10 @@ class Store:
                     "SELECT jobs.*, payload FROM jobs LEFT JOIN payloads USING (number) WHERE job_id = ?", (job_id,)
                 ).fetchone()
         except UNREADABLE as exc:
-            raise LedgerCorrupt(f"{what} cannot be read in {self._path}: {exc}") from exc
+            said = f"{what} cannot be read in {self._path}: {exc}"
+            if getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _PASSING:
+                raise OSError(errno.EAGAIN, said) from exc
+            raise LedgerCorrupt(said) from exc
         if row is None or row[5] != cursor:
             raise UnknownJob(f"the payload of job {job_id!r} is acknowledged, forgotten, or was replaced")
         *fields, payload = row

@@ -85,12 +85,12 @@ async def open_node(
     handlers = handlers or HandlerRegistry.from_entry_points()
     model = config.model
     chat_format = await trio.to_thread.run_sync(load_chat_format, model)
+    find_client = engine_finder(config.backends, on_backend_call, max_positions=chat_format.max_positions)
     if provider is None:
         provider = await choose_provider(config.sandbox)
         await trio.to_thread.run_sync(warn_of_image, config.sandbox)
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(open_single_nursery())
-        find_client = engine_finder(config.backends, on_backend_call, max_positions=chat_format.max_positions)
         proof = ModelProof(tokenizer_sample(chat_format.model_dir, chat_format.codec))
         backends = await stack.enter_async_context(open_backends(config.backends, find_client, proof=proof))
         scorers = await stack.enter_async_context(open_scorer_pool(config.stages.eval_workers, config.scoring))

@@ -70,7 +70,8 @@ def engine_finder(config: BackendConfig, on_call: OnCall | None, *, max_position
     async def find_allowed(url: str, timeout_s: float) -> EngineClient:
         if not config.allows(url):
             await trio.lowlevel.checkpoint()
-            raise BackendError(f"{url}: this node's backends.allowed does not have that address", retryable=False)
+            message = f"{url}: backends.allowed in the node's node.toml does not have that address; add it, and restart"
+            raise BackendError(message, retryable=False)
         return await find(url, timeout_s)
 
     return find_allowed

@@ -42,7 +42,9 @@ def claim_folder(path: str | PathLike[str]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as exc:
-        raise ConfigError(f"fleet.dir: {folder} cannot be made: {exc.strerror}") from exc
+        raise ConfigError(
+            f"fleet.dir: {folder} cannot be made: {exc.strerror}; name a folder that the node's user can make"
+        ) from exc
     return require_folder(folder)
 
 

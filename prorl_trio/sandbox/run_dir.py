@@ -335,7 +335,7 @@ async def open_shared_run_dir(base: Path | None) -> AsyncIterator[None]:
 
 
 async def _make(base: Path) -> RunDir:
-    what = f"no folder for control sockets can be made in {base} (sandbox.runtime_dir)"
+    what = f"no folder for control sockets can be made in {base}; sandbox.runtime_dir must be on a local disk with room"
     try:
         run_dir = await run_blocking(_prepare, base)
     except OSError as exc:

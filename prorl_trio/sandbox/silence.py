@@ -4,9 +4,13 @@ The loop of a daemon with a call in flight wakes several times a second (its wat
 no CPU time between two looks, it did not get to run. What kept it is told by its state:
 
 * stopped (T): nothing inside can stop it, so the sandbox stood still;
-* runnable, in a wait that takes no signal (D, as of a disk, of swap or of a frozen group), or frozen: it stood still,
-  unless the rest of the sandbox ran. Then that may have used up all CPU time or memory, and the time counts;
+* in a wait that takes no signal (D, as of a disk, of swap or of a frozen group), or frozen: it stood still, unless the
+  rest of the sandbox ran. Then that may have used up all memory, and the time counts;
+* runnable, or it ran but had to wait for a CPU: the wait does not count, unless it is the sandbox's own doing;
 * asleep (S): it could run, and did not. The time counts.
+
+A wait for a CPU is the sandbox's own doing only if the sandbox asks for many of them (`MAX_WANTED_CPUS`), however many
+it got: beside fewer threads, a daemon is never kept waiting for long.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ MAX_STANDSTILL_S: Final = 120.0
 RUNNING_SHARE: Final = 0.1
 """A sandbox ran if its processes, without the daemon, used more than this share of a CPU."""
 
+MAX_WANTED_CPUS: Final = max(8, os.cpu_count() or 1)
+"""Threads of a sandbox that run or wait for a CPU at once, on average, without keeping their own daemon from one."""
+
 _STOPPED: Final = ("T", "t")
 _KEPT: Final = frozenset({*_STOPPED, "D", "R", "F"})
 _MOUNTS: Final = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
@@ -51,6 +58,7 @@ class _Look(NamedTuple):
     at_s: float
     state: str
     cpu_ns: int | None
+    waited_ns: int = 0
 
 
 class Silence:
@@ -73,7 +81,7 @@ class Silence:
         self._unsure_s = 0.0
         """Seconds in which the daemon did not run, and nothing is known of the others yet."""
         self._last: _Look | None = None
-        self._others_s: float | None = None
+        self._use: _Use | None = None
 
     def __repr__(self) -> str:
         return f"<Silence: {self.total_s:.1f} s of standstill>"
@@ -96,18 +104,26 @@ class Silence:
             self._forget()
             return
         passed_s = now_s - last.at_s
-        if pid is None or look.cpu_ns is None or look.cpu_ns != last.cpu_ns or look.state not in _KEPT:
+        waited_s = min(passed_s, (look.waited_ns - last.waited_ns) / 1e9)
+        is_kept = look.cpu_ns == last.cpu_ns and look.state in _KEPT
+        if pid is None or look.cpu_ns is None or not (is_kept or waited_s > RUNNING_SHARE * passed_s):
             self._forget()
-        elif look.state in _STOPPED:
+        elif is_kept and look.state in _STOPPED:
             self._add(passed_s)
         else:
-            before_s, self._others_s = self._others_s, await run_blocking(_others_cpu_s, pid)
-            if before_s is None:
-                self._unsure_s = passed_s
-            elif self._others_s - before_s > RUNNING_SHARE * passed_s:
+            kept_s = passed_s if is_kept else waited_s
+            before, self._use = self._use, await run_blocking(_use, pid)
+            wants_cpu = not is_kept or look.state == "R"
+            if before is None:
+                self._unsure_s = kept_s
+            elif (
+                self._use.wanted_since(before) > MAX_WANTED_CPUS * passed_s
+                if wants_cpu
+                else self._use.others_s - before.others_s > RUNNING_SHARE * passed_s
+            ):
                 self._lasts_s = self._unsure_s = 0.0
             else:
-                self._add(passed_s)
+                self._add(kept_s)
 
     async def stands_still(self) -> bool:
         """Return whether the sandbox does not run now, or one of its daemon's threads waits for a disk.
@@ -125,7 +141,7 @@ class Silence:
         return self.total_s > found_s or bool(waiting & _waiting_for_disk(pid))
 
     def _forget(self) -> None:
-        self._lasts_s, self._unsure_s, self._others_s = 0.0, 0.0, None
+        self._lasts_s, self._unsure_s, self._use = 0.0, 0.0, None
 
     def _add(self, seconds: float) -> None:
         seconds, self._unsure_s = seconds + self._unsure_s, 0.0
@@ -141,7 +157,8 @@ def _look(pid: int | None, at_s: float) -> _Look:
         fields = None if pid is None else stat_fields(pid)
     if fields is None:
         return _Look(at_s, "", None)
-    return _Look(at_s, "F" if fields[0] == "S" and _is_frozen(pid) else fields[0], _cpu_ns(pid))
+    cpu_ns, waited_ns = _schedstat(pid) or (None, 0)
+    return _Look(at_s, "F" if fields[0] == "S" and _is_frozen(pid) else fields[0], cpu_ns, waited_ns)
 
 
 def _is_frozen(pid: int | None) -> bool:
@@ -155,10 +172,17 @@ def _is_frozen(pid: int | None) -> bool:
 
 
 def _cpu_ns(task: int | None) -> int | None:
+    found = _schedstat(task)
+    return None if found is None else found[0]
+
+
+def _schedstat(task: int | None) -> tuple[int, int] | None:
+    """Return the time that a thread was on a CPU, and the time that it waited for one, in nanoseconds."""
     try:
         with open(f"/proc/{task}/schedstat", "rb") as file:
-            return int(file.read().split()[0])
-    except (OSError, ValueError, IndexError):
+            on_cpu, waited, _ = file.read().split()
+            return int(on_cpu), int(waited)
+    except (OSError, ValueError):
         return None
 
 
@@ -187,14 +211,35 @@ def _waits_for_child(thread: str, fields: list[str]) -> bool:
     return any(each is not None and each[20] == fields[20] and each[0] != "D" for each in of_children)
 
 
-def _others_cpu_s(daemon: int) -> float:
-    """Return the CPU time of all below the daemon, the dead that were not reaped yet among them."""
-    ticks, waiting = 0, [daemon]
+class _Use(NamedTuple):
+    """CPU time of a sandbox until one moment.
+
+    Attributes:
+        others_s: seconds of all processes but the daemon, also of those that have ended.
+        ended_s: the seconds among these of processes that have ended.
+        wanted_ns: for each living thread, the time that it was on a CPU or waited for one.
+    """
+
+    others_s: float
+    ended_s: float
+    wanted_ns: dict[int, int]
+
+    def wanted_since(self, before: _Use) -> float:
+        """Return the seconds since `before` of all threads on a CPU or waiting for one."""
+        living_ns = sum(max(0, ns - before.wanted_ns.get(thread, 0)) for thread, ns in self.wanted_ns.items())
+        return living_ns / 1e9 + max(0.0, self.ended_s - before.ended_s)
+
+
+def _use(daemon: int) -> _Use:
+    living, ended, waiting = 0, 0, [daemon]
+    wanted_ns: dict[int, int] = {}
     while waiting:
         pid = waiting.pop()
         with suppress(OSError):
             waiting += children(pid)
-            fields = None if pid == daemon else stat_fields(pid)
-            if fields is not None:
-                ticks += sum(map(int, fields[11:15]))
-    return ticks / _TICKS_PER_S
+            if (fields := stat_fields(pid)) is not None:
+                ended += sum(map(int, fields[13:15]))
+                living += sum(map(int, fields[11:13])) if pid != daemon else 0
+            for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+                wanted_ns[thread] = sum(_schedstat(thread) or (0, 0))
+    return _Use((living + ended) / _TICKS_PER_S, ended / _TICKS_PER_S, wanted_ns)

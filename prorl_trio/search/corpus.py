@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from prorl_trio.file_systems import open_regular
 from prorl_trio.search.backend import Document
 from prorl_trio.types.errors import ConfigError
 
@@ -97,7 +99,7 @@ def read_line(line: bytes, number: int) -> Document:
 def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
     """Number, offset and bytes of each line that is not blank."""
     offset, number = 0, 0
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         while line := file.readline(max_line_bytes + 1):
             number += 1
             if len(line) > max_line_bytes:

@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from prorl_trio.file_systems import open_regular
 from prorl_trio.search.corpus import read_corpus
 from prorl_trio.search.words import WORDS_VERSION, words_of
 from prorl_trio.types.errors import ConfigError
@@ -89,7 +90,7 @@ def _put_in_place(beside: Path, target: Path) -> None:
 
 def _key(corpus: Path) -> str:
     digest = hashlib.sha256(f"{FORMAT_VERSION} {WORDS_VERSION} {version('bm25s')}\n".encode())
-    with corpus.open("rb") as file:
+    with os.fdopen(open_regular(corpus), "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()[:32]

@@ -39,6 +39,8 @@ def announce(endpoint_file: Path, endpoints: Mapping[str, str]) -> None:
     try:
         if endpoint_file.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if endpoint_file.exists() and not endpoint_file.is_file():
+            raise OSError(errno.EINVAL, "it is not a regular file")  # root would replace a device by a file
         try:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
                 file.write(msgspec.json.encode(endpoints))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import socket
 
 import trio
 
@@ -29,6 +30,12 @@ async def open_tcp_listener(table: str, host: str, port: int) -> trio.SocketList
         why = f"{table}: cannot bind {host}:{port}: {exc.strerror or exc}"
         if exc.errno == errno.EADDRINUSE:
             why += f"; end what listens there, or set {table}.port to another one (0: any that is free)"
+        elif isinstance(exc, socket.gaierror):
+            why += f"; set {table}.host to a name or an address of this machine (0.0.0.0: all of its addresses)"
+        elif exc.errno == errno.EADDRNOTAVAIL:
+            why += f"; set {table}.host to an address of this machine (0.0.0.0: all of its addresses)"
+        elif exc.errno == errno.EACCES:
+            why += f"; ports below 1024 are for root: set {table}.port to another one"
         raise ConfigError(why) from exc
     except UnicodeError as exc:  # of the codec that encodes host names
         raise ConfigError(f"{table}.host: {host!r} is no host name: {exc.__cause__ or exc}") from exc

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ipc.tls import server_context
 from prorl_trio.config.secrets import open_private
+from prorl_trio.file_systems import open_regular
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def load_tls(config: ListenConfig) -> ssl.SSLContext | None:
         raise ConfigError("listen.tls_cert and listen.tls_key go together; one of them is missing")
     os.close(open_private(config.tls_key, "listen.tls_key"))
     try:
+        os.close(open_regular(config.tls_cert))  # OpenSSL would wait for the writer of a named pipe
         return server_context(config.tls_cert, config.tls_key)
     except OSError as exc:  # an SSLError is one
         raise ConfigError(

@@ -224,7 +224,8 @@ class ContextLengthExceeded(RolloutError):
     def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
         super().__init__(
             f"prompt of {prompt_tokens} tokens leaves no room in a context of {max_model_len}; "
-            "shorten the task, or serve the model with a longer context"
+            "shorten the task, or allow a longer context: agent.max_trajectory_tokens of the node, and that which the "
+            "model is served with"
         )
         self.prompt_tokens = prompt_tokens
         self.max_model_len = max_model_len

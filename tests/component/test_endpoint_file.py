@@ -110,6 +110,17 @@ def test_a_link_that_somebody_has_planted_is_not_followed(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4, "no draft is left"
 
 
+def test_a_device_or_a_pipe_is_not_replaced_by_the_endpoint_file(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(
+        ConfigError, match=r"listen\.endpoint_file: .*/pipe cannot be written: it is not a regular file"
+    ):
+        announce(pipe, {"url": NOWHERE})
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
 @pytest.mark.parametrize("planted", ["folder", "link"])
 def test_a_folder_for_sockets_that_belongs_to_somebody_else_is_refused(tmp_path, monkeypatch, planted):
     folder = tmp_path / "sockets"

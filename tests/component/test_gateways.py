@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 import runpy
 import time
 from contextlib import asynccontextmanager
@@ -54,10 +57,11 @@ class Gateway:
     async def serve(self, stream):
         async with stream:
             if self.answer is not None:
-                await stream.receive_some(65_536)
+                request = await stream.receive_some(65_536)
                 self.answered += 1
                 if not self.reset:
-                    await stream.send_all(self.answer.encode("latin-1"))
+                    answer = self.answer(request) if callable(self.answer) else self.answer.encode("latin-1")
+                    await stream.send_all(answer)
                 return
             async with await trio.open_tcp_stream(self.service.host, self.service.port) as behind:
                 with trio.CancelScope() as scope:
@@ -84,6 +88,17 @@ class Gateway:
     async def wait_answered(self, count):
         while self.answered < count:
             await trio.sleep(0.005)
+
+
+class FakeModule:
+    """A module of which some names mean something else."""
+
+    def __init__(self, module, **names):
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
 
 
 @asynccontextmanager
@@ -120,6 +135,74 @@ async def test_once_a_session_was_open_whatever_answers_is_tried_again(nursery, 
         node.finish("a", make_outcome(make_spec("a")))
         with trio.fail_after(20):
             assert (await anext(client.results())).job_id == "a"
+
+
+def upgraded(frames):
+    """An answer of another WebSocket server: it accepts whoever comes, and sends these bytes."""
+
+    def answer(request):
+        key = re.search(rb"(?i)sec-websocket-key: *(\S+)", request)[1]
+        accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+        head = b"HTTP/1.1 101 X\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: " + accept
+        return head + b"\r\n\r\n" + frames
+
+    return answer
+
+
+OTHER_SERVERS = {
+    "it says nothing": b"",
+    "text": b"\x81\x05hello",
+    "bytes that are no message": b"\x82\x05abcde",
+    "a message of another protocol": b"\x82\x01\xc0",
+    "a masked frame": b"\x82\x81\x00\x00\x00\x00\xc0",
+    "a frame without end": b"\x82\x7f" + b"\x3f" + b"\xff" * 7,
+    "an opcode that there is not": b"\x83\x00",
+    "a ping in pieces": b"\x09\x01x",
+    "a continuation of nothing": b"\x80\x01x",
+    "compressed": b"\xc2\x01x",
+    "a close": b"\x88\x02\x03\xe8",
+    "a close of a wrong code": b"\x88\x02\x00\x01",
+    "a close of one byte": b"\x88\x01x",
+}
+
+
+@pytest.mark.parametrize("frames", OTHER_SERVERS.values(), ids=OTHER_SERVERS)
+async def test_once_a_session_was_open_another_websocket_server_is_waited_out(nursery, frames):
+    node = FakeNode()
+    async with (
+        open_service(node) as service,
+        gateway_to(service, nursery) as gateway,
+        connect(gateway.url, TOKEN, session_id="t") as client,
+    ):
+        await client.submit([make_spec("a")])
+        gateway.cut(upgraded(frames))
+        await gateway.wait_answered(3)
+        gateway.answer = None
+        node.finish("a", make_outcome(make_spec("a")))
+        with trio.fail_after(20):
+            assert (await anext(client.results())).job_id == "a"
+
+
+async def test_a_client_that_was_suspended_while_it_waited_tries_again(nursery, monkeypatch):
+    node = FakeNode()
+    gap_s = 0.0
+    current_time, sleep = trio.current_time, trio.sleep
+
+    async def suspended(seconds):
+        nonlocal gap_s
+        await sleep(seconds)
+        gap_s += 1_000.0
+        gateway.answer = None
+
+    async with open_service(node) as service, gateway_to(service, nursery) as gateway:
+        gateway.answer = ANSWERS["503"]
+        monkeypatch.setattr(
+            transport, "trio", FakeModule(trio, sleep=suspended, current_time=lambda: current_time() + gap_s)
+        )
+        async with connect(gateway.url, TOKEN, session_id="t", connect_timeout_s=20) as client:
+            assert await client.submit([make_spec("a")])
+    assert gap_s == 1_000.0
+    assert gateway.answered == 1
 
 
 @pytest.mark.parametrize("status", [200, 404, 503])

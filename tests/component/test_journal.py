@@ -19,6 +19,7 @@ from prorl_trio.service.sessions.restore import restore_sessions
 from prorl_trio.service.sessions.session import Session
 from prorl_trio.service.sessions.session_table import SessionTable
 from prorl_trio.service.sessions.submission import submit_all
+from prorl_trio.threads import MAX_WAIT_S, run_sync
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.sessions import all_held, ended, submit
@@ -412,13 +413,38 @@ class _Unreadable:
         return b"outcome"
 
 
-async def test_an_outcome_for_which_there_is_no_descriptor_now_is_read_later(autojump_clock, caplog):
-    async with open_journal(_Unreadable(errno.EMFILE, 3)) as journal:
+@pytest.mark.parametrize("lack", ["EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "ENOSPC", "EDQUOT", "ENOBUFS", "EINTR"])
+async def test_an_outcome_that_the_machine_cannot_read_now_is_read_later(autojump_clock, caplog, lack):
+    async with open_journal(_Unreadable(getattr(errno, lack), 3)) as journal:
         assert await journal.read("a", 1) == b"outcome"
     assert caplog.text.count("the outcome of job a cannot be read for now") == 3
-    async with open_journal(_Unreadable(errno.EACCES, 1)) as journal:
+
+
+@pytest.mark.parametrize("error", ["EACCES", "EIO"])
+async def test_an_outcome_on_a_broken_disk_is_lost(autojump_clock, error):
+    async with open_journal(_Unreadable(getattr(errno, error), 1)) as journal:
         with pytest.raises(LedgerCorrupt, match="what happened"):
             await journal.read("a", 1)
+
+
+async def test_an_outcome_for_which_there_is_no_thread_is_read_later(monkeypatch, autojump_clock):
+    """Threads are refused for longer than a call waits for one."""
+    refused_until_s = trio.current_time() + 3 * MAX_WAIT_S
+
+    async def no_thread(function, *_args, **_options):
+        await trio.lowlevel.checkpoint()
+        if trio.current_time() < refused_until_s:
+            raise RuntimeError("can't start new thread")
+        return function()
+
+    class Threaded:
+        async def read(self, _ref):
+            return await run_sync(lambda: b"outcome")
+
+    async with open_journal(Threaded()) as journal:
+        monkeypatch.setattr(trio.to_thread, "run_sync", no_thread)
+        assert await journal.read("a", 1) == b"outcome"
+        assert trio.current_time() > refused_until_s
 
 
 def cut(spec, code="shutdown"):

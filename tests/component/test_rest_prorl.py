@@ -370,6 +370,8 @@ async def test_engines_are_contacted_nowhere_else(node, address, allowed):
     async with open_compat(node, allowed=allowed) as rest:
         answer = await rest.call("POST", "/add_llm_server", {"address": address})
         assert (answer.status, answer.json()["error"]["code"]) == (403, "backend_not_allowed")
+        assert "backends.allowed" in answer.json()["detail"]
+        assert "restart the node" in answer.json()["detail"]
         assert node.backends.urls() == ()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 from contextlib import suppress
 from pathlib import Path
@@ -122,11 +123,14 @@ async def test_a_server_that_says_nothing_is_given_up():
     assert await theirs.receive_some() == b"", "and it is closed"
 
 
-@pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "file", "pair"])
+@pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "file", "pair", "pipe"])
 async def test_what_cannot_be_used_is_said_at_the_start(certificates, tmp_path, missing, nursery):
     listen = dict(certificates.listen)
     if missing == "file":
         listen["tls_cert"] = str(tmp_path / "none.pem")
+    elif missing == "pipe":
+        listen["tls_cert"] = str(tmp_path / "pipe")
+        os.mkfifo(tmp_path / "pipe")
     elif missing == "pair":
         listen["tls_key"] = listen["tls_cert"]
         Path(listen["tls_cert"]).chmod(0o600)

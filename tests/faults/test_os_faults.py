@@ -1,4 +1,4 @@
-"""The system refuses a node its k-th call, for every k of a whole rollout: space, descriptors, processes, memory.
+"""The system refuses a node its k-th call, for every k of a whole rollout: space, quota, files, processes, memory.
 
 Whatever is refused, the node lives, the rollout has one outcome, which blames neither the policy nor the handler, and
 nothing is left.
@@ -22,15 +22,23 @@ from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.reaper import descendants
 from prorl_trio.types.models import JobSpec, RetryPolicy, SamplingParams, TaskInstance
-from support.os_faults import DESCRIPTORS, MEMORY, PROCESSES, SPACE, os_faults
+from support.os_faults import BROKEN, DESCRIPTORS, FILES, MEMORY, PROCESSES, QUOTA, SPACE, os_faults
 from support.soak.backend import open_backend
 from support.soak.node import SoakHandler
 
 pytestmark = pytest.mark.alone
 
-NUMBERS = {"descriptors": DESCRIPTORS, "space": SPACE, "processes": PROCESSES, "memory": MEMORY}
+NUMBERS = {
+    "descriptors": DESCRIPTORS,
+    "files": FILES,
+    "space": SPACE,
+    "quota": QUOTA,
+    "broken": BROKEN,
+    "processes": PROCESSES,
+    "memory": MEMORY,
+}
 MAX_CALLS = 3_000
-QUICK_STRIDE = {"descriptors": 9, "space": 3, "processes": 3, "memory": 17}
+QUICK_STRIDE = {"descriptors": 9, "files": 31, "space": 3, "quota": 11, "broken": 29, "processes": 3, "memory": 17}
 MIB = 1024 * 1024
 
 

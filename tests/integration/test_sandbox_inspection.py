@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import count
 
 import pytest
 import trio
 
+from ipc.file_calls import EditFile
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers import start
 
@@ -102,3 +104,29 @@ async def test_the_token_of_the_channel_is_in_no_memory_that_a_tool_can_read(pro
             code = SEARCH.format(halves=[TOKEN[:12], TOKEN[12:]])
             cell = await sandbox.ipython(code, timeout_s=ACTION_TIMEOUT_S)
             assert (cell.result, cell.error) == ("[]", None)
+
+
+async def test_the_daemon_opens_nothing_for_a_tool_that_the_tool_may_not_open(provider):
+    """Its own files in /proc, and what its descriptors lead to: one is of a /proc that is whole, and can be written."""
+    own = ("environ", "maps", "limits", "task/1/maps", "fd", "cwd/etc/passwd", "root/etc/passwd")
+    paths = [f"/proc/{name}/{file}" for name in ("self", "1") for file in own]
+    paths += [f"/proc/self/fd/{fd}{below}" for fd in range(24) for below in ("", "/cmdline", "/1/oom_score_adj")]
+    opened = []
+    with trio.fail_after(120):
+        async with provider.open_sandbox(SandboxSpec()) as sandbox:
+            await sandbox.bash("true", timeout_s=ACTION_TIMEOUT_S)  # by now it has the descriptors that it will have
+            await sandbox.exec(["mkdir", "/tmp/links"], timeout_s=ACTION_TIMEOUT_S)
+            for number, path in enumerate(paths):
+                link = f"/tmp/links/{number}"
+                await sandbox.exec(["ln", "-s", path, link], timeout_s=ACTION_TIMEOUT_S)
+                for at in (path, link):
+                    edited = await sandbox.edit_file(EditFile(command="view", path=at))
+                    if edited.ok and edited.output.partition(":\n")[2].strip() != at:  # no list of an empty folder
+                        opened.append(("edit", at))
+                    with suppress(OSError):
+                        await sandbox.read_file(at)
+                        opened.append(("read_file", at))
+                    with suppress(OSError):
+                        await sandbox.exec(["true"], timeout_s=ACTION_TIMEOUT_S, cwd=at)
+                        opened.append(("exec", at))
+    assert opened == []

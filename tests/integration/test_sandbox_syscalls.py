@@ -20,7 +20,7 @@ KEYCTL, ADD_KEY = 250, 248
 JOIN_SESSION_KEYRING, SESSION_KEYRING, REVOKE = 1, -3, 3
 
 ATTEMPTS = """
-import ctypes, errno, fcntl, os, socket, tempfile
+import ctypes, errno, fcntl, os, socket, struct, tempfile
 libc = ctypes.CDLL(None, use_errno=True)
 def call(number, *arguments):
     if libc.syscall(number, *arguments) < 0:
@@ -48,6 +48,8 @@ attempts = {
     "the daemon's priority": lambda: os.setpriority(os.PRIO_PROCESS, daemon, 19),
     "the daemon's processors": lambda: os.sched_setaffinity(daemon, {0}),
     "a lease of a file": lambda: fcntl.fcntl(tempfile.TemporaryFile().fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK),
+    "a filter of a socket": lambda: socket.socketpair()[0].setsockopt(1, 26, struct.pack("@HP", 1, 0)),
+    "a filter that outlives its process": lambda: call(317, 1, 8, None),
     "an end of the daemon": lambda: os.kill(daemon, 15),
     "a stop of the daemon": lambda: call(234, daemon, daemon, 19),
 }
@@ -64,6 +66,8 @@ ANSWERS = {
     **dict.fromkeys(("vsock", "packet", "algorithms"), "EAFNOSUPPORT"),
     "audit": "EPROTONOSUPPORT",
     "a lease of a file": "EINVAL",
+    "a filter of a socket": "ENOPROTOOPT",
+    "a filter that outlives its process": "EINVAL",
     **dict.fromkeys(("user namespace", "user namespace of a child", "open_by_handle_at", "mount"), "EPERM"),
     **dict.fromkeys(("the daemon's limits", "the daemon's priority", "the daemon's processors"), "EPERM"),
     **dict.fromkeys(("an end of the daemon", "a stop of the daemon"), "EPERM"),

@@ -104,6 +104,31 @@ def job(job_id):
     return JobSpec(job_id=job_id, instance=instance, sampling=SamplingParams(max_output_tokens=50))
 
 
+def close_streams():
+    for descriptor in range(3):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("how", ["full", "closed"])
+async def test_a_node_whose_log_and_output_cannot_be_written_works_and_ends_well(tmp_path, how):
+    with open("/dev/full", "wb") as full:
+        streams = {"stdout": full, "stderr": full} if how == "full" else {"stdout": None, "stderr": None}
+        if how == "closed":
+            streams["preexec_fn"] = close_streams
+        async with open_serve(tmp_path, **streams) as (node, _):
+            while not (tmp_path / "endpoint.json").exists():
+                assert node.process.poll() is None, "it ended before it listened"
+                await trio.sleep(0.05)
+            async with connect(node.endpoints["url"], TOKEN) as client:
+                await client.submit([job("j-1")])
+                (outcome,) = [outcome async for outcome in client.results(1)]
+            assert outcome.status == "completed", outcome.error
+            standard = {os.readlink(f"/proc/{node.process.pid}/fd/{number}") for number in range(3)}
+            assert standard <= {"/dev/null", "/dev/full"}, "no file of the node has the number of a standard stream"
+            node.process.send_signal(signal.SIGTERM)
+            assert await node.process.wait() == 0
+
+
 async def test_metrics_top_reload_log_and_a_clean_end(tmp_path):
     async with open_serve(tmp_path) as (node, _):
         async with connect(node.endpoints["url"], TOKEN) as client:

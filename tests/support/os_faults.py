@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["DESCRIPTORS", "MEMORY", "PROCESSES", "SPACE", "OsFaults", "os_faults"]
+__all__ = ["BROKEN", "DESCRIPTORS", "FILES", "MEMORY", "PROCESSES", "QUOTA", "SPACE", "OsFaults", "os_faults"]
 
 DESCRIPTORS: Final = errno.EMFILE
+FILES: Final = errno.ENFILE
 SPACE: Final = errno.ENOSPC
+QUOTA: Final = errno.EDQUOT
+BROKEN: Final = errno.EIO
 PROCESSES: Final = errno.EAGAIN
 MEMORY: Final = errno.ENOMEM
 
@@ -53,6 +56,9 @@ _WAITS: Final[dict[str, tuple[Any, str]]] = {"epoll": (EpollIOManager, "_epoll_w
 _CALLS: Final[dict[int, dict[str, tuple[Any, str]]]] = {
     DESCRIPTORS: {**_OPENS, "process": _STARTS["process"]},
     SPACE: {**_WRITES, "io.open": _OPENS["io.open"], **_WAITS},
+    FILES: _OPENS,
+    QUOTA: {**_WRITES, "io.open": _OPENS["io.open"]},
+    BROKEN: {**_WRITES, "io.open": _OPENS["io.open"], "os.open": _OPENS["os.open"]},
     PROCESSES: _STARTS,
     MEMORY: {**_OPENS, **_STARTS, **_WAITS},
 }
@@ -86,7 +92,7 @@ class OsFaults:
         """Count a call of the node; raise if it is to be refused."""
         if not self._range or not _is_of_node():
             return
-        if self.number == SPACE and name == "io.open" and not set(str(mode)) & set("wax+"):
+        if self.number in (SPACE, QUOTA) and name == "io.open" and not set(str(mode)) & set("wax+"):
             return
         self.calls += 1
         if self.calls in self._range:

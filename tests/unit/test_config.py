@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from prorl_trio.config import load_config
+from prorl_trio.config import SearchConfig, load_config
+from prorl_trio.config.toml_file import MAX_FILE_BYTES
 from prorl_trio.types.errors import ConfigError
 
 
@@ -37,9 +41,38 @@ def test_a_bad_file_is_named_with_the_fields_path(tmp_path, text, message):
     assert str(file) in str(caught.value)
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_config(tmp_path / "none.toml")
+def test_what_is_not_a_regular_file_is_refused_without_a_wait(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "long").write_bytes(bytes(MAX_FILE_BYTES + 1))
+    for path, why in {
+        tmp_path / "none": "No such file or directory",
+        tmp_path / "folder": "Is a directory",
+        tmp_path / "loop": "Too many levels of symbolic links",
+        tmp_path / "pipe": "it is not a regular file",
+        Path("/dev/zero"): "it is not a regular file",
+        Path("/dev/null"): "it is not a regular file",
+        tmp_path / "long": f"it is longer than the limit of {MAX_FILE_BYTES} bytes",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        assert str(caught.value) == f"{path}: cannot be read: {why}"
+
+
+@pytest.mark.parametrize("text", ['\N{BOM}[model]\npath = "x"\n', '[model]\r\npath = "x"\r\n'])
+def test_a_file_of_another_editor_is_read(tmp_path, text):
+    file = tmp_path / "node.toml"
+    file.write_bytes(text.encode())
+    assert load_config(file).model.path == "x"
+
+
+@pytest.mark.parametrize("key", ["pipe", "/dev/zero"])
+def test_a_search_key_that_is_not_a_file_is_refused_without_a_wait(tmp_path, key):
+    os.mkfifo(tmp_path / "pipe")
+    config = SearchConfig(backend="tavily", api_key_file=str(tmp_path / key))
+    with pytest.raises(ConfigError, match=r"search\.api_key_file: .* it is not a regular file"):
+        config.read_api_key()
 
 
 @pytest.mark.parametrize(
@@ -49,15 +82,15 @@ def test_a_missing_file(tmp_path):
         ("listen", "port", -1, ">= 0"),
         ("listen", "max_sessions", 0, ">= 1"),
         ("rest", "port", 65_536, "<= 65535"),
-        ("rest", "idle_timeout_s", "nan", "> 0"),
+        ("rest", "idle_timeout_s", "nan", ">= 0.001"),
         ("stages", "run_workers", 0, ">= 1"),
         ("stages", "ready_queue", 0, ">= 1"),
-        ("budgets", "run_s", -1, "> 0"),
-        ("budgets", "run_s", "nan", "> 0"),
+        ("budgets", "run_s", -1, ">= 0.001"),
+        ("budgets", "run_s", "nan", ">= 0.001"),
         ("budgets", "total_s", "inf", "<= 3"),
         ("backends", "max_connections_per_backend", 0, ">= 1"),
         ("backends", "max_tasks_per_backend", -3, ">= 0"),
-        ("backends", "request_timeout_s", 0, "> 0"),
+        ("backends", "request_timeout_s", 0, ">= 0.001"),
         ("sandbox", "max_concurrent_starts", 0, ">= 1"),
         ("sandbox", "max_warm", -1, ">= 0"),
         ("agent", "max_staleness", -1, ">= 0"),
@@ -69,7 +102,7 @@ def test_a_missing_file(tmp_path):
         ("backends.load", "skew_ratio", "nan", ">= 1"),
         ("backends.load", "max_kv_usage", 95, "<= 1"),
         ("telemetry", "otlp_endpoint", '"collector:4318"', "matching regex"),
-        ("monitoring", "stall_warn_s", -1, "> 0"),
+        ("monitoring", "stall_warn_s", -1, ">= 0.001"),
         ("admission", "max_live", 0, ">= 1"),
     ],
 )

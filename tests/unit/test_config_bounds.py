@@ -10,6 +10,7 @@ import pytest
 from msgspec import inspect as types
 
 from prorl_trio.config import NodeConfig, load_config
+from prorl_trio.config.quantities import MIN_MESSAGE_BYTES, Seconds
 from prorl_trio.node import descriptors
 from prorl_trio.node.descriptors import check_descriptors, raise_descriptor_limit
 from prorl_trio.types.errors import ConfigError
@@ -42,6 +43,7 @@ def numbers_of(kind, place):
 
 
 NUMBERS = dict(numbers())
+SECONDS = types.type_info(Seconds)
 DICTS = {place for place in NUMBERS if place.endswith(".KEY")}
 
 
@@ -72,6 +74,26 @@ def test_a_number_beyond_all_reason_is_refused_with_its_field(tmp_path, place):
         with pytest.raises(ConfigError) as caught:
             load_config(file)
         assert (tables[-1] if name == "KEY" else name) in str(caught.value), value
+
+
+@pytest.mark.parametrize("field", ["listen.max_message_bytes", "rest.max_body_bytes", "search.max_response_bytes"])
+def test_a_message_limit_that_no_message_fits_is_refused(tmp_path, field):
+    table, name = field.split(".")
+    file = tmp_path / "node.toml"
+    file.write_text(f"[model]\npath = 'x'\n[{table}]\n{name} = {MIN_MESSAGE_BYTES - 1}\n")
+    with pytest.raises(ConfigError, match=rf"`int` >= {MIN_MESSAGE_BYTES} - at `\$\.{table}\.{name}`"):
+        load_config(file)
+    file.write_text(f"[model]\npath = 'x'\n[{table}]\n{name} = {MIN_MESSAGE_BYTES}\n")
+    load_config(file)
+
+
+@pytest.mark.parametrize("place", [place for place, kind in NUMBERS.items() if kind == SECONDS])
+def test_a_duration_shorter_than_any_step_is_refused(tmp_path, place):
+    *tables, name = place.split(".")
+    file = tmp_path / "node.toml"
+    file.write_text(f"[model]\npath = 'x'\n[{'.'.join(tables)}]\n{name} = 1e-9\n")
+    with pytest.raises(ConfigError, match=rf">= 0\.001 - at .*{name}"):
+        load_config(file)
 
 
 @pytest.mark.parametrize("place", sorted(set(NUMBERS) - DICTS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -137,6 +138,21 @@ def test_nobody_waits_for_a_lease_of_a_file(machine):
     assert {ask(number, 3, command) for command in commands | {0, 36, 37, 38, 1030}} == {ALLOW}
     for command in (fcntl.F_SETLEASE, 1039, 1040, 1 << 32 | fcntl.F_SETLEASE, -1):
         assert ask(number, 3, command) == refused(errno.EINVAL), command
+
+
+def test_nothing_of_a_filter_is_left_when_its_processes_have_ended(machine):
+    """Of the memory for compiled filters, those of sockets and those of system calls, the machine has one number."""
+    name, ask = machine
+    setsockopt, seccomp_call = (54, 208)[column_of(name)], ARCHITECTURES[name].seccomp
+    for option in (26, 51):
+        assert ask(setsockopt, 3, socket.SOL_SOCKET, option) == refused(errno.ENOPROTOOPT)
+        assert ask(setsockopt, 3, 1 << 32 | socket.SOL_SOCKET, 1 << 32 | option) == refused(errno.ENOPROTOOPT)
+    others = {(socket.SOL_SOCKET, option) for option in {*range(100)} - {26, 51}}
+    others |= {(level, option) for level in (0, 6, 17, 41, 270) for option in range(100)}
+    assert {ask(setsockopt, 3, level, option) for level, option in others} == {ALLOW}
+    for flags in (8, 8 | 1, 8 | 16):
+        assert ask(seccomp_call, 1, flags, 0) == refused(errno.EINVAL)
+    assert {ask(seccomp_call, operation, flags, 0) for operation in range(4) for flags in (0, 1, 2, 4)} == {ALLOW}
 
 
 def test_only_the_daemon_has_a_key_to_limits(machine):

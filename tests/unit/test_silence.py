@@ -19,12 +19,13 @@ PID = 17
 class Seen:
     """What /proc shows of a sandbox, which changes with each look: the daemon's state and CPU time, and the others'."""
 
-    def __init__(self, monkeypatch, *, state, daemon=0, others=0.0):
-        self.state, self.daemon, self.others = state, daemon, others
+    def __init__(self, monkeypatch, *, state, daemon=0, others=0.0, waits=0.0, wanted=0.0):
+        self.state, self.daemon, self.others, self.waits, self.wanted = state, daemon, others, waits, wanted
+        self.waited_ns = self.wanted_ns = 0
         self.cpu_ns, self.others_s = 1_000_000, 5.0
         self.threads = set()
         monkeypatch.setattr(module, "_look", self.look)
-        monkeypatch.setattr(module, "_others_cpu_s", lambda pid: self.others_s)
+        monkeypatch.setattr(module, "_use", lambda pid: module._Use(self.others_s, 0.0, {PID: self.wanted_ns}))
         monkeypatch.setattr(module, "_waiting_for_disk", lambda pid: self.threads)
         monkeypatch.setattr(module, "run_blocking", self.run_here)
 
@@ -35,7 +36,9 @@ class Seen:
     def look(self, pid, at_s):
         self.cpu_ns += self.daemon or 0
         self.others_s += self.others * SILENCE_S
-        return module._Look(at_s, self.state, None if self.daemon is None else self.cpu_ns)
+        self.waited_ns += int(self.waits * SILENCE_S * 1e9)
+        self.wanted_ns += int(self.wanted * SILENCE_S * 1e9)
+        return module._Look(at_s, self.state, None if self.daemon is None else self.cpu_ns, self.waited_ns)
 
 
 async def look_for(silence, seconds):
@@ -54,9 +57,21 @@ async def look_for(silence, seconds):
         ("it is stopped, and the rest runs", {"state": "T", "others": 2.0}, True),
         ("it waits for a disk, or is frozen", {"state": "D"}, True),
         ("it is frozen, and shown asleep", {"state": "F"}, True),
-        ("it waits for a CPU that others have", {"state": "R", "others": 0.02}, True),
-        ("it waits for a CPU that its own sandbox has", {"state": "R", "others": 1.5}, False),
+        ("it waits for a CPU that others have", {"state": "R", "others": 0.02, "wanted": 1.0}, True),
+        ("it waits, and its own programs get a part", {"state": "R", "others": 0.6, "wanted": 4.0}, True),
+        ("it waits for a CPU that its own sandbox has", {"state": "R", "others": 1.5, "wanted": 300.0}, False),
         ("it waits for memory that its own sandbox takes", {"state": "D", "others": 0.6}, False),
+        (
+            "it runs now and then, on a CPU that others have",
+            {"state": "S", "daemon": 1, "waits": 1.0, "wanted": 1},
+            True,
+        ),
+        (
+            "it runs, on a CPU that its own sandbox has",
+            {"state": "R", "daemon": 1, "waits": 1.0, "wanted": 300.0},
+            False,
+        ),
+        ("it hardly waits for a CPU", {"state": "S", "daemon": 1, "waits": 0.05}, False),
         ("it is gone", {"state": "", "daemon": None}, False),
         ("it has ended", {"state": "Z"}, False),
     ],
@@ -124,6 +139,31 @@ async def test_a_call_waits_as_long_as_its_sandbox_stands_still_and_not_for_good
         seen.state, since_s = state, trio.current_time()
         await sandbox.call(None, None, 3.0)
         assert trio.current_time() - since_s == pytest.approx(lasts_s, abs=2 * SILENCE_S)
+
+
+BUSY = """
+import os, subprocess, threading
+def spin():
+    while True:
+        pass
+subprocess.run(["sh", "-c", "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done"])
+for _ in range(3):
+    threading.Thread(target=spin, daemon=True).start()
+print(flush=True)
+input()
+os._exit(0)
+"""
+
+
+def test_the_use_of_cpus_counts_threads_and_programs_that_have_ended():
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdin=-1, stdout=-1, text=True) as process:
+        process.stdout.readline()
+        before = after = module._use(process.pid)
+        while after.wanted_since(before) < 0.3:
+            after = module._use(process.pid)
+        process.communicate("\n")
+    assert (before.ended_s > 0, len(after.wanted_ns)) == (True, 4)
+    assert after.others_s == after.ended_s, "the process itself is the daemon here"
 
 
 STOPS_ITS_CHILD = """

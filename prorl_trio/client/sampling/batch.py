@@ -68,7 +68,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         number: counts groups from 0, in the order of submission.
         outcomes: n of them, by member.
         correct: whether each is, by the sampler's `correct`.
-        submitted_version: the policy version at which the group was submitted; no token is older.
+        submitted_version: the policy version at which the group was submitted. Tokens of an engine that missed an
+            update may be older; `staleness` counts from the oldest one.
         staleness: policy updates between its oldest token and the version at which it was taken.
     """
 

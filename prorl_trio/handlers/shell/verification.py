@@ -32,7 +32,7 @@ from prorl_trio.handlers.shell.artifacts import NotTaken, collect, pack, put, un
 from prorl_trio.handlers.shell.environment import CLEAR, make_ready, noticing_kills
 from prorl_trio.handlers.shell.payload import HOME
 from prorl_trio.threads import run_sync
-from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost, SandboxUnavailable
+from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
 
 if TYPE_CHECKING:
     from prorl_trio.agent.context import RolloutContext
@@ -222,13 +222,14 @@ async def _control(context: RolloutContext, case: Case, problem: str) -> None:
 
     Raises:
         EvaluationError: it has no reward there either. There is no verdict.
+        SandboxUnavailable, SandboxLost: its sandbox does not start, or is lost. There is no verdict.
     """
     with context.waiting("the verifier's control run", "evaluator"):
         try:
             async with context.open_sandbox(case.own if case.verifier.separate else case.agents) as sandbox:
                 await make_ready(sandbox, case.where)
                 await _run(context, sandbox, case, "", is_control=True)
-        except (_NoVerdict, SandboxLost, SandboxUnavailable) as exc:
+        except _NoVerdict as exc:
             raise EvaluationError(f"{problem}; nor is there a reward without the agent: {exc}") from exc
 
 

@@ -193,7 +193,10 @@ class _Server:
         url = (address if "://" in address else f"http://{address}").rstrip("/").removesuffix(OPENAI_PATH)
         pool = call.api.node.backends
         if not self._allowed.allows(url, LOOPBACK):
-            message = f"{url} is not among the addresses that the node's backends.allowed has; it was not contacted"
+            message = (
+                f"{url} was not contacted: backends.allowed in the node's node.toml does not have its address; add it "
+                "there (HOST or HOST:PORT), and restart the node"
+            )
             raise _error(HTTPStatus.FORBIDDEN, "backend_not_allowed", message)
         if url not in self._engines and url in pool.urls():
             return _say(f"Added LLM server {address}")

@@ -20,6 +20,7 @@ from prorl_trio.types.errors import (
     AlreadyDelivered,
     DuplicateJob,
     ServiceError,
+    is_exhaustion,
 )
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ CLOSE_TIMEOUT_S: Final = 30.0
 """Time that pending writes get at the end of the node. Outcomes that miss it are lost: their jobs run again."""
 FULL_RETRY_AFTER_S: Final = 5.0
 READ_RETRY_INTERVAL_S: Final = 1.0
-
-_FOR_NOW: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -202,7 +201,9 @@ class Journal:
         self._post(Finish(session_id, job_id, attempt, cursor, [outcome]), then)
 
     async def read(self, job_id: str, cursor: int) -> bytes:
-        """Return a stored outcome, encoded. Retries while the process lacks file descriptors or memory. Safe to cancel.
+        """Return a stored outcome, encoded. Retries while the machine lacks something (a thread, a descriptor, memory).
+
+        Safe to cancel.
 
         Raises:
             UnknownJob: it is not stored (any more).
@@ -213,7 +214,7 @@ class Journal:
             try:
                 return await self.ledger.read(Ref(job_id, cursor, 0))
             except OSError as exc:
-                if exc.errno not in _FOR_NOW:
+                if exc.errno == errno.EIO or not is_exhaustion(exc):
                     raise LedgerCorrupt(f"the outcome of job {job_id!r} cannot be read: {exc}") from exc
                 logger.warning("the outcome of job %s cannot be read for now: %s", job_id, exc)
             await trio.sleep(READ_RETRY_INTERVAL_S)

@@ -83,7 +83,10 @@ def _claim(sockets: LocalSockets) -> None:
         for path in sockets:
             _remove_stale(path)
     except OSError as exc:
-        raise ConfigError(f"listen.unix_socket: {exc.filename or sockets.node}: {exc.strerror}") from exc
+        raise ConfigError(
+            f"listen.unix_socket: {exc.filename or sockets.node}: {exc.strerror}; name a socket in a folder that the "
+            "node's user can make or write, or set it to an empty text for none"
+        ) from exc
 
 
 def _remove_stale(path: Path) -> None:

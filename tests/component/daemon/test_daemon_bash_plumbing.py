@@ -87,6 +87,50 @@ SESSIONS = [
         "a prompt command that is read-only",
         [("readonly PROMPT_COMMAND", 0, ""), ("echo a", 0, "a\n"), ("false", 1, "")],
     ),
+    (
+        "a DEBUG trap whose output is a command",
+        [
+            ("trap 'echo \"x=$((x + 1)) #\"' DEBUG", 0, ""),
+            (":", 0, None),
+            ("trap - DEBUG; echo ${x-none}", 0, None),
+            ("echo ${x-none}", 0, "none\n"),
+        ],
+    ),
+    (
+        "descriptors of the user's",
+        [("exec 10<<<ten 11<<<eleven 200<<<more", 0, ""), ("cat <&10; cat <&11; cat <&200", 0, "ten\neleven\nmore\n")],
+    ),
+    (
+        "programs in the background and by exec have none of our descriptors",
+        [
+            ("(exec ls /proc/self/fd) | wc -l; ls /proc/self/fd | wc -l & wait", 0, None),
+            ("(exec ls /proc/self/fd) | wc -l", 0, "4\n"),
+        ],
+    ),
+    (
+        "a function of ours is not exported",
+        [
+            ("set -a; unset -f __prorl_f; f() { :; }", 0, ""),
+            ("set +a; export -f | grep -c prorl_; env | grep -c __pro", 1, "0\n0\n"),
+        ],
+    ),
+    (
+        "each kind of quote",
+        [
+            ("""echo 'a'"b\\'"`echo c`\\'""", 0, "ab\\'c'\n"),
+            ("echo '!x' \"!y\"", 0, "!x !y\n"),
+            ("set -H; echo '!x'", 0, "!x\n"),
+        ],
+    ),
+    ("an option in place of a command", [("--help", 127, None), ("-x", 127, None), ("echo $-", 0, None)]),
+    (
+        "as long as can be typed, and longer",
+        [(f"echo {'x' * n} | wc -c", 0, f"{n + 1}\n") for n in (480, 485, 486, 487, 488, 500, 4096, 70000)],
+    ),
+    (
+        "what a `read` has not looked at is not read by us",
+        [("read -d x a <<<'1x2'; read b <<<3; echo $a$b", 0, "13\n"), ("echo fine", 0, "fine\n")],
+    ),
     ("the last word of the command before", [("true x", 0, ""), ('echo "<$_>"', 0, "<>\n")]),
     (
         "functions named as what we call",

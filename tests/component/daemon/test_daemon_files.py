@@ -10,6 +10,8 @@ import trio
 
 from ipc.errors import CallFailed
 from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
+from ipc.sandbox_calls import Exec, ExecResult
+from sandbox_daemon import paths
 
 
 async def read(sandbox, path, **options):
@@ -61,10 +63,44 @@ async def test_a_link_stays_a_link(sandbox, tmp_path):
 
 
 async def test_a_file_without_a_size_is_read_to_its_end(sandbox):
-    part = await read(sandbox, "/proc/self/status")
+    part = await read(sandbox, "/proc/meminfo")
     assert part.eof
-    assert part.data.startswith(b"Name:")
+    assert part.data.startswith(b"MemTotal:")
     assert part.size_bytes == len(part.data)
+
+
+async def test_a_file_of_which_the_kernel_gives_no_large_pieces_is_read(sandbox):
+    part = await read(sandbox, "/proc/sys/kernel/ostype", max_bytes=4 * 1024**2)
+    assert (part.data, part.eof) == (b"Linux\n", True)
+
+
+@pytest.mark.parametrize(
+    ("path", "refusal", "has_openat2"),
+    [
+        ("/proc/self/environ", "Permission denied", True),
+        ("/proc/self/environ", "Permission denied", False),
+        ("/proc/self/task/../maps", "Permission denied", True),
+        ("/proc/self/cwd/.", "Too many levels", True),
+        ("/proc/self/fd/0", "Too many levels", True),
+    ],
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_daemon_goes_nowhere_by_its_own_folder_in_proc(tmp_path, path, refusal, has_openat2, linked, monkeypatch):
+    monkeypatch.setattr(paths, "_has_openat2", lambda: has_openat2)
+    if linked:
+        (tmp_path / "link").symlink_to(path)
+        path = str(tmp_path / "link")
+    with pytest.raises(OSError, match=refusal):
+        os.close(paths.open_path(path, os.O_RDONLY | os.O_NONBLOCK))
+
+
+async def test_neither_a_call_nor_a_program_starts_from_a_descriptor_of_the_daemon(sandbox):
+    for fd in range(16):
+        with pytest.raises(CallFailed):
+            await read(sandbox, f"/proc/self/fd/{fd}/version")
+        call = Exec(argv=["true"], timeout_s=5, cwd=f"/proc/self/fd/{fd}")
+        with pytest.raises(CallFailed):
+            await sandbox.call(call, ExecResult, timeout_s=10)
 
 
 async def test_reading_past_the_end_is_empty(sandbox, tmp_path):

@@ -30,6 +30,8 @@ CONFIG = NodeConfig(model=ModelConfig(path="none"), sandbox=SandboxConfig(packag
 RESOURCES = Resources(config=CONFIG, chat_format=None, backends=None, scorers=None)
 HANDLERS = {handler.name: handler for handler in (CodeHandler(), SweHandler(), ShellHandler())}
 NO_VERDICT = (EvaluationError, SandboxLost, SandboxUnavailable)
+LOST = (SandboxLost, SandboxUnavailable)
+"""Errors that are retried by default: the machine's doing, and not that of the evaluator."""
 EVERY_STEP = ["output", "function", "assert", "unittest", "swe", "shared", "separate"]
 
 
@@ -125,7 +127,13 @@ def chosen(steps, stride):
 async def test_a_lost_sandbox_is_no_verdict_at_any_step(grade, kind, stride):
     for at in chosen(await steps_of(grade, kind, kill=False), stride):
         cut = await grade(kind, at=at)
-        assert isinstance(cut, NO_VERDICT) or cut.reward == 1.0, (at, cut)
+        assert isinstance(cut, LOST) or cut.reward == 1.0, (at, cut)
+
+
+@pytest.mark.parametrize("kind", ["output", "separate"])
+async def test_a_sandbox_that_is_lost_at_the_first_step_is_no_failure_of_the_evaluator(grade, kind):
+    cut = await grade(kind, at=1)
+    assert isinstance(cut, LOST) or cut.reward == 1.0, cut
 
 
 @pytest.mark.slow
