@@ -293,6 +293,7 @@ class Trainer:
         self._live: dict[str, JobSpec] = {}
         self._outbox: deque[tuple[str, bool]] = deque()
         """Ids of jobs to submit, or to cancel."""
+        self._cancelled = set[str]()
         self._more, self._changed = trio.Event(), trio.Event()
         self._feeding = False
         self.taken = StepsTaken()
@@ -412,7 +413,8 @@ class Trainer:
             if (job_id, True) in self._outbox:
                 self._outbox.remove((job_id, True))
                 del self._live[job_id]
-            else:
+            elif job_id not in self._cancelled:
+                self._cancelled.add(job_id)
                 self._outbox.append((job_id, False))
         self._more.set()
 
