@@ -148,7 +148,8 @@ async def serve_worked(config_file: str) -> AsyncIterator[str]:
         for url in config.backends.urls:
             alone = msgspec.structs.replace(config.backends, urls=[url])
             shares.append(await stack.enter_async_context(open_backends(alone, engine_finder(alone, None))))
-        handler = WorkedHandler(SimulationConfig(), SMALL_WORK, shares, rollouts=_RealRollouts)
+        config_of_work = SimulationConfig(work=SMALL_WORK.model(1.0))
+        handler = WorkedHandler(config_of_work, SMALL_WORK, shares, rollouts=_RealRollouts)
 
         async def serve(*, task_status: trio.TaskStatus[Any]) -> None:  # noqa: ASYNC128 - serve_node does
             await serve_node(config, HandlerRegistry([handler]), task_status=task_status)

@@ -226,7 +226,7 @@ class GradedHandler(SimulatedHandler):
         tokens: int = 1,
         rollouts: type[Rollouts] = Rollouts,
     ) -> None:
-        super().__init__(msgspec.structs.replace(config, work=work.model(1.0, tokens)))
+        super().__init__(config)
         self._hardness = [work.hardness(level) for level in range(LEVELS)]
         self._levels = [
             rollouts(msgspec.structs.replace(config, work=work.model(hardness, tokens)), shares)
@@ -580,7 +580,6 @@ def simulate_steps(conditions: Conditions) -> Steps:
         seed=conditions.seed,
         jobs=100 * conditions.groups * conditions.size,
         engine=msgspec.structs.replace(engine, count=conditions.engines),
-        work=conditions.model(1.0, TOKENS),
         stages=StagesConfig(init_workers=width, run_workers=width, eval_workers=width, ready_queue=width),
         budgets=NO_BUDGETS,
         backends=BackendConfig(request_timeout_s=NO_LIMIT_S, lease_timeout_s=NO_LIMIT_S),

@@ -163,7 +163,7 @@ def test_a_gain_below_the_papers_is_shown_as_missed(steps):
     assert len(finding.report().missed()) == 3
 
 
-LONG_RUNS = "import time; from perf.processes import map_in_processes; map_in_processes(time.sleep, [600, 600])"
+LONG_RUNS = "import time; from perf.training import map_in_processes; map_in_processes(time.sleep, [600, 600])"
 
 
 def test_the_processes_of_simulated_runs_end_when_theirs_is_killed():
