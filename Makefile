@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible slurm-if-possible demo learn doctor check test e2e soak mutants format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible slurm-if-possible demo learn doctor check quick hosted test e2e soak mutants format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +87,13 @@ define pytest
 	$(VENV)/python -m pytest -m "$(1) and alone" --durations=15 || code=$$?; \
 	exit $$code
 endef
+
+quick: setup-dev ## unit and component tests of what changed against main, the nearest first: a minute (BASE=ref)
+	@$(VENV)/python tests/support/quick.py $(if $(BASE),--base $(BASE))
+
+hosted: setup-dev ## the unit and component tests, as hosted CI runs them: no engine, no trainers, no namespaces needed
+	$(VENV)/python -m pytest tests/unit tests/component -m "not slow and not soak and not alone" \
+		-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup trainers apptainer-if-possible check ## check, then the whole suite but for the slow marks
 	$(call pytest,not slow and not soak)

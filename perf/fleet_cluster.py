@@ -20,8 +20,8 @@ import trio
 
 from launch.slurm.cluster import SCRIPT, free_ports, has_networks
 from launch.supervised import Supervised, open_supervised
-from perf.findings import CannotRun
-from perf.process_tree import parent_of
+from perf.harness import CannotRun
+from perf.processes import parent_of
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from prorl_trio.rendezvous.entry import NodeEntry
-
-__all__ = ["Cluster", "open_cluster", "open_slurm_fleet", "require_slurm"]
 
 PROGRAMS: Final = ("slurmctld", "slurmd", "srun", "munged", "ip")
 KEEP: Final = """\

@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from prorl_trio.grading import CodeTests
     from prorl_trio.sandbox.host import SandboxHost
 
-__all__ = ["CODE_CASES", "SANDBOXED_CASES", "SCORED_CASES"]
-
 GRADE_TIMEOUT_S: Final = 120.0
 SHORT_CHARS: Final = 10_000
 """Length of the first try of a degenerate turn; the slowest few of a reader are tried at full length."""
@@ -279,84 +277,8 @@ async def _open_sandboxes(stack: AsyncExitStack) -> _Sandboxes:
 
 # ---------------------------------------------------------------- readers on the event loop
 
-_PIECES: Final = (
-    *(
-        r"\boxed{",
-        r"\boxed",
-        r"\fbox{",
-        "{",
-        "}",
-        "[",
-        "]",
-        "(",
-        ")",
-        "<",
-        ">",
-        "$",
-        "\\",
-        "`",
-        "```",
-        "~~~",
-        "#",
-        "*",
-        "_",
-    ),
-    *(
-        "```python\n",
-        "```\n",
-        "````",
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "####",
-        "The answer is ",
-        "answer:",
-    ),
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<function=bash>",
-        "</function>",
-        "<parameter=code>",
-        "</parameter>",
-        "<tool_call",
-    ),
-    *(
-        '{"name": "',
-        '{"name": "ipython", "arguments": {',
-        '{"arguments":',
-        '"',
-        "'",
-        '\\"',
-        "[{",
-        "{[",
-        ", ",
-        "a",
-        "1",
-        "1,",
-    ),
-    *(
-        "0.",
-        "-",
-        " ",
-        "\n",
-        "\t",
-        "\x00",
-        "é",
-        "\U0001f600",
-        "1/",
-        "\\frac{",
-        "x^",
-        "=",
-        "1 ",
-        "finish(",
-        "def f():\n",
-        ": ",
-        ".",
-        "?",
-    ),
-)
+_PIECES: Final[list[str]] = json.loads(Path(__file__).with_name("grading_pieces.json").read_text())
+"""What readers of turns know, and what surrounds it."""
 
 
 def _turns(chars: int) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prorl_trio.config.agent import AgentConfig, ModelConfig
-from prorl_trio.config.backends import BackendConfig, HealthConfig, LoadConfig, Strategy
+from prorl_trio.config.backends import BackendConfig, HealthConfig, LoadConfig
 from prorl_trio.config.fleet import FleetConfig
 from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
@@ -36,7 +36,6 @@ __all__ = [
     "ScoringConfig",
     "SearchConfig",
     "StagesConfig",
-    "Strategy",
     "TelemetryConfig",
     "load_config",
     "load_head_config",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,14 +14,7 @@ from prorl_trio.config.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["BackendConfig", "HealthConfig", "LoadConfig", "Strategy"]
-
-
-Strategy = Literal["least_in_flight", "round_robin", "assignments_ever", "static_split"]
-"""`least_in_flight`: the fewest tasks that run there now. The others are there to be compared with, and blind to what
-runs: `round_robin` takes the one that was taken longest ago, `assignments_ever` the one with the fewest tasks so far
-(which sends everything to one that was added late), and `static_split` gives each an equal share in order of arrival,
-full or not. Counts are divided by the weight of the backend, but by `round_robin` and `static_split`."""
+__all__ = ["BackendConfig", "HealthConfig", "LoadConfig"]
 
 
 class HealthConfig(Table, frozen=True):
@@ -115,8 +108,6 @@ class BackendConfig(Table, frozen=True):
         max_tasks_per_backend: rollouts that have a backend at the same time; 0 for no limit of its own (`run_workers`
             is one for all backends).
         lease_timeout_s: longest wait of a rollout for a backend with room, charged to no budget.
-        strategy: which backend a rollout goes to. `least_in_flight`: the fewest tasks that run there now. The others
-            are there to be compared with.
         health: when one is given no more rollouts because it fails.
         load: when one is given no more rollouts because it has enough.
     """
@@ -134,7 +125,6 @@ class BackendConfig(Table, frozen=True):
     max_connections_per_backend: Connections = 512
     max_tasks_per_backend: Amount = 0
     lease_timeout_s: SecondsOrZero = 900.0
-    strategy: Strategy = "least_in_flight"
     health: HealthConfig = HealthConfig()
     load: LoadConfig = LoadConfig()
 

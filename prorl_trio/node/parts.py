@@ -98,7 +98,6 @@ async def open_backends(
         find_client,
         probe_timeout_s=config.probe_timeout_s,
         max_tasks_per_backend=config.max_tasks_per_backend,
-        strategy=config.strategy,
         health=config.health,
         load=config.load,
         random=random,

@@ -13,14 +13,22 @@ import pytest
 import trio
 
 from perf import fleet_cluster
-from perf.children import open_child
-from perf.findings import CannotRun
-from perf.fleet import FULL, QUICK, fleet_finding, predicted_size
+from perf.fleet import (
+    FULL,
+    QUICK,
+    FleetEngine,
+    FleetScale,
+    MeasuredFleet,
+    fleet_finding,
+    predicted_size,
+    serve_engine,
+    turn_text,
+    turns_of,
+)
 from perf.fleet_cluster import require_slurm
-from perf.fleet_engine import FleetEngine, turn_text
-from perf.fleet_load import FleetScale, MeasuredFleet, turns_of
-from perf.process_tree import MachineTime, machine_time, parent_of, process_time, tree_time
-from perf.scaling_world import FleetSize, Times, places_of, simulate_fleet, steady_rate
+from perf.harness import CannotRun
+from perf.processes import MachineTime, machine_time, open_child, parent_of, process_time, tree_time
+from perf.scaling import FleetSize, Times, places_of, simulate_fleet, steady_rate
 from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.types.models import SamplingParams
@@ -71,7 +79,7 @@ def test_each_fleet_has_the_same_share_of_each_length_in_an_order_of_its_own(sca
 
 async def test_every_turn_of_the_engine_takes_its_time_and_asks_for_a_cell(tmp_path):
     with trio.fail_after(60):
-        async with open_child("perf.fleet_engine", [str(tmp_path), "0.05", "0.25"], FleetEngine) as (_, engine):
+        async with open_child(serve_engine, str(tmp_path), 0.05, 0.25, ready=FleetEngine) as (_, engine):
             client = VllmClient(f"http://127.0.0.1:{engine.port}")
             asked = CompletionRequest(
                 prompt_token_ids=[1, 2, 3],

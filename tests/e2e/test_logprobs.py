@@ -22,7 +22,7 @@ import pytest
 import trio
 
 from launch.paths import engine_python, model_dir
-from perf.tokens_drift import Sampled, drift_of
+from perf.tokens import Sampled, drift_of
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.inference.engines.protocol import made_by

@@ -171,7 +171,7 @@ class LoadBalancer:
         """Return where a task is better off than on the `current` backend, by the formula of `inference.pool.load`."""
         here = current.load
         worth_s = (here.wait_s or 0.0) - self.load.skew_margin_s
-        if worth_s <= 0 or self._placement.strategy != "least_in_flight":
+        if worth_s <= 0:
             return None
         costs = {
             backend: cost_s

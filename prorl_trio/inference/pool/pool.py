@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import trio
 
 from ipc.nursery import open_single_nursery
-from prorl_trio.config import HealthConfig, LoadConfig, Strategy
+from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.pool.admission import Admission, unseen
 from prorl_trio.inference.pool.backend import Backend
 from prorl_trio.inference.pool.balancer import LoadBalancer
@@ -60,7 +60,7 @@ class Backends:
         probe_timeout_s: float = 60.0,
         max_backends: int = 1024,
         max_tasks_per_backend: int = 0,
-        strategy: Strategy = "least_in_flight",
+        placement: type[Placement] = Placement,
         health: HealthConfig | None = None,
         load: LoadConfig | None = None,
         random: Random | None = None,
@@ -73,10 +73,10 @@ class Backends:
             probe_timeout_s: for one probe, and for finding out which engine it is.
             max_backends: registered at once.
             max_tasks_per_backend: leases of one backend at once, 0 for no limit; more wait.
-            strategy: which backend is next; see `placement.Strategy`.
+            placement: decides which backend is next.
             health: when a backend that fails is given no more tasks, and its tasks move.
-            load: when a task moves off a backend that has too much to do (by `least_in_flight` only), and how many
-                tasks a backend with a full cache may have.
+            load: when a task moves off a backend that has too much to do, and how many tasks a backend with a full
+                cache may have.
             random: breaks ties between equally loaded backends.
             proof: compares each engine's tokenizer with the node's, at every probe; None: nothing is compared.
         """
@@ -90,7 +90,7 @@ class Backends:
         """Versions that resumes announced or engines came with, in their order."""
         self.admission = Admission()
         """The admission of every completion."""
-        self._placement = Placement(random, max_tasks_per_backend, strategy=strategy)
+        self._placement = placement(random, max_tasks_per_backend)
         self._balancer = LoadBalancer(
             self._placement, self.admission, self.versions, load or LoadConfig(), lambda: self._tell(updated=False)
         )
