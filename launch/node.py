@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
@@ -17,7 +17,7 @@ from launch.supervised import Supervised, open_supervised
 from prorl_trio.types.errors import InternalError, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
 __all__ = [
@@ -26,6 +26,8 @@ __all__ = [
     "NODE_START_TIMEOUT_S",
     "NodeLost",
     "NodeProcess",
+    "head_command",
+    "head_tables",
     "open_node_process",
     "serve_command",
 ]
@@ -45,6 +47,25 @@ def serve_command(config_file: Path) -> list[str]:
 def head_command(config_file: Path) -> list[str]:
     """Return the command that runs the head of a fleet with this configuration."""
     return [sys.executable, "-m", "prorl_trio.cli", "fleet", "--config", str(config_file)]
+
+
+def head_tables(common: Mapping[str, Any], own: Mapping[str, Any], *, fleet_dir: str, ledger: str) -> dict[str, Any]:
+    """Return the configuration of a fleet's head: its `own`, and where that is silent, what the nodes' says.
+
+    Args:
+        common: the node.toml of all nodes, of which the head has `listen`, `fleet` and `ledger`, but for places that
+            are one node's alone.
+        own: the file of `prorl-trio fleet --config`; empty: there is none.
+        fleet_dir: the folder of the fleet.
+        ledger: the folder of its ledger, unless `own` names one.
+    """
+    listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
+    return {
+        **own,
+        "listen": {**listen, "port": 0, "unix_socket": "", **own.get("listen", {})},
+        "fleet": {**common.get("fleet", {}), **own.get("fleet", {}), "dir": fleet_dir},
+        "ledger": {**common.get("ledger", {}), "dir": ledger, **own.get("ledger", {})},
+    }
 
 
 class NodeLost(ServiceError):

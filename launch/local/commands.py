@@ -36,6 +36,12 @@ _FLEET = click.option(
     type=click.Path(file_okay=False, path_type=Path),
     help="The fleet's folder.",
 )
+_HEAD_CONFIG = click.option(
+    "--head-config",
+    "head_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Settings of the head, as of `prorl-trio fleet --config`; where it is silent, those of the nodes.",
+)
 
 
 @click.group()
@@ -60,8 +66,9 @@ def local() -> None:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="node.toml of every node.",
 )
+@_HEAD_CONFIG
 @click.option("--nodes", type=click.IntRange(1, 64), default=2, show_default=True, help="Nodes, each a process.")
-def up(fleet_dir: Path, config_file: Path, nodes: int) -> None:
+def up(fleet_dir: Path, config_file: Path, head_file: Path | None, nodes: int) -> None:
     """Run a fleet, nodes and head, until Ctrl-C.
 
     Each node has the given node.toml, but a name, free ports and a folder of its own: LOCAL/NODE in the fleet's folder
@@ -85,7 +92,7 @@ def up(fleet_dir: Path, config_file: Path, nodes: int) -> None:
             say(f"{_count(nodes)} of the fleet in {fleet} are up already, by process {other.process.pid}")
             return
         folders = write_plan(config_file, fleet, nodes)
-        head = write_head(config_file, fleet)
+        head = write_head(config_file, head_file, fleet)
         codes = trio.run(
             lambda: run_nodes(
                 fleet,

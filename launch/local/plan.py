@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.config import load_config
+from launch.node import head_tables
+from prorl_trio.config import load_config, load_head_config
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.rendezvous.folder import HEAD, claim_folder
 from prorl_trio.service.tls import load_tls
@@ -17,7 +18,7 @@ from prorl_trio.service.tls import load_tls
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LOCAL", "NodeFolder", "check_config", "head_tables", "node_tables", "write_head", "write_plan"]
+__all__ = ["LOCAL", "NodeFolder", "check_config", "node_tables", "write_head", "write_plan"]
 
 LOCAL: Final = "local"
 """The folder of ours in that of the fleet, beside the entries of the nodes."""
@@ -62,16 +63,6 @@ def node_tables(common: Mapping[str, Any], node: NodeFolder, fleet: Path) -> dic
     }
 
 
-def head_tables(common: Mapping[str, Any], head: NodeFolder, fleet: Path) -> dict[str, Any]:
-    """Return the configuration of the head: who may come in as for the nodes, and a ledger of its own on the disk."""
-    listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
-    return {
-        "listen": {**listen, "port": 0, "unix_socket": ""},
-        "fleet": {**common.get("fleet", {}), "dir": str(fleet)},
-        "ledger": {**common.get("ledger", {}), "dir": str(head.path / "ledger")},
-    }
-
-
 def check_config(config_file: Path) -> None:
     """Check the node.toml of all nodes, and the secrets that it names. Blocks on the disk.
 
@@ -106,17 +97,29 @@ def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
     return nodes
 
 
-def write_head(config_file: Path, fleet: Path) -> NodeFolder:
+def write_head(config_file: Path, head_file: Path | None, fleet: Path) -> NodeFolder:
     """Write the configuration of the fleet's head, in a folder of its own below that of the fleet. Blocks.
 
+    Args:
+        config_file: the node.toml of all nodes.
+        head_file: settings of the head; see `head_tables`.
+        fleet: the folder of the fleet.
+
     Raises:
-        ConfigError: the file is not a valid node.toml, or the fleet's folder cannot be used.
+        ConfigError: a file is not valid, or the fleet's folder cannot be used.
     """
-    listen = load_config(config_file).listen
+    load_config(config_file)
     common = tomllib.loads(config_file.read_text(encoding="utf-8"))
+    own: dict[str, Any] = {}
+    if head_file is not None:
+        load_head_config(head_file)
+        own = tomllib.loads(head_file.read_text(encoding="utf-8"))
     claim_folder(fleet)
-    head = NodeFolder(node_id=HEAD, path=fleet / LOCAL / HEAD, has_token=bool(listen.token or listen.token_file))
-    _write(head, head_tables(common, head, fleet))
+    path = fleet / LOCAL / HEAD
+    tables = head_tables(common, own, fleet_dir=str(fleet), ledger=str(path / "ledger"))
+    listen = tables["listen"]
+    head = NodeFolder(node_id=HEAD, path=path, has_token=bool(listen.get("token") or listen.get("token_file")))
+    _write(head, tables)
     return head
 
 

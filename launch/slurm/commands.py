@@ -36,6 +36,7 @@ from launch.slurm.pulse import JobRun, Pulse, PulseRules, with_times
 from launch.slurm.sbatch_options import check_options
 from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_groups
 from prorl_trio.client.terminal import say, say_json
+from prorl_trio.config import load_head_config
 from prorl_trio.config.secrets import TOKEN_VARIABLE
 from prorl_trio.rendezvous.report import look_at_nodes
 from prorl_trio.types.errors import ConfigError
@@ -62,6 +63,12 @@ _CONFIG = click.option(
     required=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="node.toml of every node.",
+)
+_HEAD_CONFIG = click.option(
+    "--head-config",
+    "head_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Settings of the head, as of `prorl-trio fleet --config`; where it is silent, those of the nodes.",
 )
 _LOCAL = click.option("--local-dir", default="", help="Folder on each machine's own disk, for sockets; else found.")
 _PULSE = click.option(
@@ -97,7 +104,7 @@ def slurm() -> None:
     "--drain-s", type=click.IntRange(1, 65535), default=300, show_default=True, help="Drain before the limit, so long."
 )
 @click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="See `run`.")
-@click.option("--head-ledger", default="", help="Folder of the head's ledger, on a shared disk; else in the fleet's.")
+@_HEAD_CONFIG
 @_LOCAL
 @click.option("--engine", "engine_command", default="", help="Start an engine on each machine by this command line.")
 @click.option(
@@ -113,6 +120,7 @@ def slurm() -> None:
 def up(
     fleet_dir: Path,
     config_file: Path,
+    head_file: Path | None,
     only_print: bool,
     sbatch: tuple[str, ...],
     engine_command: str,
@@ -133,11 +141,12 @@ def up(
     port = engine_port or (0 if PORT_VARIABLE in engine_command else DEFAULT_PORT)
     engine = EnginePlan(command=engine_command, port=port, machines=engine_nodes, sbatch=engine_sbatch)
     folder = Path(os.path.abspath(fleet_dir))
-    if options["head_ledger"]:
-        options["head_ledger"] = os.path.abspath(options["head_ledger"])
+    if head_file is not None:
+        load_head_config(head_file)
     plan = FleetPlan(
         fleet_dir=str(folder),
         config_file=os.path.abspath(config_file),
+        head_file=os.path.abspath(head_file) if head_file is not None else "",
         program=_program(),
         sbatch=sbatch,
         engine=engine if engine_command else None,
@@ -307,16 +316,17 @@ def node(
 @slurm.command()
 @_FLEET
 @_CONFIG
-@click.option("--ledger", required=True, help="Folder in which each start of the head finds its jobs and outcomes.")
-def head(fleet_dir: Path, config_file: Path, ledger: str) -> None:
+@_HEAD_CONFIG
+def head(fleet_dir: Path, config_file: Path, head_file: Path | None) -> None:
     """Become the head of the fleet, on this task's machine."""
     facts = MachineFacts(
         fleet_dir=str(fleet_dir), address=address_of_machine(socket.gethostname()), folder=_of_slurm("TMPDIR")
     )
     common = read_config(config_file)
+    tables = head_config(common, {} if head_file is None else read_config(head_file), facts)
     path = Path(facts.folder) / "fleet.toml"
-    path.write_bytes(msgspec.toml.encode(head_config(common, facts, ledger)))
-    if not check_secrets(common, os.environ):
+    path.write_bytes(msgspec.toml.encode(tables))
+    if not check_secrets(tables, os.environ):
         os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
     os.execv(sys.executable, [sys.executable, "-m", "prorl_trio.cli", "fleet", "--config", str(path)])
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from launch.node import head_tables
 from prorl_trio.config import ListenConfig
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.service.tls import load_tls
@@ -106,16 +107,13 @@ def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[s
     return made
 
 
-def head_config(common: Mapping[str, Any], machine: MachineFacts, ledger: str) -> dict[str, Any]:
-    """Return the configuration of the fleet's head, on this machine: who may come in as for the nodes, at a free port.
+def head_config(common: Mapping[str, Any], own: Mapping[str, Any], machine: MachineFacts) -> dict[str, Any]:
+    """Return the configuration of the fleet's head, on this machine. See `head_tables`.
 
-    Its ledger is in the folder `ledger`, in which the head's next start finds it, on whatever machine.
+    Unless `own` names another, its ledger is in the fleet's folder, where its next start finds it, on whatever machine.
     """
-    return {
-        "listen": {**_listen(common, machine.address), "port": 0},
-        "fleet": {**common.get("fleet", {}), "dir": machine.fleet_dir},
-        "ledger": {**common.get("ledger", {}), "dir": ledger},
-    }
+    tables = head_tables(common, own, fleet_dir=machine.fleet_dir, ledger=f"{machine.fleet_dir}/head")
+    return {**tables, "listen": _listen(tables, machine.address)}
 
 
 def _listen(common: Mapping[str, Any], address: str) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
         fleet_dir: the folder of the fleet on a shared disk, absolute.
         config_file: node.toml of every node, absolute, on a shared disk.
         program: `prorl-trio`, absolute, at the same place on every machine, and `prorl-trio-sweep` beside it.
-        head_ledger: folder of the head's ledger, on a shared disk; empty: in the fleet's folder.
+        head_file: settings of the head, absolute, on a shared disk; empty: those of the nodes.
         local_dir: folder on each machine's own disk; empty: found there.
         drain_s: time between the warning before the time limit and the limit, in seconds; nodes that are not told when
             their time ends drain for so long.
@@ -138,7 +138,7 @@ class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
     fleet_dir: str
     config_file: str
     program: str
-    head_ledger: str = ""
+    head_file: str = ""
     local_dir: str = ""
     drain_s: int = 300
     pulse_timeout_s: float = 60.0
@@ -185,7 +185,7 @@ def sbatch_groups(plan: FleetPlan) -> list[list[str]]:
 
 
 def _fleet_head(plan: FleetPlan) -> str:
-    ledger = plan.head_ledger or f"{plan.fleet_dir}/head"
+    own = [f"--head-config={plan.head_file}"] if plan.head_file else []
     return _FLEET_HEAD.format(
         files=_files(plan),
         cpus=_CPUS.format(value=_JOB_CPUS),
@@ -193,7 +193,7 @@ def _fleet_head(plan: FleetPlan) -> str:
         group=_group_of_nodes(plan),
         srun=_SRUN,
         leash=_leash(plan),
-        head=shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}", f"--ledger={ledger}"]),
+        head=shlex.join([f"--fleet={plan.fleet_dir}", f"--config={plan.config_file}", *own]),
     )
 
 

@@ -63,6 +63,26 @@ while True:
 """
 
 
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+from prorl_trio.rendezvous.head import HeadEntry, renew_head
+from prorl_trio.rendezvous.identity import this_process
+folder = Path(sys.argv[1]).parent
+(folder / "starts").open("a").write("x")
+entry = HeadEntry(
+    node_id="head", url="ws://127.0.0.1:1", token="t", host="h", process=this_process(), version="1",
+    heartbeat_interval_s=1.0, stale_after_s=10.0,
+)
+renew_head(folder.parent.parent, None, entry)
+if {dies} and (folder / "starts").read_text() == "x":
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    time.sleep(10)
+"""
+
+
 @pytest.fixture
 def config_file(tmp_path):
     path = tmp_path / "node.toml"
@@ -89,6 +109,17 @@ def as_nodes(monkeypatch):
 
 def run(*arguments):
     return CliRunner().invoke(main, ["local", *map(str, arguments)])
+
+
+@pytest.fixture
+def as_head(monkeypatch):
+    """Have a program in place of a real head, which kills itself at its first start if it `dies`."""
+
+    def become(*, dies=False):
+        program = HEAD.format(path=sys.path, dies=dies)
+        monkeypatch.setattr(local_fleet, "head_command", lambda file: [sys.executable, "-c", program, str(file)])
+
+    return become
 
 
 def test_each_node_has_a_name_ports_and_a_ledger_of_its_own(config_file, fleet):
@@ -161,9 +192,11 @@ def test_the_help_teaches():
     assert "local down" in run("--help").output
 
 
-async def test_signals_go_to_all_nodes_and_their_ends_are_told(config_file, fleet, as_nodes):
+async def test_signals_go_to_all_nodes_and_their_ends_are_told(config_file, fleet, as_nodes, as_head):
     as_nodes(patient=True)
-    nodes, ended, ready = write_plan(config_file, fleet, 2), [], trio.Event()
+    as_head()
+    nodes, head = write_plan(config_file, fleet, 2), write_head(config_file, None, fleet)
+    ended, ready = [], trio.Event()
 
     async def ask():
         await ready.wait()
@@ -177,48 +210,41 @@ async def test_signals_go_to_all_nodes_and_their_ends_are_told(config_file, flee
     with trio.fail_after(110):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
-            codes = await run_nodes(fleet, nodes, on_ready=ready.set, on_end=lambda *end: ended.append(end))
+            codes = await run_nodes(fleet, nodes, head, on_ready=ready.set, on_end=lambda *end: ended.append(end))
     assert codes == {"local-0": 0, "local-1": 0}
     assert sorted(ended) == sorted(codes.items())
 
 
-async def test_a_node_that_does_not_start_is_told_and_ends_the_others(config_file, fleet, as_nodes):
+async def test_a_node_that_does_not_start_is_told_and_ends_the_others(config_file, fleet, as_nodes, as_head):
     as_nodes(code=7)
-    nodes = write_plan(config_file, fleet, 2)
+    as_head()
+    nodes, head = write_plan(config_file, fleet, 2), write_head(config_file, None, fleet)
     with trio.fail_after(110), pytest.raises(NodeLost, match=r"ended with exit code 7(.|\n)*a node begins True"):
-        await run_nodes(fleet, nodes, on_ready=lambda: None, on_end=lambda *_: None)
+        await run_nodes(fleet, nodes, head, on_ready=lambda: None, on_end=lambda *_: None)
 
 
-HEAD = """
-import os, signal, sys, time
-from pathlib import Path
-sys.path[:0] = {path!r}
-from prorl_trio.rendezvous.head import HeadEntry, renew_head
-from prorl_trio.rendezvous.identity import this_process
-folder = Path(sys.argv[1]).parent
-(folder / "starts").open("a").write("x")
-entry = HeadEntry(
-    node_id="head", url="ws://127.0.0.1:1", token="t", host="h", process=this_process(), version="1",
-    heartbeat_interval_s=1.0, stale_after_s=10.0,
-)
-renew_head(folder.parent.parent, None, entry)
-if (folder / "starts").read_text() == "x":
-    os.kill(os.getpid(), signal.SIGKILL)
-while True:
-    time.sleep(10)
-"""
+def test_a_head_has_settings_of_its_own(config_file, fleet, tmp_path):
+    own = tmp_path / "head.toml"
+    tables = '[ledger]\ndir = "/elsewhere"\n[listen]\nport = 8123\n[fleet]\ndir = "/no"\n'
+    own.write_text(f"member_timeout_s = 7.0\n{tables}")
+    config = load_head_config(write_head(config_file, own, fleet).config_file)
+    assert (config.member_timeout_s, config.ledger.dir, config.listen.port) == (7.0, "/elsewhere", 8123)
+    assert (config.listen.token, config.fleet.dir) == ("secret", str(fleet))
+    own.write_text("member_timeout = 7.0")
+    with pytest.raises(ConfigError, match="member_timeout"):
+        write_head(config_file, own, fleet)
 
 
 async def test_a_head_is_started_again_when_it_is_killed_and_ends_with_the_nodes(
-    config_file, fleet, as_nodes, monkeypatch
+    config_file, fleet, as_nodes, as_head, monkeypatch
 ):
     as_nodes()
-    nodes, head, ended, ready = write_plan(config_file, fleet, 1), write_head(config_file, fleet), [], trio.Event()
+    as_head(dies=True)
+    nodes, head = write_plan(config_file, fleet, 1), write_head(config_file, None, fleet)
+    ended, ready = [], trio.Event()
     config = load_head_config(head.config_file)
     assert (config.ledger.dir, config.fleet.dir) == (str(fleet / "local" / "head" / "ledger"), str(fleet))
     assert (config.listen.token, config.listen.port) == ("secret", 0)
-    program = HEAD.format(path=sys.path)
-    monkeypatch.setattr(local_fleet, "head_command", lambda file: [sys.executable, "-c", program, str(file)])
     monkeypatch.setattr(local_fleet, "HEAD_RETRY_S", 0.01)
 
     async def ask():
@@ -230,7 +256,7 @@ async def test_a_head_is_started_again_when_it_is_killed_and_ends_with_the_nodes
     with trio.fail_after(110):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
-            codes = await run_nodes(fleet, nodes, on_ready=ready.set, on_end=lambda *end: ended.append(end), head=head)
+            codes = await run_nodes(fleet, nodes, head, on_ready=ready.set, on_end=lambda *end: ended.append(end))
     assert codes == {"local-0": 0}
     assert ended[0] == ("head", 128 + signal.SIGKILL)
 

@@ -41,6 +41,12 @@ def test_options_of_the_user_come_last_so_that_they_overrule_ours():
     assert lines[1 : 1 + len(options)] == options, "sbatch reads none after the first command"
 
 
+def test_the_head_gets_its_own_settings_where_there_are_some():
+    words = "slurm head --fleet=/shared/fleet --config=/shared/node.toml"
+    assert f"{words} &" in batch_script(plan())
+    assert f"{words} --head-config=/shared/head.toml &" in batch_script(plan(head_file="/shared/head.toml"))
+
+
 def test_a_machine_that_fails_takes_no_other_with_it():
     script = batch_script(plan())
     assert "--kill-on-bad-exit=0 --no-kill --wait=0" in script
