@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
+import msgspec
 import trio
 
 from launch.local.claim import claimed, find_claim
@@ -17,7 +18,7 @@ from launch.local.fleet import run_nodes
 from launch.local.plan import LOCAL, check_config, write_head, write_plan
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client.terminal import say, say_json
-from prorl_trio.rendezvous.report import look_at_nodes
+from prorl_trio.rendezvous.report import look_at_fleet
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,15 +111,14 @@ def up(fleet_dir: Path, config_file: Path, head_file: Path | None, nodes: int) -
 @local.command()
 @_FLEET
 def status(fleet_dir: Path) -> None:
-    """Print the nodes of a fleet as JSON, and whether `local up` runs them.
+    """Print the head and the nodes of a fleet as JSON, and whether `local up` runs them.
 
     `life` is `live`, `stale` (no heartbeat is seen) or `ended`; `state` is what a node said of itself at its last
     heartbeat, and `capacity` what it had to do. Jobs, backends and sandboxes: `prorl-trio status --fleet`.
     """
     claim = find_claim(fleet_dir)
-    found = look_at_nodes(fleet_dir)
-    report = {"up": None if claim is None else claim.process.pid, "nodes": found.nodes, "broken": found.broken}
-    say_json(report)
+    found = look_at_fleet(fleet_dir)
+    say_json({"up": None if claim is None else claim.process.pid, **msgspec.structs.asdict(found)})
 
 
 @local.command()

@@ -38,7 +38,7 @@ from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_grou
 from prorl_trio.client.terminal import say, say_json
 from prorl_trio.config import load_head_config
 from prorl_trio.config.secrets import TOKEN_VARIABLE
-from prorl_trio.rendezvous.report import look_at_nodes
+from prorl_trio.rendezvous.report import look_at_fleet
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -173,12 +173,11 @@ def up(
 @slurm.command()
 @_FLEET
 def status(fleet_dir: Path) -> None:
-    """Print the job and the nodes of a fleet as JSON."""
+    """Print the job, the head and the nodes of a fleet as JSON."""
     job_id = _job_of(fleet_dir)
     jobs = queue.find_jobs([job_id])
-    found = look_at_nodes(fleet_dir)
-    report = {"job_id": job_id, "job": jobs[0] if jobs else None, "nodes": found.nodes, "broken": found.broken}
-    say_json(report)
+    found = look_at_fleet(fleet_dir)
+    say_json({"job_id": job_id, "job": jobs[0] if jobs else None, **msgspec.structs.asdict(found)})
 
 
 @slurm.command()

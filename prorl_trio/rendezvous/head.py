@@ -6,11 +6,11 @@ All functions block on the disk; call them in a thread.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from prorl_trio.rendezvous.folder import HEAD, HEAD_FILE, read_file, require_folder, write_file
+from prorl_trio.rendezvous.folder import HEAD, HEAD_FILE, read_file, require_folder, time_there, write_file
 from prorl_trio.rendezvous.identity import ProcessIdentity, has_ended
 from prorl_trio.types.errors import ConfigError
 
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
 
-__all__ = ["HEAD_FORMAT", "HeadClaim", "HeadEntry", "read_head", "remove_head", "renew_head"]
+__all__ = ["HEAD_FORMAT", "HeadClaim", "HeadEntry", "find_head", "read_head", "remove_head", "renew_head"]
 
 HEAD_FORMAT: Final = 1
 """Format of the file. A reader takes no other."""
+NS: Final = 1_000_000_000
 
 
 class HeadEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +66,21 @@ def read_head(folder: str | PathLike[str]) -> HeadEntry:
         ConfigError: the folder or the file cannot be used.
     """
     return _read(require_folder(folder))[0]
+
+
+def find_head(folder: Path) -> tuple[HeadEntry, Literal["live", "stale", "ended"], float]:
+    """Return the entry of a head, whether it lives, and the seconds since its last heartbeat by the disk's clock.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ConfigError: the file cannot be used.
+    """
+    entry, beat_ns = _read(folder)
+    there_ns = time_there(folder)
+    age_s = 0.0 if there_ns is None else max(0.0, (there_ns - beat_ns) / NS)
+    if has_ended(entry.process):
+        return entry, "ended", age_s
+    return entry, "live" if age_s <= entry.stale_after_s else "stale", age_s
 
 
 def _read(folder: Path) -> tuple[HeadEntry, int]:

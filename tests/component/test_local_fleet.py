@@ -182,7 +182,12 @@ def test_what_is_not_up_is_told(fleet):
     assert missing.exit_code == 1
     assert "cannot be read" in missing.output
     with claimed(fleet, 1):
-        assert json.loads(run("status", "--fleet", fleet).output) == {"up": os.getpid(), "nodes": {}, "broken": {}}
+        assert json.loads(run("status", "--fleet", fleet).output) == {
+            "up": os.getpid(),
+            "head": None,
+            "nodes": {},
+            "broken": {},
+        }
 
 
 def test_the_help_teaches():

@@ -50,7 +50,7 @@ async def deliver(fleet, count, nodes):
         with trio.move_on_after(1):
             async for outcome in client.results(follow=True):
                 seen[outcome.job_id] += 1
-        reports = (await client.status())["nodes"]
+        reports = (await client.status())["members"]
     done = {name: report["pipeline"]["outcomes"]["completed"] for name, report in reports.items()}
     assert set(done) == set(nodes)
     assert min(done.values()) > 0, f"the work was not spread: {done}"

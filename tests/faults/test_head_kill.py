@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 from collections import Counter
-from contextlib import asynccontextmanager
 
 import pytest
 import trio
@@ -18,29 +15,12 @@ from prorl_trio.rendezvous.head import read_head
 from prorl_trio.types.errors import ConfigError
 from support.fake_fleet import finish_all, open_fake_fleet
 from support.fake_node import make_spec
+from support.fleet_head import head_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 KILLS = 6
 JOBS = 60
-
-
-@asynccontextmanager
-async def head_process(folder, ledger, log):
-    """Run `prorl-trio fleet`; yield the process when it says READY."""
-    command = [sys.executable, "-m", "prorl_trio.cli", "fleet", f"--dir={folder}", f"--ledger={ledger}"]
-    with log.open("ab") as errors:
-        process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE, stderr=errors)
-    try:
-        said = b""
-        while b"READY" not in said:
-            said += await process.stdout.receive_some() or pytest.fail(f"it has ended: {log.read_text()[-2000:]}")
-        yield process
-    finally:
-        process.kill()
-        with trio.CancelScope(shield=True):
-            await process.wait()
-            await process.stdout.aclose()
 
 
 async def test_a_head_that_is_killed_again_and_again_loses_and_doubles_nothing(tmp_path):

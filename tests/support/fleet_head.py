@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from collections import deque
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import trio
 
 from prorl_trio.client import connect
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
     from pathlib import Path
 
-    import pytest
-
     from prorl_trio.client import RolloutClient
     from prorl_trio.fleet.head import Fleet
     from prorl_trio.sessions.node_api import SessionSink
@@ -45,6 +45,7 @@ __all__ = [
     "announce",
     "fleet_in_thread",
     "head_entry",
+    "head_process",
     "head_quickly",
     "open_all",
     "open_client",
@@ -275,3 +276,22 @@ async def open_fleet_of_one(folder: Path, sessions: SessionTable) -> AsyncIterat
         nursery.start_soon(one.end_jobs)
         yield one
         nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def head_process(folder: Path, ledger: Path, log: Path) -> AsyncIterator[trio.Process]:
+    """Run `prorl-trio fleet`; yield the process when it says READY, and kill it."""
+    command = [sys.executable, "-m", "prorl_trio.cli", "fleet", f"--dir={folder}", f"--ledger={ledger}"]
+    with log.open("ab") as errors:
+        process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE, stderr=errors)
+    assert process.stdout is not None
+    try:
+        said = b""
+        while b"READY" not in said:
+            said += await process.stdout.receive_some() or pytest.fail(f"it has ended: {log.read_text()[-2000:]}")
+        yield process
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+            await process.stdout.aclose()
