@@ -24,8 +24,8 @@ from prorl_trio.rendezvous.folder import (
     require_folder,
     write_entry,
 )
-from prorl_trio.rendezvous.identity import has_ended, this_process
 from prorl_trio.rendezvous.head import renew_head
+from prorl_trio.rendezvous.identity import has_ended, this_process
 from prorl_trio.rendezvous.report import look_at_fleet
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError
