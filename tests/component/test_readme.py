@@ -191,7 +191,7 @@ NOT_THERE_YET = {
     "NeMo RL": "prorl_trio/integrations/*nemo*",
     "DAPO": "prorl_trio/client/sampling*",
     "Slurm": "launch/*slurm*",
-    "joins several nodes": "prorl_trio/client/*fleet*",
+    "joins several nodes": "prorl_trio/fleet/*",
     "viewer": "prorl_trio/**/*viewer*",
 }
 """What README says is missing, and the files that would be there if it were not."""
