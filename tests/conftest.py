@@ -16,10 +16,12 @@ import trio
 from launch.paths import engine_python, model_dir
 from launch.vllm import open_vllm
 from support.leaks import LEAKS, has_failed, holdings
+from support.rotation import PARTS, part
 from support.skips import Skips, because, read_allowed
 
 VLLM_TIMEOUT_S = 400
 LONG_TEST_TIMEOUT_S = 3600
+LONGEST = {"test_policy_text.py", "test_wheels_only.py", "test_trl.py", "test_sandbox_kill_sweep.py"}
 MEMORY = Path("/dev/shm")
 
 # A job that a shell put into the background ignores SIGINT, and one of nohup SIGHUP; so would what the tests start.
@@ -32,11 +34,19 @@ def pytest_configure(config):
     config.pluginmanager.register(LEAKS)
 
 
+def pytest_report_header():
+    """Name the part of the sweeps that this run does."""
+    number = part()
+    return f"sweeps: {'all' if number is None else f'part {number} of {PARTS} (PRORL_SWEEP={number})'}"
+
+
 def pytest_collection_modifyitems(items):
     """What is marked as slow may take longer than pyproject.toml allows, but not for ever.
 
-    Alone is also what needs a vLLM, which takes all cores, and what shares its name: xdist would run one of them.
+    Alone is also what needs a vLLM, which takes all cores, and what shares its name: xdist would run one of them. Files
+    that take minutes come first, so that no worker has one left when all the others are done.
     """
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     names = Counter(item.nodeid for item in items)
     for item in items:
         if "vllm_url" in item.fixturenames or names[item.nodeid] > 1:

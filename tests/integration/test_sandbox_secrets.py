@@ -80,17 +80,33 @@ def patterns_of(token):
     return "\n".join({text.strip()[:PATTERN_CHARS].partition("\n")[0] for text in texts if len(text) > 30} | {token})
 
 
-async def search(sandbox, token, left_out):
-    """Names of files inside that hold one of the patterns, by reading every file."""
+NEW_FILES = """
+seen = set(open("/tmp/seen", "rb").read().split())
+entries = [entry.partition(b" ") for entry in open("/tmp/list", "rb").read().split(b"\\0") if entry]
+print(len(entries), flush=True)
+new = {key: name for key, _, name in entries if key not in seen}
+open("/tmp/new", "wb").write(b"\\0".join(new.values()))
+open("/tmp/keys", "wb").write(b"\\n".join(new))
+"""
+
+
+async def search(sandbox, token, left_out, seen=None):
+    """Names of files inside that hold one of the patterns, by reading every file but those of the host in `seen`.
+
+    `seen` gets what was read: by device, inode, and the time of the last change, which a token that is new makes new.
+    """
     await sandbox.write_file(PATTERNS_FILE, patterns_of(token).encode())
+    await sandbox.write_file("/tmp/seen", b"\n".join(seen or ()))
     pruned = " -o ".join(f"-path {path}" for path in (*left_out, PATTERNS_FILE))
     script = (
-        f"find / \\( {pruned} \\) -prune -o -type f -print0 > /tmp/list; tr -cd '\\0' < /tmp/list | wc -c; "
-        f"xargs -0 grep -laF -f {PATTERNS_FILE} < /tmp/list; true"
+        f"find / \\( {pruned} \\) -prune -o -type f -printf '%D:%i:%C@ %p\\0' > /tmp/list; "
+        f"python3 -c '{NEW_FILES}' && xargs -0 grep -laF -f {PATTERNS_FILE} < /tmp/new; true"
     )
     done = await sandbox.exec(["bash", "-c", script], env={"LC_ALL": "C"}, timeout_s=SEARCH_TIMEOUT_S)
     assert done.exit_code == 0
     searched, *names = done.stdout.decode().split("\n")
+    if seen is not None:
+        seen.update((await sandbox.read_file("/tmp/keys")).split())
     return [name for name in names if name], int(searched)
 
 
@@ -109,11 +125,17 @@ async def test_the_questions_and_the_token_of_its_node_are_nowhere_but_perhaps_i
     assert searched > 1000
 
 
+@pytest.fixture(scope="module")
+def seen():
+    return set()
+
+
 @pytest.mark.slow
-async def test_they_are_nowhere_at_all(provider, token):
+async def test_they_are_nowhere_at_all(provider, token, seen):
+    """A file of the host that a sandbox of one provider has shown is not read again in that of another."""
     with trio.fail_after(SEARCH_TIMEOUT_S):
         async with provider.open_sandbox(SandboxSpec()) as sandbox:
-            found, searched = await search(sandbox, token, WITHOUT_FILES)
+            found, searched = await search(sandbox, token, WITHOUT_FILES, seen)
     assert found == []
     assert searched > 5000
 
