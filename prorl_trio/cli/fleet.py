@@ -49,7 +49,9 @@ logger = logging.getLogger(__name__)
 )
 @click.option("--port", type=click.IntRange(0, 65_535), help="The port, instead of the file's (0: any free one).")
 def fleet(folder: Path | None, config_path: Path | None, ledger: Path | None, port: int | None) -> None:
-    """Run the head of a fleet until SIGTERM or Ctrl-C: the one address at which a trainer uses all nodes of the folder.
+    """Run the head of a fleet, which is used as a node.
+
+    It is the one address at which trainers use all nodes of the folder, until SIGTERM or Ctrl-C.
 
     The head takes jobs as a node does, and has the nodes work on them. It can be killed and started again at any time:
     with the same ledger, sessions, jobs and outcomes are those of before, and the nodes go on meanwhile.

@@ -126,7 +126,7 @@ class MemberPlaces:
         held: number of these before EVAL.
         workers: of RUN; 0: not known yet.
         others: jobs before EVAL that are not the head's.
-        is_full: it has refused a job, and has not reported room since.
+        is_full: it has refused a job, or has cut one because it ends, and has not reported room since.
         behind: why it gets no jobs although it is there; empty: it gets some.
         unready: why a job submitted there would not be worked on; empty: it would.
     """
@@ -337,6 +337,7 @@ class Dispatch:
             if here:  # a member that was asked for the next attempt has gone on with its former copy
                 self._move(job, effects)
         elif event.error_code == SHUTDOWN and event.status == "cancelled":
+            member.is_full = True
             self._forget(event.node_id, event.job_id, event.cursor, effects)
             if here:
                 self._move(job, effects)

@@ -71,9 +71,9 @@ async def test_a_script_is_cut_to_the_request_and_not_advanced_by_the_probe():
             client = await open_client(engine)
             assert not calls
             short = await generate(client, max_tokens=2)
-            assert (short.token_ids, short.finish_reason) == ([7, 8], "length")
+            assert ([*short.token_ids], short.finish_reason) == ([7, 8], "length")
             stopped = await generate(client, stop_token_ids=[8, 9])
-            assert (stopped.token_ids, stopped.finish_reason) == ([7, 8], "stop")
+            assert ([*stopped.token_ids], stopped.finish_reason) == ([7, 8], "stop")
             assert calls == [PROMPT, PROMPT]
             await client.aclose()
 

@@ -104,7 +104,7 @@ async def test_slices_are_one_completion():
         assert (completion.finish_reason, [(span.start, span.end) for span in completion.spans]) == ("stop", [(0, 60)])
         engine.requests.clear()
         short = await complete(backends, max_tokens=20, slice_tokens=8)
-        assert (short.token_ids, short.finish_reason) == (WHOLE[:20], "length")
+        assert ([*short.token_ids], short.finish_reason) == (WHOLE[:20], "length")
         assert [request.max_tokens for request in engine.requests] == [8, 8, 4]
 
 

@@ -123,7 +123,7 @@ def test_nothing_is_asked_for_where_the_cut_came_after_the_end(last, max_tokens,
     partial.receive([11, last], [-0.5, -0.25])
     partial.cut()
     whole = partial.begin_attempt(under("v1"))
-    assert (whole.token_ids, whole.finish_reason) == ([11, last], reason)
+    assert ([*whole.token_ids], whole.finish_reason) == ([11, last], reason)
 
 
 def test_tokens_streamed_over_a_resume_are_of_the_version_that_was_in_force_when_they_came():
@@ -171,7 +171,7 @@ def test_a_call_that_was_complete_when_its_stream_was_cut_is_not_sampled_further
     assert partial.receive([11, 12, 13], [-0.5, -0.5, -0.5]) == 2
     partial.cut()
     whole = partial.begin_attempt(under("v1"))
-    assert (whole.token_ids, whole.finish_reason) == ([11, 12], "tool_call")
+    assert ([*whole.token_ids], whole.finish_reason) == ([11, 12], "tool_call")
 
 
 def known(label, policy_version):
@@ -303,7 +303,7 @@ async def test_an_sglang_streams_all_so_far_or_what_is_new(incremental, tokens_p
         assert got == [*completion.token_ids] == [*range(10, 18)]
         assert (completion.finish_reason, completion.dropped_tokens) == ("stop", 0)
         stopped = await client.generate(asked(PROMPT, 20, sink=lambda ids, _: ids.index(13) + 1 if 13 in ids else None))
-        assert (stopped.token_ids, stopped.finish_reason) == ([10, 11, 12, 13], "tool_call")
+        assert ([*stopped.token_ids], stopped.finish_reason) == ([10, 11, 12, 13], "tool_call")
         assert stopped.dropped_tokens == -4 % tokens_per_event
         await client.aclose()
 

@@ -368,13 +368,6 @@ def test_architecture_names_each_room():
     assert set(re.findall(r"^\| `(\w+)/` \|", TEXTS["ARCHITECTURE.md"], re.MULTILINE)) >= rooms
 
 
-def test_the_page_on_outcomes_sends_a_reader_to_few_files():
-    page = TEXTS["ARCHITECTURE.md"].partition("**If an outcome comes twice")[2].partition("\n## ")[0]
-    files = {ROOT / "prorl_trio" / name for name in re.findall(r"`([\w/]+\.py)`", page)}
-    assert 8 <= len(files) <= 15
-    assert sum(len(file.read_text().splitlines()) for file in files) <= 3_500
-
-
 def test_metrics_that_are_named_exist():
     named = {name for text in TEXTS.values() for name in re.findall(r"`prorl_((?!trio)\w+)", text)}
     for name in named:

@@ -13,7 +13,7 @@ import trio
 from transformers import AutoTokenizer, PretrainedConfig
 
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client import BlockingClient, SessionLost, WeightsRefused
+from prorl_trio.client import BlockingClient, WeightsRefused
 from prorl_trio.client.sampling import JobTemplate
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
@@ -257,30 +257,6 @@ async def test_one_that_failed_is_sampled_again_alone_and_at_last_has_no_reward(
         "2-0",
     ]
     assert len({spec.group_id for spec in node.submitted}) == 1
-
-
-@pytest.mark.parametrize(("whose", "times", "ends"), [("theirs", 1, False), ("theirs", 2, True), ("ours", 1, True)])
-async def test_jobs_that_an_earlier_trainer_has_lost_end_nothing(whose, times, ends):
-    node, told = Node(lambda _: 1.0), []
-
-    def run(client):
-        results = client.results
-
-        def lose(**options):
-            if len(told) < times:
-                told.append(node.submitted[0].job_id if whose == "ours" else "theirs")
-                raise SessionLost("a node was lost", [told[-1]])
-            return results(**options)
-
-        client.results = lose
-        return rollouts(client, instance("a"))
-
-    if ends:
-        with pytest.raises(SessionLost):
-            await with_client(node, run)
-    else:
-        assert [outcome.reward for outcome in await with_client(node, run)] == [1.0]
-    assert len(told) == times
 
 
 async def test_a_job_that_the_node_rejects_ends_it_and_the_others_are_cancelled():

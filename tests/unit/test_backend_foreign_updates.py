@@ -53,7 +53,7 @@ async def test_an_abort_that_comes_after_its_pause_was_undone_is_no_end_of_a_tur
         with pytest.raises(PauseTimeout):
             await pool.backends.operate(PauseBackends("abort", 1))
         await trio.sleep(10)
-        assert [(each.token_ids, each.finish_reason) for each in got] == [([10, 11], "stop")]
+        assert [([*each.token_ids], each.finish_reason) for each in got] == [([10, 11], "stop")]
 
 
 # ------------------------------------------------------------ weights that changed without us

@@ -313,6 +313,18 @@ def test_a_job_that_the_shutdown_of_its_member_cut_goes_on_elsewhere():
     assert not head.state.jobs["x"].losses
 
 
+def test_a_member_that_cut_a_job_gets_none_until_it_reports_room():
+    """Else each attempt would go to the one that ends, which alone has a free place."""
+    head = Head(a=4)
+    head.take("x")
+    head.accept()
+    head.apply(Ended("a", "x", 1, 1, "cancelled", "shutdown"))
+    head.apply(Forgotten("a", "x", 1))
+    assert (head.state.jobs["x"].place, head.state.jobs["x"].attempt) == ("queued", 1)
+    head.room("a", 4)
+    assert (head.where(), head.state.jobs["x"].attempt) == ({"a": ["x"]}, 2)
+
+
 def test_an_outcome_may_come_before_the_answer_to_its_submit():
     head = Head(a=4)
     head.take("x")

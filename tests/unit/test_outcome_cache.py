@@ -175,11 +175,11 @@ async def test_outcomes_in_memory_are_never_read():
 class AllButTheSecond:
     """References to the tokens of the first and the third job."""
 
-    def holds(self, job_id):
+    def has(self, job_id):
         return job_id != "job-1"
 
     def frame(self, job_id, cursor):
-        return b"reference" if self.holds(job_id) else None
+        return b"reference" if self.has(job_id) else None
 
 
 async def test_what_goes_by_reference_is_never_read():
