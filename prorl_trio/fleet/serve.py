@@ -34,7 +34,7 @@ from prorl_trio.node.membership import Endpoints, advertised_host
 from prorl_trio.node.monitoring import open_monitoring
 from prorl_trio.node.sessions import open_stored_journal
 from prorl_trio.rendezvous.folder import claim_folder
-from prorl_trio.rendezvous.head import HeadClaim, HeadEntry, remove_head, renew_head
+from prorl_trio.rendezvous.head import HeadClaim, HeadEntry, HeadReplaced, remove_head, renew_head
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.service.auth import Door
@@ -132,6 +132,7 @@ async def _open_whole(
     rest = config.rest
     feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events)
     folder = await run_sync(lambda: claim_folder(config.fleet.dir))
+    await _wait_free(folder, trio.CapacityLimiter(1))  # before the ledger: on a shared disk it may be that head's
     ledger = ledger_folder(config, dict(os.environ))
     async with open_monitoring(config) as monitoring, open_stored_journal(config.ledger, ledger) as journal:
         limits = SessionLimits(
@@ -260,15 +261,10 @@ async def _open_entry(
 
     Raises:
         ConfigError: another head lives there, or the entry cannot be written.
+        HeadReplaced: another head has taken the fleet over, because this one gave no sign of life for a while.
     """
     disk = trio.CapacityLimiter(1)
-    claim = HeadClaim(folder, this_process())
-    told = False
-    while not await run_sync(lambda: claim.is_free(time.monotonic()), limiter=disk):
-        if not told:
-            told = True
-            logger.warning("waiting for the entry of a former head in %s to grow stale", folder)
-        await trio.sleep(CLAIM_POLL_S)
+    await _wait_free(folder, disk)
     entry = _entry(config, found_at, door.token.decode())
     try:
         await run_sync(lambda: renew_head(folder, None, entry), limiter=disk)
@@ -276,7 +272,7 @@ async def _open_entry(
         raise ConfigError(f"fleet.dir: {folder} cannot be written: {exc.strerror}; make room, or name another") from exc
     logger.info("the fleet in %s has its head at %s", folder, entry.url)
     async with open_single_nursery() as tasks:
-        tasks.start_soon(service_task(_beat, "head heartbeat"), door, folder, entry, disk)
+        tasks.start_soon(_keep_entry, door, folder, entry, disk)
         try:
             yield
         finally:
@@ -284,6 +280,21 @@ async def _open_entry(
             if not stays:
                 with trio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
                     await _remove(folder, entry, disk)
+
+
+async def _wait_free(folder: Path, disk: trio.CapacityLimiter) -> None:
+    """Return when no other head lives in the folder by its heartbeat.
+
+    Raises:
+        ConfigError: another one does.
+    """
+    claim = HeadClaim(folder, this_process())
+    told = False
+    while not await run_sync(lambda: claim.is_free(time.monotonic()), limiter=disk):
+        if not told:
+            told = True
+            logger.warning("waiting for the entry of a former head in %s to grow stale", folder)
+        await trio.sleep(CLAIM_POLL_S)
 
 
 async def _remove(folder: Path, entry: HeadEntry, disk: trio.CapacityLimiter) -> None:
@@ -310,8 +321,20 @@ def _entry(config: HeadConfig, found_at: Endpoints, token: str) -> HeadEntry:
     )
 
 
-async def _beat(door: Door, folder: Path, entry: HeadEntry, disk: trio.CapacityLimiter) -> None:
-    """Renew the entry for ever. A disk that is full or away is logged, and tried again."""
+async def _keep_entry(door: Door, folder: Path, entry: HeadEntry, disk: trio.CapacityLimiter) -> None:
+    """Renew the entry until another head has taken the fleet over, and raise `HeadReplaced` then.
+
+    Two heads that work with one ledger would spoil it, and this one is found by nobody new.
+    """
+    replaced: list[HeadReplaced] = []
+    await service_task(_beat, "head heartbeat", may_return=True)(door, folder, entry, disk, replaced)
+    raise replaced[0]
+
+
+async def _beat(
+    door: Door, folder: Path, entry: HeadEntry, disk: trio.CapacityLimiter, replaced: list[HeadReplaced]
+) -> None:
+    """Renew the entry. A disk that is full or away is logged, and tried again."""
     written: HeadEntry = entry
     trouble = ""
     while True:
@@ -320,6 +343,9 @@ async def _beat(door: Door, folder: Path, entry: HeadEntry, disk: trio.CapacityL
         now = msgspec.structs.replace(entry, token=door.token.decode())
         try:
             written = await run_sync(partial(renew_head, folder, written, now), limiter=disk, abandon_on_cancel=True)
+        except HeadReplaced as exc:
+            replaced.append(exc)
+            return
         except (OSError, ConfigError) as exc:
             if str(exc) != trouble:
                 trouble = str(exc)

@@ -18,7 +18,16 @@ if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
 
-__all__ = ["HEAD_FORMAT", "HeadClaim", "HeadEntry", "find_head", "read_head", "remove_head", "renew_head"]
+__all__ = [
+    "HEAD_FORMAT",
+    "HeadClaim",
+    "HeadEntry",
+    "HeadReplaced",
+    "find_head",
+    "read_head",
+    "remove_head",
+    "renew_head",
+]
 
 HEAD_FORMAT: Final = 1
 """Format of the file. A reader takes no other."""
@@ -97,6 +106,10 @@ def _read(folder: Path) -> tuple[HeadEntry, int]:
     return entry, found.st_mtime_ns
 
 
+class HeadReplaced(ConfigError):
+    """Another head has taken the fleet over."""
+
+
 class HeadClaim:
     """The claim of a new head to a folder: it waits while another head lives there by its heartbeat.
 
@@ -135,7 +148,8 @@ def renew_head(folder: Path, before: HeadEntry | None, now: HeadEntry) -> HeadEn
     """Write the entry, or renew its time if nothing has changed since `before`; return what is there.
 
     Raises:
-        ConfigError: another head has taken the folder over.
+        HeadReplaced: another head has taken the folder over.
+        ConfigError: the folder or the file cannot be used.
         OSError: the disk fails.
     """
     if before is not None:
@@ -145,9 +159,9 @@ def renew_head(folder: Path, before: HeadEntry | None, now: HeadEntry) -> HeadEn
             before = None  # somebody cleaned up
         else:
             if found.process != now.process:
-                raise ConfigError(
+                raise HeadReplaced(
                     f"{folder / HEAD_FILE} is now of pid {found.process.pid} on {found.host}, which has taken the "
-                    "fleet over; this head is found by nobody new: end it"
+                    "fleet over, with its jobs: this head ends"
                 )
     if before == now:
         os.utime(folder / HEAD_FILE)

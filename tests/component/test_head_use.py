@@ -6,14 +6,18 @@ import msgspec
 import pytest
 import trio
 
+from ipc.nursery import open_single_nursery
 from prorl_trio.client import connect
+from prorl_trio.config import HeadConfig
+from prorl_trio.fleet.serve import serve_fleet
 from prorl_trio.rendezvous.folder import claim_folder
-from prorl_trio.rendezvous.head import HeadClaim, read_head, remove_head, renew_head
+from prorl_trio.rendezvous.head import HeadClaim, HeadReplaced, read_head, remove_head, renew_head
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError, UnknownBackend
 from support.fake_fleet import finish_all, take, update
 from support.fake_node import make_spec
+from support.fake_service import TOKEN
 from support.fleet_head import announce, head_entry, head_quickly, open_all
 
 pytestmark = pytest.mark.timeout(300)
@@ -123,3 +127,17 @@ def test_one_head_at_a_time(folder):
         renew_head(folder, ours, ours)
     remove_head(folder, elsewhere)
     assert not path.exists()
+
+
+async def test_a_head_whose_fleet_another_one_has_taken_over_ends(folder):
+    """It was frozen, or cut off from the disk: two would work with one ledger."""
+    tables = {"fleet": {"dir": str(folder), "heartbeat_interval_s": 0.05}, "listen": {"port": 0, "token": TOKEN}}
+    config = msgspec.convert({**tables, "ledger": {"dir": ""}}, HeadConfig)
+    with trio.fail_after(30), pytest.raises(HeadReplaced, match="with its jobs: this head ends"):
+        async with open_single_nursery() as nursery:
+            await nursery.start(serve_fleet, config)
+            entry = read_head(folder)
+            other = msgspec.structs.replace(entry.process, boot_id="another machine's")
+            renew_head(folder, None, msgspec.structs.replace(entry, process=other))
+            await trio.sleep_forever()
+    assert read_head(folder).process == other
