@@ -48,8 +48,9 @@ def measured_fleet(nodes: int, **fields: object) -> MeasuredFleet:
         steady_per_s=0.5 * nodes,
         init_s=0.5,
         run_s=3.7,
-        client_cpu_s=0.12 * nodes,
-        idle_client=0.002,
+        client_cpu_s=0.06 * nodes,
+        head_cpu_s=0.06 * nodes,
+        idle_head=0.002,
         idle_node=0.005,
         read_s=1e-4 * nodes,
         node_cpu_s=0.36 * nodes,
@@ -140,12 +141,12 @@ def test_the_finding_compares_with_the_smallest_fleet_the_simulation_and_the_pap
     assert finding.metrics["fleet.8.efficiency"] == pytest.approx(0.95)
     assert finding.metrics["fleet.8.whole_times"] == pytest.approx(8 * 24 / 26, abs=1e-4)
     assert 7 < finding.metrics["fleet.8.simulated_times"] < 9
-    assert finding.metrics["fleet.8.client_ms"] == pytest.approx(10.0)
+    assert finding.metrics["fleet.8.client_ms"] == finding.metrics["fleet.8.head_ms"] == pytest.approx(5.0)
     assert finding.metrics["fleet.1.own_busy"] == pytest.approx(1.38 / 48, abs=1e-4)
     rates, costs = finding.tables
     assert [row[0] for row in rates.rows] == ["1", "8"]
     assert rates.rows[1][-1] == "4.7 to 5.0 x"
-    assert costs.rows[1][1] == "10.0 ms"
+    assert costs.rows[1][1:3] == ["5.0 ms", "5.0 ms"]
     (figure,) = finding.figures
     assert [line.role for line in figure.lines] == ["floor", "ours", "ours", "ours", "paper", "paper", "paper"]
     said = " ".join(finding.caption)

@@ -61,7 +61,9 @@ async def test_fleets_of_a_real_slurm_do_their_jobs_and_leave_nothing():
     assert (measured[2].jobs, measured[2].turns) == (12, 18)
     for run in measured.values():
         assert run.run_s >= 1.5 * (SCALE.engine_s + SCALE.action_s)
-        assert min(run.client_cpu_s, run.node_cpu_s, run.sandbox_cpu_s, run.engine_cpu_s, run.read_s) > 0
+        assert (
+            min(run.client_cpu_s, run.head_cpu_s, run.node_cpu_s, run.sandbox_cpu_s, run.engine_cpu_s, run.read_s) > 0
+        )
         assert 0 < run.own_busy <= run.machine_busy + 0.1
     sizes = {nodes: predicted_size(SCALE, measured[1], nodes) for nodes in SCALE.nodes}
     simulated = {nodes: await trio.to_thread.run_sync(simulate_fleet, size) for nodes, size in sizes.items()}
