@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
-from ipc.session import Accepted
-from launch.paths import engine_python, model_dir
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import Accepted
+from prorl_launch.paths import engine_python, model_dir
 from perf.ablation import PAPER, PARTS, VARIANTS, Variant, gain_bars, paper_gain, system_of
 from perf.balance_vllm import open_servers
 from perf.engine_replay import watch_engine

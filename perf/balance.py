@@ -23,7 +23,7 @@ import msgspec
 import trio
 import trio.testing
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from perf.balance_router import measure_router
 from perf.batch import (
     HEAVY,

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from perf.batch import HEAVY, Batch, Strategy, Work, pool_of
 from perf.harness import Report, rows_of, tell
 from perf.peers.environments import PEERS, PeerUnavailable

@@ -27,11 +27,11 @@ import msgspec
 import numpy as np
 import trio
 
-from ipc.arena import BLOCK_TOKENS, open_arena
-from ipc.arena_socket import open_mapped_arena, serve_arena
-from ipc.errors import ChannelBroken
-from ipc.nursery import open_single_nursery
-from ipc.session import (
+from prorl_ipc.arena import BLOCK_TOKENS, open_arena
+from prorl_ipc.arena_socket import open_mapped_arena, serve_arena
+from prorl_ipc.errors import ChannelBroken
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import (
     Ack,
     AttachArena,
     ClientFrame,
@@ -41,7 +41,7 @@ from ipc.session import (
     ServerFrame,
     ServerMessage,
 )
-from ipc.websocket import CloseCode, LinkLimits, WebSocketLink, open_client_link, open_server_link
+from prorl_ipc.websocket import CloseCode, LinkLimits, WebSocketLink, open_client_link, open_server_link
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
 from perf.processes import open_child
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory
@@ -50,8 +50,8 @@ from prorl_trio.types.outcome_refs import join_outcome, split_outcome
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from ipc.arena import Arena, TokenBuffer
-    from ipc.arena_socket import MappedArena
+    from prorl_ipc.arena import Arena, TokenBuffer
+    from prorl_ipc.arena_socket import MappedArena
 
 PROMPT_SHARE = 32
 """So much of an outcome is its prompt."""

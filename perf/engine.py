@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from launch.node import open_node_process
-from launch.paths import engine_python, model_dir
-from launch.vllm import open_vllm
+from prorl_launch.node import open_node_process
+from prorl_launch.paths import engine_python, model_dir
+from prorl_launch.vllm import open_vllm
 from perf.engine_replay import (
     EngineSeen,
     PlacedRollout,
@@ -43,8 +43,8 @@ from prorl_trio.types.models import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from launch.node import NodeProcess
-    from launch.vllm import VllmProcess
+    from prorl_launch.node import NodeProcess
+    from prorl_launch.vllm import VllmProcess
     from prorl_trio.client import RolloutClient
     from prorl_trio.types.models import JobSpec, Outcome, TaskInstance
 

@@ -2,7 +2,7 @@
 
     python -m perf.fleet [--quick] [--json FILE]
 
-`prorl-trio slurm up` starts each fleet on a Slurm of its own (`launch/slurm/cluster.sh`), whose machines have a
+`prorl-trio slurm up` starts each fleet on a Slurm of its own (`launch/prorl_launch/slurm/cluster.sh`), whose machines have a
 network, a name and a /tmp each; one client gives it work, rollouts in real sandboxes. All of them share the processors
 of this machine, so a rollout waits: for its engine, and for a tool call that sleeps. Wants root, and Slurm's daemons.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from perf.fleet_cluster import open_cluster, open_slurm_fleet
 from perf.fleet_head import time_reads
 from perf.harness import Finding, rows_of, run_benchmark, tell

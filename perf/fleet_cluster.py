@@ -1,4 +1,4 @@
-"""A real Slurm of several machines on this one, `launch/slurm/cluster.sh`, and a fleet that it starts.
+"""A real Slurm of several machines on this one, `launch/prorl_launch/slurm/cluster.sh`, and a fleet that it starts.
 
 Each machine has a network, a name and a /tmp of its own where this kernel and user allow it. All of it ends with its
 block, also if this process is killed.
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from launch.slurm.cluster import SCRIPT, free_ports, has_networks
-from launch.supervised import Supervised, open_supervised
+from prorl_launch.slurm.cluster import SCRIPT, free_ports, has_networks
+from prorl_launch.supervised import Supervised, open_supervised
 from perf.harness import CannotRun
 from perf.processes import parent_of
 from prorl_trio.rendezvous.watch import FleetWatch
@@ -72,7 +72,7 @@ def require_slurm() -> None:
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     if lacking:
         raise CannotRun(
-            f"Slurm is not installed, there is no {', '.join(lacking)}: run `launch/slurm/cluster.sh install`"
+            f"Slurm is not installed, there is no {', '.join(lacking)}: run `launch/prorl_launch/slurm/cluster.sh install`"
         )
 
 

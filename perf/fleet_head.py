@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from perf.harness import tell
 from perf.processes import open_child, raise_file_limit
 from perf.rollouts import TOKEN, submit_all

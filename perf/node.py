@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from perf import delivery, ledger_bench
 from perf.harness import Case, Options, Report, Series, run_benchmark, tell
 from perf.node_rig import (

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from launch.learn import SHARED_CORES
-from launch.learning.prompt import PAYLOAD
-from launch.learning.record import CHECKPOINTS, SETTINGS, Settings, write_atomically
-from launch.node import open_node_process
-from launch.paths import checkout_dir, engine_python, model_dir, trainer_python
-from launch.supervised import open_supervised
-from launch.vllm import open_vllm
+from prorl_launch.learn import SHARED_CORES
+from prorl_launch.learning.prompt import PAYLOAD
+from prorl_launch.learning.record import CHECKPOINTS, SETTINGS, Settings, write_atomically
+from prorl_launch.node import open_node_process
+from prorl_launch.paths import engine_python, import_path, model_dir, trainer_python
+from prorl_launch.supervised import open_supervised
+from prorl_launch.vllm import open_vllm
 from perf.engine_replay import recorded_turns, replay
 from perf.harness import CAPTIONS, CannotRun, Finding, rotated, run_benchmark, tell
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
@@ -44,8 +44,8 @@ from prorl_trio.types.models import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from launch.node import NodeProcess
-    from launch.vllm import VllmProcess
+    from prorl_launch.node import NodeProcess
+    from prorl_launch.vllm import VllmProcess
     from perf.harness import Options
     from prorl_trio.client import RolloutClient
     from prorl_trio.client.word_problems import WordProblem
@@ -186,8 +186,8 @@ async def make_policy(model: Path, folder: Path) -> Path:
     run, log_file = folder / "demonstrations", folder / "demonstrations.log"
     run.mkdir()
     write_atomically(run / SETTINGS, Settings(model=str(model)))
-    command = [str(trainer_python("train")), "-m", "launch.learning.warm_up", str(run)]
-    env = {**os.environ, "PYTHONPATH": str(checkout_dir()), "HF_HUB_OFFLINE": "1", **SHARED_CORES}
+    command = [str(trainer_python("train")), "-m", "prorl_launch.learning.warm_up", str(run)]
+    env = {**os.environ, "PYTHONPATH": import_path(), "HF_HUB_OFFLINE": "1", **SHARED_CORES}
     async with open_supervised(command, env=env, log_file=log_file, grace_s=GRACE_S) as process:
         code = await process.wait()
     if code:
@@ -376,7 +376,7 @@ async def ride_peer(name: str, race: RaceRound, folder: Path) -> RaceRecord:
         **PEER_ENV,
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": str(folder),
-        "PYTHONPATH": str(checkout_dir()),
+        "PYTHONPATH": import_path(),
     }
     worker = ("-m", f"perf.peers.race_{name}")
     async with open_peer(PEERS[name], env=env, cwd=folder, log=folder / "log", worker=worker) as peer:

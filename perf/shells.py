@@ -19,10 +19,10 @@ import trio
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from ipc.channel import connect_unix
-from ipc.nursery import open_single_nursery
-from ipc.rpc import CallContext, RpcClient, open_rpc_client, serve_rpc
-from ipc.sandbox_calls import Ping, Pong, SandboxCall
+from prorl_ipc.channel import connect_unix
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.rpc import CallContext, RpcClient, open_rpc_client, serve_rpc
+from prorl_ipc.sandbox_calls import Ping, Pong, SandboxCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -171,7 +171,7 @@ async def open_daemon(
         process: trio.Process = await nursery.start(
             partial(
                 trio.run_process,
-                [sys.executable, "-m", "sandbox_daemon", "--socket", str(socket_path)],
+                [sys.executable, "-m", "prorl_daemon", "--socket", str(socket_path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
+from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
 from perf import trace
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
@@ -33,7 +33,7 @@ from perf.shells import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ipc.rpc import RpcClient
+    from prorl_ipc.rpc import RpcClient
     from perf.shells import BarePty
 
 QUICK_ROUNDS, ROUNDS = 200, 2_000

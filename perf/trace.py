@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import trio
 
-from ipc.sandbox_calls import BashResult, BashRun
+from prorl_ipc.sandbox_calls import BashResult, BashRun
 from perf.harness import CAPTIONS, PERCENTS, Case, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import PeerAnswer, open_peer

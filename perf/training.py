@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from perf.batch import HEAVY, TOKENS
 from perf.harness import tell
 from prorl_trio.client.sampling import GroupRules, JobTemplate

@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ipc.limits import SandboxLimits
-    from ipc.session import Accepted, Rejected
+    from prorl_ipc.limits import SandboxLimits
+    from prorl_ipc.session import Accepted, Rejected
     from prorl_trio.agent.context import Resources, RolloutContext
     from prorl_trio.agent.loop import AgentEnd, NewDialogue, run_agent, run_sub_agent
     from prorl_trio.agent.style import AgentStyle
@@ -113,8 +113,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ipc.limits": "SandboxLimits",
-    "ipc.session": "Accepted Rejected",
+    "prorl_ipc.limits": "SandboxLimits",
+    "prorl_ipc.session": "Accepted Rejected",
     "prorl_trio.agent.context": "Resources RolloutContext",
     "prorl_trio.agent.loop": "AgentEnd NewDialogue run_agent run_sub_agent",
     "prorl_trio.agent.style": "AgentStyle",

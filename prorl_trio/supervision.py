@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec
 
 import trio
 
-from ipc.nursery import is_cancelled, leaves, only_cancelled
+from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
 from prorl_trio.types.errors import InternalError, ProrlError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from ipc.turnstile import pass_turnstile
+from prorl_ipc.turnstile import pass_turnstile
 from prorl_trio.agent.budget import AgentBudget
 from prorl_trio.agent.style import PLAIN
 from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend

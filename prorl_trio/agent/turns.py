@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import trio
 
-from ipc.nursery import only_cancelled
+from prorl_ipc.nursery import only_cancelled
 from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.threads import run_sync

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ipc.portable_text import printable
+from prorl_ipc.portable_text import printable
 from prorl_trio.cli.exit_codes import EXIT_INTERNAL, EXIT_INTERRUPTED
 from prorl_trio.cli.lazy_group import LazyGroup
 from prorl_trio.observe.logs import LOG_FORMATS, open_logging
@@ -41,7 +41,7 @@ class _Commands(LazyGroup):
         try:
             return self._invoke(ctx)
         except* ProrlError as group:
-            from ipc.nursery import leaves  # with trio, which the command that failed has loaded, and `--help` has not
+            from prorl_ipc.nursery import leaves  # with trio, which the command that failed has loaded, and `--help` has not
 
             errors = leaves(group)
             code = EXIT_INTERNAL if any(isinstance(error, InternalError) for error in errors) else 1

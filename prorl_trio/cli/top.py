@@ -10,7 +10,7 @@ import msgspec
 import trio
 from rich.live import Live
 
-from ipc.portable_text import printable_json
+from prorl_ipc.portable_text import printable_json
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.top_report import SORTS, Rates, TopOptions, render_top
 from prorl_trio.client.progress import console

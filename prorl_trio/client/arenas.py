@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from ipc.errors import StaleReference
+from prorl_ipc.errors import StaleReference
 
 if TYPE_CHECKING:
-    from ipc.arena_memory import TokenArrays
-    from ipc.arena_socket import MappedArena
-    from ipc.arena_wire import ArenaRef
+    from prorl_ipc.arena_memory import TokenArrays
+    from prorl_ipc.arena_socket import MappedArena
+    from prorl_ipc.arena_wire import ArenaRef
 
 __all__ = ["ARENAS_KEPT", "MappedArenas"]
 

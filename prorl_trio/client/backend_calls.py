@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, Self, cast, ov
 
 import msgspec
 
-from ipc.session import BackendsAnswer, CallBackends
+from prorl_ipc.session import BackendsAnswer, CallBackends
 from prorl_trio.types.backends import (
     AddBackend,
     AnswerT,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, S
 import trio
 from outcome import Error, capture
 
-from ipc.clock import RunningClock
-from ipc.nursery import only_cancelled, single_exception
+from prorl_ipc.clock import RunningClock
+from prorl_ipc.nursery import only_cancelled, single_exception
 from prorl_trio.client.backend_calls import BlockingBackendCalls
 from prorl_trio.client.client import RolloutClient
 from prorl_trio.client.connection import connect

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from ipc.nursery import single_exception
-from ipc.session import (
+from prorl_ipc.nursery import single_exception
+from prorl_ipc.session import (
     MAX_MESSAGE_BYTES,
     SESSION_PROTOCOL_VERSION,
     Accepted,
@@ -33,8 +33,8 @@ from ipc.session import (
     WithdrawJobs,
     WithdrawnJobs,
 )
-from ipc.tls import client_context
-from ipc.websocket import LinkLimits
+from prorl_ipc.tls import client_context
+from prorl_ipc.websocket import LinkLimits
 from prorl_trio.client.address import Address, EndpointFile, HeadFile
 from prorl_trio.client.backend_calls import BackendCalls
 from prorl_trio.client.policy_update import open_policy_update

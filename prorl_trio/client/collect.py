@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.session import Rejected
+from prorl_ipc.session import Rejected
 from prorl_trio.client.recording import (
     RUN_INFO,
     SUMMARY,

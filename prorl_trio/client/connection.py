@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.session import MAX_MESSAGE_BYTES
+from prorl_ipc.session import MAX_MESSAGE_BYTES
 from prorl_trio.client.address import HeadFile
 from prorl_trio.client.client import connect_node
 from prorl_trio.client.errors import ConnectionLost

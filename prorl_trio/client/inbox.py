@@ -7,7 +7,7 @@ from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ipc.session import OutcomeFrame, OutcomeRefFrame
+    from prorl_ipc.session import OutcomeFrame, OutcomeRefFrame
 
 __all__ = ["Inbox"]
 

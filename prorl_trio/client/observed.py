@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ipc.session import ObservedOutcome
+from prorl_ipc.session import ObservedOutcome
 
 if TYPE_CHECKING:
-    from ipc.session import ObservedEvent
+    from prorl_ipc.session import ObservedEvent
     from prorl_trio.types.models import Outcome
 
 __all__ = ["Observed", "ObservedInbox"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import PolicyUpdateFailed
 from prorl_trio.client.weights.source import check_adapter_weights, check_weights, name_tied_head, stage_weights
 from prorl_trio.types.backends import (

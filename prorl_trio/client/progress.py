@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from ipc.session import Rejected
+    from prorl_ipc.session import Rejected
     from prorl_trio.client import RolloutClient
     from prorl_trio.client.recording import Summary
     from prorl_trio.types.models import JobSpec, Outcome

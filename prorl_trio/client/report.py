@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from ipc.portable_text import printable
+from prorl_ipc.portable_text import printable
 from prorl_trio.client.terminal import one_line
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
-from ipc.session import (
+from prorl_ipc.session import (
     Accepted,
     BackendsAnswer,
     CallBackends,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from ipc.errors import IpcError, StaleReference
-from ipc.session import OutcomeFrame, OutcomeRefFrame
+from prorl_ipc.errors import IpcError, StaleReference
+from prorl_ipc.session import OutcomeFrame, OutcomeRefFrame
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Outcome
 from prorl_trio.types.outcome_refs import join_outcome

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import msgspec
 import trio
 
-from ipc.session import (
+from prorl_ipc.session import (
     Accepted,
     Ack,
     BackendsAnswer,
@@ -32,7 +32,7 @@ from ipc.session import (
     StatusReport,
     WithdrawnJobs,
 )
-from ipc.websocket import CloseCode
+from prorl_ipc.websocket import CloseCode
 from prorl_trio.client.arenas import MappedArenas
 from prorl_trio.client.errors import SessionLost, SessionReplaced
 from prorl_trio.client.inbox import Inbox
@@ -43,7 +43,7 @@ from prorl_trio.types.errors import AdmissionRejected, Draining, ProtocolError, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ipc.websocket import WebSocketLink
+    from prorl_ipc.websocket import WebSocketLink
 
 __all__ = ["EVENTS_KEPT", "ClientState", "refusal"]
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from ipc.session import ObservedEvent
+from prorl_ipc.session import ObservedEvent
 from prorl_trio.client.observed import Observed
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Outcome
 
 if TYPE_CHECKING:
-    from ipc.session import JobEvent
+    from prorl_ipc.session import JobEvent
     from prorl_trio.client.state import ClientState
 
 __all__ = ["EventStream", "ObservedStream"]

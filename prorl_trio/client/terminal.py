@@ -10,7 +10,7 @@ import rich.console
 from rich.segment import Segment
 from rich.text import Text
 
-from ipc.portable_text import printable, printable_json
+from prorl_ipc.portable_text import printable, printable_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.arena_socket import open_mapped_arena
-from ipc.clock import LATE_S
-from ipc.errors import IpcError, ProtocolViolation
-from ipc.session import (
+from prorl_ipc.arena_socket import open_mapped_arena
+from prorl_ipc.clock import LATE_S
+from prorl_ipc.errors import IpcError, ProtocolViolation
+from prorl_ipc.session import (
     Ack,
     AttachArena,
     ServerFrame,
@@ -22,8 +22,8 @@ from ipc.session import (
     SessionRefused,
     SessionWelcome,
 )
-from ipc.tls import open_tls
-from ipc.websocket import CloseCode, HandshakeAnswered, LinkClosed, LinkLimits, WebSocketLink, open_client_link
+from prorl_ipc.tls import open_tls
+from prorl_ipc.websocket import CloseCode, HandshakeAnswered, LinkClosed, LinkLimits, WebSocketLink, open_client_link
 from prorl_trio.client.address import Address
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.state import ClientState, refusal
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable
 
-    from ipc.session import SessionHello
+    from prorl_ipc.session import SessionHello
     from prorl_trio.client.address import EndpointFile, HeadFile
 
 __all__ = ["Patience", "Transport"]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from ipc.limits import SandboxLimits
+from prorl_ipc.limits import SandboxLimits
 from prorl_trio.config.quantities import (
     MAX_BYTES,
     MAX_OPEN_FILES,

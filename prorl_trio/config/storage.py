@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from ipc.arena_socket import MAX_ARENA_READERS
+from prorl_ipc.arena_socket import MAX_ARENA_READERS
 from prorl_trio.config.quantities import MAX_BYTES, Bytes, BytesOrZero, Connections, Count, SecondsOrZero
 from prorl_trio.config.table import Table
 

@@ -15,7 +15,7 @@ from prorl_trio.types.errors import MalformedJob, ServiceError, UnknownHandler
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ipc.session import Rejected
+    from prorl_ipc.session import Rejected
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.types.models import JobSpec
 

@@ -75,7 +75,7 @@ class Recovered(NamedTuple):
 
 
 class Room(NamedTuple):
-    """A member has reported its room: see `ipc.session.RoomReport`.
+    """A member has reported its room: see `prorl_ipc.session.RoomReport`.
 
     `own` is the number of the head's jobs there before EVAL when it was asked.
     """

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, assert_never
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
-from ipc.session import Accepted, OutcomeFrame
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import Accepted, OutcomeFrame
 from prorl_trio.fleet import events as on
 from prorl_trio.fleet.checks import JobChecks
 from prorl_trio.fleet.dispatch import Dispatch
@@ -37,7 +37,7 @@ from prorl_trio.types.models import EncodedOutcome
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from ipc.session import JobEvent, OutcomeRefFrame, Rejected
+    from prorl_ipc.session import JobEvent, OutcomeRefFrame, Rejected
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.config import HeadConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.client import connect_node
 from prorl_trio.rendezvous.folder import read_entry
 from prorl_trio.types.errors import ConfigError, ProtocolError, ServiceError, Unauthorized
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from ipc.session import JobEvent, OutcomeFrame, OutcomeRefFrame
+    from prorl_ipc.session import JobEvent, OutcomeFrame, OutcomeRefFrame
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.client.state import ClientState
     from prorl_trio.rendezvous.entry import NodeEntry

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.fleet.policy import FleetPolicy
 from prorl_trio.types.backends import (

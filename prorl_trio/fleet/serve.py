@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config.secrets import load_token
 from prorl_trio.file_systems import sync_folder
 from prorl_trio.fleet.head import open_fleet_head

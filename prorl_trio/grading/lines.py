@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from contextlib import AbstractAsyncContextManager
 
-    from ipc.sandbox_calls import ExecResult
+    from prorl_ipc.sandbox_calls import ExecResult
     from prorl_trio.grading.verdict import TestStatus
     from prorl_trio.sandbox.program import Program
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ipc.envelope import UNDECODABLE
+from prorl_ipc.envelope import UNDECODABLE
 
 __all__ = ["MAX_REWARD_BYTES", "REWARD_FILES", "parse_rewards", "scalar_reward"]
 

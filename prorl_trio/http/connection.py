@@ -10,7 +10,7 @@ import h11
 import msgspec
 import trio
 
-from ipc.turnstile import pass_turnstile
+from prorl_ipc.turnstile import pass_turnstile
 from prorl_trio.types.errors import ProrlError
 
 if TYPE_CHECKING:

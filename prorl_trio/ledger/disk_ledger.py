@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.ledger.database import Job
 from prorl_trio.ledger.disk import REMEDY, Disk
 from prorl_trio.ledger.ledger import (

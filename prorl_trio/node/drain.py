@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 
 if TYPE_CHECKING:
     from collections import Counter

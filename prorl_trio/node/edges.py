@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import trio
 
-from ipc.arena_socket import serve_arena
-from ipc.nursery import open_single_nursery
+from prorl_ipc.arena_socket import serve_arena
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import NodeConfig
 from prorl_trio.config.secrets import load_token
 from prorl_trio.node.membership import Endpoints
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from ipc.arena import Arena
+    from prorl_ipc.arena import Arena
     from prorl_trio.config import HeadConfig
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.service.rest.call import Endpoint

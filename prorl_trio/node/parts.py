@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.arena import open_arena
-from ipc.nursery import open_single_nursery
+from prorl_ipc.arena import open_arena
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.http.client import split_origin
 from prorl_trio.inference.engines.protocol import EnginePaused
 from prorl_trio.inference.engines.registry import EngineRegistry
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from random import Random
 
-    from ipc.arena import Arena
+    from prorl_ipc.arena import Arena
     from prorl_trio.config import ArenaConfig, BackendConfig, ImagesConfig, SandboxConfig
     from prorl_trio.inference.engines.http_engine import OnCall
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.clock import use_running_clock
-from ipc.nursery import open_single_nursery
+from prorl_ipc.clock import use_running_clock
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.core import open_node

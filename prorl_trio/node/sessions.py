@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from ipc.arena import Arena
+    from prorl_ipc.arena import Arena
     from prorl_trio.config import LedgerConfig, NodeConfig
     from prorl_trio.sessions.journal import Journal
 

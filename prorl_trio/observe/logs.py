@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TextIO
 
 import msgspec
 
-from ipc.portable_text import portable, printable, printable_json
+from prorl_ipc.portable_text import portable, printable, printable_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from ipc.errors import CallFailed
-from ipc.nursery import leaves
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.nursery import leaves
 from prorl_trio.handlers.base import Evaluation
 from prorl_trio.sandbox.use import is_spoilt
 from prorl_trio.types.errors import (

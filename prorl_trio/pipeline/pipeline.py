@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.nursery import only_cancelled, open_single_nursery
+from prorl_ipc.nursery import only_cancelled, open_single_nursery
 from prorl_trio.pipeline.admission import Admission
 from prorl_trio.pipeline.durations import Durations
 from prorl_trio.pipeline.fates import Fates

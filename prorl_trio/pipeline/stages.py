@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.nursery import is_cancelled
+from prorl_ipc.nursery import is_cancelled
 from prorl_trio.pipeline.outcomes import raise_bugs
 from prorl_trio.pipeline.stage_queue import StageQueue
 from prorl_trio.supervision import service_task

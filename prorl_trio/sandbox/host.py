@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import msgspec
 import trio
 
-from ipc.nursery import leaves, single_exception
+from prorl_ipc.nursery import leaves, single_exception
 from prorl_trio.sandbox.images.locate import HOST, locate_root
 from prorl_trio.sandbox.images.puller import ImagePuller
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -28,7 +28,7 @@ from prorl_trio.types.errors import InternalError, SandboxLost, SandboxUnavailab
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from ipc.sandbox_calls import SandboxCall
+    from prorl_ipc.sandbox_calls import SandboxCall
     from prorl_trio.sandbox.images.puller import PullLimits
     from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.provider import SandboxProvider

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
-from ipc.channel import UNWATCHED_POLL_S
-from ipc.nursery import single_exception
-from ipc.sandbox_calls import OWN_ERROR_EXIT
+from prorl_ipc.channel import UNWATCHED_POLL_S
+from prorl_ipc.nursery import single_exception
+from prorl_ipc.sandbox_calls import OWN_ERROR_EXIT
 from prorl_trio.sandbox.reaper import (
     ProcessId,
     descendants,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import msgspec
 import trio
 
-from ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult
+from prorl_ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult
 from prorl_trio.types.errors import RolloutError, SandboxCallFailed, SandboxLost
 
 if TYPE_CHECKING:
-    from ipc.sandbox_calls import SandboxCall
+    from prorl_ipc.sandbox_calls import SandboxCall
 
 __all__ = ["INPUT_PIECE_BYTES", "MAX_UNREAD_BYTES", "CallSandbox", "OnOutput", "Program"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import msgspec
 
-from ipc.limits import SandboxLimits
+from prorl_ipc.limits import SandboxLimits
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

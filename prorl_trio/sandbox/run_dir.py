@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 from trio.lowlevel import RunVar
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.sandbox import reaper
 from prorl_trio.sandbox.limits.pid_limit import PidLimiter

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
-from ipc.client import SILENCE_S
+from prorl_ipc.client import SILENCE_S
 from prorl_trio.sandbox.reaper import children, stat_fields
 from prorl_trio.sandbox.threads import run_blocking
 

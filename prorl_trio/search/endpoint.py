@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 import trio
 
-from ipc.envelope import UNDECODABLE
+from prorl_ipc.envelope import UNDECODABLE
 from prorl_trio.http.client import HttpClient, HttpError, HttpLimits, TooManyWaiting
 from prorl_trio.http.retries import RETRYABLE_STATUSES
 from prorl_trio.search.backend import SearchBackend, SearchFailed

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import trio
 
-from ipc.handshake import token_matches
+from prorl_ipc.handshake import token_matches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Type
 
 import msgspec
 
-from ipc.session import BackendsAnswer
+from prorl_ipc.session import BackendsAnswer
 from prorl_trio.service.requests import error_of, read
 from prorl_trio.types.backends import (
     AddBackend,
@@ -26,7 +26,7 @@ from prorl_trio.types.backends import (
 from prorl_trio.types.errors import BackendError, MalformedJob, ServiceError
 
 if TYPE_CHECKING:
-    from ipc.session import CallBackends
+    from prorl_ipc.session import CallBackends
     from prorl_trio.sessions.node_api import NodeApi
 
 __all__ = ["TABLE", "Row", "answer_call"]

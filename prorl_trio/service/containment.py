@@ -6,7 +6,7 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ipc.nursery import is_cancelled, leaves, only_cancelled
+from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
 from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import h11
 import trio
 
-from ipc.nursery import leaves
+from prorl_ipc.nursery import leaves
 from prorl_trio.service.guard import Refusal
 from prorl_trio.service.heads import is_bare, parse_head, starts_request
 

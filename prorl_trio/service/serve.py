@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.channel import listen_unix
-from ipc.nursery import open_single_nursery
+from prorl_ipc.channel import listen_unix
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import RestConfig
 from prorl_trio.service.rest.app import RestApp
 from prorl_trio.service.rest.call import Api

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.channel import serve_connections
-from ipc.errors import ProtocolViolation
-from ipc.nursery import single_exception
-from ipc.tls import open_tls
-from ipc.websocket import LinkClosed
+from prorl_ipc.channel import serve_connections
+from prorl_ipc.errors import ProtocolViolation
+from prorl_ipc.nursery import single_exception
+from prorl_ipc.tls import open_tls
+from prorl_ipc.websocket import LinkClosed
 from prorl_trio.service.containment import contain_errors
 from prorl_trio.service.guard import Guard
 from prorl_trio.service.http1 import HttpConnection

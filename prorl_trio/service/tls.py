@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ipc.tls import server_context
+from prorl_ipc.tls import server_context
 from prorl_trio.config.secrets import open_private
 from prorl_trio.file_systems import open_regular
 from prorl_trio.types.errors import ConfigError

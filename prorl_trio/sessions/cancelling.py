@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
-from ipc.session import AllJobs, TheseJobs
+from prorl_ipc.session import AllJobs, TheseJobs
 from prorl_trio.sessions.job import Job
 from prorl_trio.types.errors import UnknownJob
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ipc.session import CancelTarget, MatchingJobs
+    from prorl_ipc.session import CancelTarget, MatchingJobs
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.session import Session
     from prorl_trio.types.models import JobSpec
@@ -27,7 +27,7 @@ CANCELS_AT_ONCE: Final = 64
 
 
 class CancelledIds(NamedTuple):
-    """The result of a cancel, as `ipc.session.Cancelled` says."""
+    """The result of a cancel, as `prorl_ipc.session.Cancelled` says."""
 
     cancelled: list[str]
     ended: list[str]

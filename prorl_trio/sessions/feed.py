@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 import msgspec
 import trio
 
-from ipc.session import OutcomeFrame
+from prorl_ipc.session import OutcomeFrame
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from ipc.session import JobEvent
+    from prorl_ipc.session import JobEvent
     from prorl_trio.sessions.outcome_log import OutcomeLog
     from prorl_trio.sessions.shared_outcomes import SharedOutcomes
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, NewJob, Ref
 from prorl_trio.ledger.operations import Acknowledge, BeginAttempt, Call, CloseSession, Finish, Forget
 from prorl_trio.sessions.outcome_log import HOT_OUTCOME_BYTES, OutcomeCache

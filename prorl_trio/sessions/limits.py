@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ipc.session import MAX_MESSAGE_BYTES
+from prorl_ipc.session import MAX_MESSAGE_BYTES
 from prorl_trio.types.errors import AdmissionRejected
 
 __all__ = ["JOBS_PER_CHECKPOINT", "RETRY_AFTER_S", "SessionLimits"]

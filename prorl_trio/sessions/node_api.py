@@ -18,7 +18,7 @@ __all__ = ["NodeApi", "Room", "SessionSink"]
 
 
 class Room(NamedTuple):
-    """Room of a node for jobs of one session: as `ipc.session.RoomReport` says."""
+    """Room of a node for jobs of one session: as `prorl_ipc.session.RoomReport` says."""
 
     room: int
     free: int

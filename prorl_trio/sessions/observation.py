@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ipc.session import JobEvent, ObservationLost, ObservedEvent, ObservedOutcome
+from prorl_ipc.session import JobEvent, ObservationLost, ObservedEvent, ObservedOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable

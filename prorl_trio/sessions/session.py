@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.session import JobEvent
+from prorl_ipc.session import JobEvent
 from prorl_trio.ledger import LedgerCorrupt
 from prorl_trio.sessions.encoding import encode_outcome, fingerprint_of, fit_outcome, lost_outcome
 from prorl_trio.sessions.feed import MAX_UNACKED_BYTES, MAX_UNACKED_OUTCOMES, Feed, References

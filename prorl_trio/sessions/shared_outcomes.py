@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ipc.arena_memory import TOKEN_BYTES
+from prorl_ipc.arena_memory import TOKEN_BYTES
 from prorl_trio.types.outcome_refs import refs_of, split_outcome
 
 if TYPE_CHECKING:
-    from ipc.arena import Arena
-    from ipc.session import OutcomeRefFrame
+    from prorl_ipc.arena import Arena
+    from prorl_ipc.session import OutcomeRefFrame
     from prorl_trio.types.models import Outcome
 
 __all__ = ["SharedOutcomes"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.inference.engines.load_report import LoadReport
 from prorl_trio.inference.engines.protocol import Completion, CompletionRequest, EngineClient, EngineInfo
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded

@@ -20,7 +20,7 @@ import msgspec
 import trio
 from tokenizers import Tokenizer
 
-from ipc.nursery import single_exception
+from prorl_ipc.nursery import single_exception
 from prorl_trio.testing.fake_answers import (
     DONE,
     Fault,

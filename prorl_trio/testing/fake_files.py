@@ -6,7 +6,7 @@ import errno
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ipc.file_calls import (
+from prorl_ipc.file_calls import (
     DownloadBegin,
     DownloadParts,
     EditFile,
@@ -30,8 +30,8 @@ from ipc.file_calls import (
 from prorl_trio.testing.fake_shell import HOME
 
 if TYPE_CHECKING:
-    from ipc.file_calls import TreePart
-    from ipc.sandbox_calls import SandboxCall, SandboxReply
+    from prorl_ipc.file_calls import TreePart
+    from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
 
 __all__ = ["FakeFiles"]
 

@@ -13,7 +13,7 @@ import h11
 import msgspec
 import trio
 
-from ipc.nursery import single_exception
+from prorl_ipc.nursery import single_exception
 
 __all__ = ["Answer", "HttpCall", "Send", "serve_http"]
 

@@ -6,13 +6,13 @@ import ast
 import operator
 from typing import TYPE_CHECKING, Final
 
-from ipc.sandbox_calls import CellError, CellResult
+from prorl_ipc.sandbox_calls import CellError, CellResult
 from prorl_trio.testing.fake_shell import cap_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ipc.sandbox_calls import IpythonRun
+    from prorl_ipc.sandbox_calls import IpythonRun
 
 __all__ = ["FakePython"]
 

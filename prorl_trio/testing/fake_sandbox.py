@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import msgspec
 import trio
 
-from ipc.errors import CallFailed
-from ipc.file_calls import DownloadBegin, EditFile, FileRead, FileWrite, UploadBegin
-from ipc.sandbox_calls import (
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.file_calls import DownloadBegin, EditFile, FileRead, FileWrite, UploadBegin
+from prorl_ipc.sandbox_calls import (
     BashInput,
     BashRestart,
     BashRestarted,
@@ -44,7 +44,7 @@ from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
-    from ipc.sandbox_calls import SandboxCall, SandboxReply
+    from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
     from prorl_trio.sandbox.program import OnOutput
 
 __all__ = ["FakeProvider", "FakeSandbox"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.file_calls import EditFile
+from prorl_ipc.file_calls import EditFile
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants
 from prorl_trio.sandbox.sandbox import ShellBusy, ShellIdle

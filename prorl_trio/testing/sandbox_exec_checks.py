@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.file_calls import EditFile
+from prorl_ipc.file_calls import EditFile
 from prorl_trio.testing.sandbox_check import ACTION_TIMEOUT_S, Contract, checked_sandbox, raises
 
 if TYPE_CHECKING:

@@ -146,7 +146,7 @@ def _find_daemon() -> int:
 
 def _is_daemon(pid: int) -> bool:
     arguments = command_of(pid).split()
-    return arguments[1:3] == ["-m", "sandbox_daemon"]
+    return arguments[1:3] == ["-m", "prorl_daemon"]
 
 
 def _pid_inside(pid: int) -> str:

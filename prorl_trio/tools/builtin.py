@@ -12,7 +12,7 @@ from prorl_trio.types.errors import HandlerError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ipc.sandbox_calls import BashResult, CellResult
+    from prorl_ipc.sandbox_calls import BashResult, CellResult
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import ToolOutcome
 

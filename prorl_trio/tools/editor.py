@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import trio
 
-from ipc.file_calls import EditFile
+from prorl_ipc.file_calls import EditFile
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool
 from prorl_trio.types.errors import HandlerError

@@ -1,7 +1,7 @@
 """The requests of trainers and operators to a node's pool of LLM backends, and their answers.
 
 One request and one answer for each operation; both travel as they are through REST, and as `msgspec.Raw` through the
-WebSocket (`ipc.session.CallBackends`).
+WebSocket (`prorl_ipc.session.CallBackends`).
 """
 
 from __future__ import annotations

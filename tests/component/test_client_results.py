@@ -8,7 +8,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from ipc.session import Accepted, Cancelled, Rejected
+from prorl_ipc.session import Accepted, Cancelled, Rejected
 from prorl_trio.client import SessionLost, connect
 from prorl_trio.service.websocket import connection as connection_module
 from support.fake_node import FakeNode, make_outcome, make_spec

@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from ipc.session import Accepted, Cancelled, Rejected
+from prorl_ipc.session import Accepted, Cancelled, Rejected
 from prorl_trio.client import ConnectionLost, RolloutClient, SessionLost, SessionReplaced, connect
 from prorl_trio.client import client as client_module
 from prorl_trio.types.errors import AdmissionRejected, BackendError, ProtocolError, UnknownBackend

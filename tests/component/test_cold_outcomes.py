@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import trio
 
-from ipc.arena_memory import TOKEN_BYTES
+from prorl_ipc.arena_memory import TOKEN_BYTES
 from prorl_trio.client import connect
 from prorl_trio.config import LedgerConfig
 from prorl_trio.ledger import LedgerLimits, open_ledger

@@ -283,15 +283,15 @@ OPENERS = {
 LISTENERS = {
     "prorl_trio/service/serve.py": "the server: `Guard`, above; its Unix socket is in a folder of mode 0700",
     "prorl_trio/service/tcp.py": "opens its port",
-    "ipc/channel.py": "opens Unix sockets in folders of mode 0700",
-    "ipc/arena_socket.py": "a Unix socket: user and token; no HTTP",
+    "ipc/prorl_ipc/channel.py": "opens Unix sockets in folders of mode 0700",
+    "ipc/prorl_ipc/arena_socket.py": "a Unix socket: user and token; no HTTP",
     "prorl_trio/sandbox/providers/start.py": "a Unix socket for one daemon: token; no HTTP",
-    "sandbox_daemon/daemon.py": "the same, from the inside",
+    "sandbox_daemon/prorl_daemon/daemon.py": "the same, from the inside",
     "prorl_trio/testing/fake_engine.py": "for tests: an engine",
     "prorl_trio/testing/fake_search.py": "for tests: a search service",
     "prorl_trio/testing/sandbox_isolation_checks.py": "for tests: nobody is answered",
-    "launch/slurm/local_folder.py": "a trial whether sockets can be made: nobody is answered",
-    "launch/slurm/engine_port.py": "a trial whether a port is free: nobody is answered",
+    "launch/prorl_launch/slurm/local_folder.py": "a trial whether sockets can be made: nobody is answered",
+    "launch/prorl_launch/slurm/engine_port.py": "a trial whether a port is free: nobody is answered",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from ipc.session import Accepted, Rejected
+from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.client import BlockingClient, ConnectionLost, connect
 from prorl_trio.types.errors import Unauthorized
 from support.fake_fleet import finish_all, open_fake_fleet, take

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client import connect
 from prorl_trio.config import HeadConfig
 from prorl_trio.fleet.serve import serve_fleet

@@ -20,8 +20,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from launch.image_commands import image as command
-from launch.image_store import references_in
+from prorl_launch.image_commands import image as command
+from prorl_launch.image_store import references_in
 from prorl_trio.sandbox.images import pull as pull_module
 from prorl_trio.sandbox.images.credentials import find_credentials
 from prorl_trio.sandbox.images.layers import find_layer, layers_dir, list_layers

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from launch.abandoned import sweep
-from launch.paths import checkout_dir
-from launch.shared_memory import FOLDER, SharedMemory, unlink_unused
-from launch.supervised import open_supervised
-from launch.supervisor import EXIT_SURVIVORS
+from prorl_launch.abandoned import sweep
+from prorl_launch.paths import checkout_dir
+from prorl_launch.shared_memory import FOLDER, SharedMemory, unlink_unused
+from prorl_launch.supervised import open_supervised
+from prorl_launch.supervisor import EXIT_SURVIVORS
 
 pytestmark = pytest.mark.alone
 
@@ -43,7 +43,7 @@ time.sleep(60)
 """
 LAUNCHER = """
 import pathlib, sys, trio
-from launch.supervised import open_supervised
+from prorl_launch.supervised import open_supervised
 async def main():
     command = [sys.executable, "-c", sys.argv[2]]
     async with open_supervised(command, env={}, log_file=pathlib.Path(sys.argv[1]), grace_s=0.3):
@@ -53,7 +53,7 @@ trio.run(main)
 
 SUPERVISOR = """
 import os, sys
-from launch import supervisor
+from prorl_launch import supervisor
 below, kill, slow = supervisor._descendants, os.kill, int(sys.argv[1])
 supervisor._descendants = lambda root: below(root) + [slow] * os.path.exists(f"/proc/{slow}")
 os.kill = lambda pid, number: None if pid == slow else kill(pid, number)
@@ -189,7 +189,7 @@ def test_what_was_there_before_is_not_the_trees(make):
 
 
 def test_without_inotify_a_look_is_enough(make, monkeypatch):
-    monkeypatch.setattr("launch.shared_memory._watch", lambda _folder: None)
+    monkeypatch.setattr("prorl_launch.shared_memory._watch", lambda _folder: None)
     files = SharedMemory()
     later = make()
     files.look([os.getpid()])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import trio
 
-from launch.paths import checkout_dir, trainer_python
+from prorl_launch.paths import checkout_dir, trainer_python
 from prorl_trio.types.models import PolicySpan, Segment, Trajectory
 from support.fake_node import FakeNode, make_outcome
 from support.fake_service import TOKEN, open_service

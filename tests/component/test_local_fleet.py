@@ -13,11 +13,11 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from launch.local import fleet as local_fleet
-from launch.local.claim import claimed, find_claim
-from launch.local.fleet import run_nodes
-from launch.local.plan import write_head, write_plan
-from launch.node import NodeLost
+from prorl_launch.local import fleet as local_fleet
+from prorl_launch.local.claim import claimed, find_claim
+from prorl_launch.local.fleet import run_nodes
+from prorl_launch.local.plan import write_head, write_plan
+from prorl_launch.node import NodeLost
 from prorl_trio.cli import main
 from prorl_trio.config import load_config, load_head_config
 from prorl_trio.types.errors import ConfigError

@@ -10,13 +10,13 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from launch.mining import commands, verification
-from launch.mining.hacks import HACKS
-from launch.mining.index import IndexSettings
-from launch.mining.miner import Wanted
-from launch.mining.rows import read_rows
-from launch.mining.runs import LocalBench
-from launch.mining.verification import CHECKS, verify_row
+from prorl_launch.mining import commands, verification
+from prorl_launch.mining.hacks import HACKS
+from prorl_launch.mining.index import IndexSettings
+from prorl_launch.mining.miner import Wanted
+from prorl_launch.mining.rows import read_rows
+from prorl_launch.mining.runs import LocalBench
+from prorl_launch.mining.verification import CHECKS, verify_row
 from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import (
+from prorl_ipc.session import (
     SESSION_PROTOCOL_VERSION,
     ObservationLost,
     ObservedOutcome,
@@ -16,7 +16,7 @@ from ipc.session import (
     SessionHello,
     SessionWelcome,
 )
-from ipc.websocket import LinkLimits, open_client_link
+from prorl_ipc.websocket import LinkLimits, open_client_link
 from prorl_trio.client import connect
 from prorl_trio.sessions import observation
 from prorl_trio.types.errors import ProtocolError

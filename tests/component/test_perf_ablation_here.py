@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from perf.ablation import VARIANTS
 from perf.ablation_here import (
     QUICK,

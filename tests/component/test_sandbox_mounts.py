@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launch.userns import user_namespace_problem
+from prorl_launch.userns import user_namespace_problem
 from support.skips import because
 
 PROGRAM = """

@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio_websocket import ConnectionClosed
 
-from ipc.session import (
+from prorl_ipc.session import (
     SESSION_PROTOCOL_VERSION,
     SessionRefused,
     SessionWelcome,

@@ -7,7 +7,7 @@ import pytest
 import trio
 from trio_websocket import ConnectionClosed
 
-from ipc.session import (
+from prorl_ipc.session import (
     Accepted,
     Ack,
     CallBackends,

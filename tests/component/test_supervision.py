@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.nursery import is_cancelled, leaves, only_cancelled
+from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
 from prorl_trio.config import NodeConfig
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry

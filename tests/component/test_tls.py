@@ -12,9 +12,9 @@ import trio
 import trio.testing
 import trustme
 
-from ipc.errors import ProtocolViolation
-from ipc.tls import client_context, open_tls, server_context
-from ipc.websocket import LinkClosed
+from prorl_ipc.errors import ProtocolViolation
+from prorl_ipc.tls import client_context, open_tls, server_context
+from prorl_ipc.websocket import LinkClosed
 from prorl_trio.client import connect
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.config import ListenConfig

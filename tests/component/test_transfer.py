@@ -10,8 +10,8 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.file_calls import TransferAborted, TransferBegun, TreeContent, TreeEntry, TreeParts
-from ipc.rpc import open_rpc_client, serve_rpc
+from prorl_ipc.file_calls import TransferAborted, TransferBegun, TreeContent, TreeEntry, TreeParts
+from prorl_ipc.rpc import open_rpc_client, serve_rpc
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.process import ProcessProvider

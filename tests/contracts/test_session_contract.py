@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.session import OutcomeFrame, TheseJobs
+from prorl_ipc.session import OutcomeFrame, TheseJobs
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
 from prorl_trio.sessions.cancelling import cancel
 from prorl_trio.sessions.journal import open_journal

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import trio
 
-from launch.paths import engine_python
+from prorl_launch.paths import engine_python
 from perf.balance_vllm import STRATEGIES, WORK, compare, open_servers
 from support.skips import because
 

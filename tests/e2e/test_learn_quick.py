@@ -17,8 +17,8 @@ import msgspec
 import pytest
 import trio
 
-from launch.learning.record import read_record
-from launch.paths import engine_python, trainer_python
+from prorl_launch.learning.record import read_record
+from prorl_launch.paths import engine_python, trainer_python
 from prorl_trio.client.sampling import ManifestLine
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.providers.registry import choose_provider

@@ -11,11 +11,11 @@ import json
 import msgspec
 import pytest
 
-from launch.mining.changes import make_patch
-from launch.mining.environments import ENVIRONMENT_DIR
-from launch.mining.index import download, list_sdists, pip_settings
-from launch.mining.nearest import PUBLISHED_ROWS, apply_strictly, make_row, read_row
-from launch.mining.sdist import read_sdist, write_tree
+from prorl_launch.mining.changes import make_patch
+from prorl_launch.mining.environments import ENVIRONMENT_DIR
+from prorl_launch.mining.index import download, list_sdists, pip_settings
+from prorl_launch.mining.nearest import PUBLISHED_ROWS, apply_strictly, make_row, read_row
+from prorl_launch.mining.sdist import read_sdist, write_tree
 from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.client.task_sets.wheels import WheelFile
 from prorl_trio.sandbox.cache import cache_dir

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import trio
 
-from launch.mining.changes import make_patch
-from launch.mining.environments import make_environment
-from launch.mining.index import download, list_sdists, pip_settings
-from launch.mining.sdist import Entry, write_tree
+from prorl_launch.mining.changes import make_patch
+from prorl_launch.mining.environments import make_environment
+from prorl_launch.mining.index import download, list_sdists, pip_settings
+from prorl_launch.mining.sdist import Entry, write_tree
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig

@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from launch.mining.index import download, list_sdists, pip_settings
-from launch.mining.sdist import read_sdist, write_tree
+from prorl_launch.mining.index import download, list_sdists, pip_settings
+from prorl_launch.mining.sdist import read_sdist, write_tree
 from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.client.task_sets.agentbench import AGENTBENCH
 from prorl_trio.client.task_sets.code import HUMANEVAL

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from launch.paths import checkout_dir, engine_python, model_dir
-from launch.vllm import default_dtype, vllm_env
+from prorl_launch.paths import checkout_dir, engine_python, model_dir
+from prorl_launch.vllm import default_dtype, vllm_env
 from prorl_trio.client import connect
 from prorl_trio.testing.tiny_model import make_tiny_model
 from support.engine_program import calculation, open_engine

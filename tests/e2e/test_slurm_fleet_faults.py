@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
 from support.engine_program import calculation, open_engine
 from support.quiet_clock import stretched, wait_until

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.paths import checkout_dir
-from launch.slurm.script import FleetPlan, batch_script
+from prorl_launch.paths import checkout_dir
+from prorl_launch.slurm.script import FleetPlan, batch_script
 from support.quiet_clock import stretched, wait_until
 from support.remains import left_after, marked, segments
 from support.slurm_cluster import NODES, kill

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import trio
 
-from launch.paths import checkout_dir
+from prorl_launch.paths import checkout_dir
 from perf.fleet import QUICK, FleetEngine, fleet_finding, measure_fleet, predicted_size, serve_engine
 from perf.fleet_cluster import open_cluster
 from perf.processes import open_child
@@ -31,7 +31,7 @@ FOLDERS = Path("/run")
 @pytest.fixture(autouse=True)
 def _slurm_is_there() -> None:
     if why := why_not("linuxproc"):
-        pytest.skip(because(why, "launch/slurm/cluster.sh install"))
+        pytest.skip(because(why, "launch/prorl_launch/slurm/cluster.sh install"))
 
 
 def held() -> set[str]:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import trio
 
-from launch.paths import checkout_dir, trainer_python
+from prorl_launch.paths import checkout_dir, trainer_python
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from support.killable import TOKEN, Killable

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import trio
 
-from launch.paths import engine_python, model_dir
-from launch.vllm import open_vllm
+from prorl_launch.paths import engine_python, model_dir
+from prorl_launch.vllm import open_vllm
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client import PolicyUpdateFailed, connect

@@ -17,8 +17,8 @@ import pytest
 import trio
 
 import prorl_trio
-from ipc.nursery import open_single_nursery
-from ipc.session import Accepted, Rejected
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.agent.context import Resources
 from prorl_trio.client import connect
 from prorl_trio.config import ModelConfig, NodeConfig
@@ -48,10 +48,10 @@ DATES_FOR_PEOPLE = {
     "prorl_trio/service/http1.py": "the Date of an answer",
     "prorl_trio/chat/jinja.py": "templates may print the date",
     "prorl_trio/chat/template.py": "the same; a dialogue keeps the one at which it began",
-    "launch/abandoned.py": "how old the folder of a killed process is",
-    "launch/image_store.py": "when an image was made",
-    "launch/image_commands.py": "how long an image was not used",
-    "launch/learning/train.py": "how long a run has taken since its folder was made, in another process",
+    "launch/prorl_launch/abandoned.py": "how old the folder of a killed process is",
+    "launch/prorl_launch/image_store.py": "when an image was made",
+    "launch/prorl_launch/image_commands.py": "how long an image was not used",
+    "launch/prorl_launch/learning/train.py": "how long a run has taken since its folder was made, in another process",
     "prorl_trio/node/end_of_time.py": "Slurm says by the time of day when an allocation ends",
     "prorl_trio/integrations/trl/async_worker.py": "TRL's own field, when a row was made",
     "prorl_trio/sandbox/images/compose.py": "when an image was made",

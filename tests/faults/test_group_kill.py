@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.sampling import ManifestLine
 from prorl_trio.client.sampling.journal import SamplerJournal
 from prorl_trio.client.sampling.sampler import GroupSampler

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from prorl_trio.client import ConnectionLost, connect
 from prorl_trio.rendezvous.head import read_head
 from prorl_trio.types.errors import ConfigError

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
 from prorl_trio.rendezvous.folder import write_entry
 from prorl_trio.types.errors import Draining

@@ -15,7 +15,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.session import (
+from prorl_ipc.session import (
     Ack,
     AttachArena,
     CallBackends,

@@ -208,7 +208,7 @@ def _starters(found):
 
 def _daemons(found):
     """Whoever runs the daemon's code: it, and its helpers; who has started one, and waits for it, is none."""
-    running = {process for process in found if b"sandbox_daemon" in _command_line(process)}
+    running = {process for process in found if b"prorl_daemon" in _command_line(process)}
     return running - {starter for starter in _starters(running) if b"--guard" in _command_line(starter)}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from launch.image_store import check_image
+from prorl_launch.image_store import check_image
 from prorl_trio.grading.repository_base import RepositoryBase, make_base
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.compose import compose_image

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
 from prorl_trio.rendezvous.identity import ProcessIdentity, has_ended
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import Accepted, Rejected
+from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.config import AdmissionConfig, BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.handlers.math import MathHandler

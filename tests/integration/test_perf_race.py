@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 
-from launch.node import open_node_process
+from prorl_launch.node import open_node_process
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
 from perf.race import (
     Scale,

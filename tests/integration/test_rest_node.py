@@ -9,7 +9,7 @@ import msgspec
 import trio
 import trustme
 
-from ipc.tls import client_context
+from prorl_ipc.tls import client_context
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.node.serve import serve_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine

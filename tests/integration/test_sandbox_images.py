@@ -255,7 +255,7 @@ async def test_what_the_image_sets_is_for_the_tools(provider_type, tmp_path):
         "export PYTHONPATH=/opt/shadows LD_LIBRARY_PATH=/opt/java/lib:/.singularity.d/libs PS1='# '\n"
     )
     (image / "opt/shadows").mkdir(parents=True)
-    for module in ("trio", "msgspec", "sandbox_daemon"):
+    for module in ("trio", "msgspec", "prorl_daemon"):
         (image / f"opt/shadows/{module}.py").write_text("raise RuntimeError('the wrong module')")
     (tmp_path / "run").mkdir()
     provider = await _usable(provider_type, tmp_path / "run")

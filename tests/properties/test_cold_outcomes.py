@@ -11,7 +11,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.session import OutcomeFrame
+from prorl_ipc.session import OutcomeFrame
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed
 from prorl_trio.ledger.operations import Call, Finish
 from prorl_trio.sessions.feed import READ_AHEAD_BYTES
@@ -22,7 +22,7 @@ from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 
 if TYPE_CHECKING:
-    from ipc.session import JobEvent
+    from prorl_ipc.session import JobEvent
     from prorl_trio.sessions.feed import Feed
     from prorl_trio.sessions.session import Session
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ipc.sandbox_calls import BashResult
+from prorl_ipc.sandbox_calls import BashResult
 from prorl_trio.agent.bounded_text import BoundedText
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
 from prorl_trio.chat.families.family import FAMILIES

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 from hypothesis import given, settings
 
-from ipc.session import Ack, JobEvent, OutcomeFrame
+from prorl_ipc.session import Ack, JobEvent, OutcomeFrame
 from prorl_trio.client.inbox import Inbox
 from prorl_trio.ledger import MemoryLedger
 from prorl_trio.sessions.feed import Feed

@@ -11,8 +11,8 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.arena import open_arena
-from ipc.session import OutcomeRefFrame, ServerFrame
+from prorl_ipc.arena import open_arena
+from prorl_ipc.session import OutcomeRefFrame, ServerFrame
 from prorl_trio.agent.context import Resources
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat

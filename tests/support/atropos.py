@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import trio
 
-from launch import venv
-from launch.paths import cache_dir
-from launch.progress import SetupError
-from launch.supervised import open_supervised
+from prorl_launch import venv
+from prorl_launch.paths import cache_dir
+from prorl_launch.progress import SetupError
+from prorl_launch.supervised import open_supervised
 from prorl_trio.http.client import HttpClient, HttpError
 from support.skips import because
 

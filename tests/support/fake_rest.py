@@ -10,8 +10,8 @@ import h11
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
-from ipc.tls import open_tls
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.tls import open_tls
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
 from prorl_trio.service.auth import Door
 from prorl_trio.service.prorl_compat import configured_endpoints

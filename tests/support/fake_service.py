@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from ipc.nursery import single_exception
+from prorl_ipc.nursery import single_exception
 from prorl_trio.config import ListenConfig
 from prorl_trio.service.auth import Door
 from prorl_trio.service.serve import serve_edges

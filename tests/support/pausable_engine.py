@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from launch.mining.environments import ENVIRONMENT_DIR
+from prorl_launch.mining.environments import ENVIRONMENT_DIR
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import store_layer
 from support.code_policy import SolvesByPatch

@@ -9,8 +9,8 @@ import msgspec
 import trio
 from trio_websocket import ConnectionClosed, wrap_client_stream
 
-from ipc.nursery import open_single_nursery
-from ipc.session import HeartbeatPing, ServerFrame, SessionHello, Submit
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import HeartbeatPing, ServerFrame, SessionHello, Submit
 from support.fake_service import TOKEN
 
 if TYPE_CHECKING:

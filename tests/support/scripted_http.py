@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 
 if TYPE_CHECKING:
     import ssl

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import trio
 
-from launch.paths import trainer_python
+from prorl_launch.paths import trainer_python
 from prorl_trio.client import BlockingClient, connect
 from prorl_trio.integrations.verl.engines import NodeEngines
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import BackendConfig
 from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.admission import unseen

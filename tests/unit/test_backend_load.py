@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.load_report import LoadReader, LoadReport
 from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by

@@ -9,7 +9,7 @@ import msgspec
 import trio
 import trio.testing
 
-from ipc.session import Ack, ListJobs, OutcomeFrame, SessionWelcome, StatusRequest
+from prorl_ipc.session import Ack, ListJobs, OutcomeFrame, SessionWelcome, StatusRequest
 from prorl_trio.client.state import ACK_DELAY_S, ClientState
 
 if TYPE_CHECKING:

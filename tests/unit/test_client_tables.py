@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ipc.session import (
+from prorl_ipc.session import (
     Accepted,
     Ack,
     Cancelled,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ipc.session import OutcomeFrame
+from prorl_ipc.session import OutcomeFrame
 from prorl_trio.client.inbox import Inbox
 
 

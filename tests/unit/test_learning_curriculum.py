@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from launch.learning.curriculum import LEAST, WINDOW, Curriculum
+from prorl_launch.learning.curriculum import LEAST, WINDOW, Curriculum
 from prorl_trio.client.sampling import ManifestLine
 from prorl_trio.client.word_problem_families import FAMILIES
 from prorl_trio.client.word_problems import word_problem

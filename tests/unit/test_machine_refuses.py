@@ -7,7 +7,7 @@ import errno
 import pytest
 import trio
 
-from ipc.errors import CallFailed
+from prorl_ipc.errors import CallFailed
 from prorl_trio import threads
 from prorl_trio.agent import scoring
 from prorl_trio.agent.scoring import open_scorer_pool

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import OutcomeFrame
+from prorl_ipc.session import OutcomeFrame
 from prorl_trio.sessions.feed import READ_AHEAD_BYTES, READ_AHEAD_OUTCOMES, Feed
 from prorl_trio.sessions.outcome_log import OutcomeCache, OutcomeLog
 

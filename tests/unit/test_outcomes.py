@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ipc.errors import CallFailed
+from prorl_ipc.errors import CallFailed
 from prorl_trio.handlers.base import AgentHandler
 from prorl_trio.pipeline.outcomes import MAX_BACKOFF_S, finalise, not_completed, retry_after
 from prorl_trio.sandbox.use import spoilt

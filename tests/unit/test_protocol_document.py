@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from msgspec import inspect as shapes
 
-import ipc
-from ipc import arena_memory, arena_socket, arena_wire, file_calls, fork_calls, rpc, sandbox_calls, session, wire
-from ipc.channel import MAX_SOCKET_PATH_BYTES
-from ipc.envelope import encode_envelope
-from ipc.framing import encode_frame
-from ipc.websocket import CloseCode
+import prorl_ipc
+from prorl_ipc import arena_memory, arena_socket, arena_wire, file_calls, fork_calls, rpc, sandbox_calls, session, wire
+from prorl_ipc.channel import MAX_SOCKET_PATH_BYTES
+from prorl_ipc.envelope import encode_envelope
+from prorl_ipc.framing import encode_frame
+from prorl_ipc.websocket import CloseCode
 from prorl_trio.client import BlockingClient, RolloutClient, backend_calls
 from prorl_trio.handlers.math import MathPayload
 from prorl_trio.node import edges
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prorl_trio.service.backend_operations import Row
 
 VERBS = [name for name, verb in vars(backend_calls._BackendVerbs).items() if isinstance(verb, backend_calls._Verb)]
-TEXT = (Path(ipc.__file__).parent / "PROTOCOL.md").read_text()
+TEXT = (Path(prorl_ipc.__file__).parents[1] / "PROTOCOL.md").read_text()
 
 
 def structs(module: ModuleType) -> list[type[msgspec.Struct]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.limits import SandboxLimits
+from prorl_ipc.limits import SandboxLimits
 from prorl_trio.sandbox import reaper
 from prorl_trio.sandbox.limits.cgroup import CONTROLLERS, CgroupSite, find_site, open_cgroup
 from prorl_trio.sandbox.provider import SandboxSpec

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ipc.session import OutcomeFrame
+from prorl_ipc.session import OutcomeFrame
 from prorl_trio.sessions.encoding import encode_outcome
 from prorl_trio.sessions.feed import Feed
 from prorl_trio.sessions.outcome_log import OutcomeLog

@@ -9,7 +9,7 @@ import zlib
 import msgspec
 import pytest
 
-from ipc.file_calls import TreeEntry
+from prorl_ipc.file_calls import TreeEntry
 from prorl_trio.handlers.shell import artifacts
 from prorl_trio.handlers.shell.artifacts import pack, unpack
 from prorl_trio.handlers.shell.payload import read_payload

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_lines
+from prorl_launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_lines
 
 
 def plan(**changes):

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-import launch
+import prorl_launch
 import prorl_trio
-from ipc.portable_text import printable, printable_json
-from launch import commands, progress
-from launch.doctor import Check, Report
+from prorl_ipc.portable_text import printable, printable_json
+from prorl_launch import commands, progress
+from prorl_launch.doctor import Check, Report
 from prorl_trio import cli
 from prorl_trio.client import report
 from prorl_trio.client.terminal import Console, one_line, say, say_json
@@ -46,13 +46,13 @@ OUTSIDE = {
     "sandbox/images/pull.py": "frames to the node",
     "observe/logs.py": "formatters make records printable",
     "client/task_sets/task_checks.py": "a bar without words of others",
-    "launch/bundle.py": "words of its own, without any package",
-    "launch/slurm/commands.py": "the batch script, exactly, for a file",
-    "launch/image_commands.py": "a definition file, exactly, for a file",
-    "launch/slurm/pulse.py": "words of its own, without any package",
-    "launch/slurm/leash.py": "words of its own, without any package",
-    "launch/supervisor.py": "words of its own, without any package",
-    "launch/progress.py": "made printable there, without any package",
+    "launch/prorl_launch/bundle.py": "words of its own, without any package",
+    "launch/prorl_launch/slurm/commands.py": "the batch script, exactly, for a file",
+    "launch/prorl_launch/image_commands.py": "a definition file, exactly, for a file",
+    "launch/prorl_launch/slurm/pulse.py": "words of its own, without any package",
+    "launch/prorl_launch/slurm/leash.py": "words of its own, without any package",
+    "launch/prorl_launch/supervisor.py": "words of its own, without any package",
+    "launch/prorl_launch/progress.py": "made printable there, without any package",
 }
 """Where something is printed in another way than by `client.terminal`, and why that is fine."""
 
@@ -269,7 +269,7 @@ def _printing(tree):
 def test_everything_is_printed_in_one_way():
     """A new command that prints by itself has to say here why it may."""
     found = set()
-    for package in (prorl_trio, launch):
+    for package in (prorl_trio, prorl_launch):
         root = Path(package.__file__).parent
         for path in root.rglob("*.py"):
             tree = ast.parse(path.read_text())

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
-from ipc.nursery import open_single_nursery
-from ipc.session import Rejected
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import Rejected
 from prorl_trio.client.collect import describe_rejection
 from prorl_trio.types.errors import ConfigError, ServiceError
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
-from ipc.session import Rejected
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import Rejected
 from prorl_trio.client.collect import describe_rejection
 from prorl_trio.client.sampling.events import (
     Advanced,

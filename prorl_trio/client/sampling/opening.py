@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.sampling.events import Returned
 from prorl_trio.client.sampling.groups import Groups

@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ipc.portable_text import printable
+from prorl_ipc.portable_text import printable
 from prorl_trio.client.task_sets.agentbench import load_agentbench_os
 from prorl_trio.client.task_sets.code import (
     load_dataframebench,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ipc.file_calls import TreePart
-from ipc.tree import TreeLimits, TreeRefused
-from ipc.tree_reader import TreeReader
-from ipc.tree_writer import TreeWriter
+from prorl_ipc.file_calls import TreePart
+from prorl_ipc.tree import TreeLimits, TreeRefused
+from prorl_ipc.tree_reader import TreeReader
+from prorl_ipc.tree_writer import TreeWriter
 from prorl_trio.grading.verifier import check_end
 from prorl_trio.handlers.shell.payload import HOME
 from prorl_trio.sandbox.transfer import TransferOptions

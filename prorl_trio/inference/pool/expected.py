@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.http.retries import RetryPolicy
 from prorl_trio.inference.pool.backend import BackendStatistics
 from prorl_trio.types.errors import BackendError

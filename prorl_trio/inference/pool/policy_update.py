@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.inference.pool.control import OtherWeights
 from prorl_trio.inference.pool.update_hold import UpdateHolder
 from prorl_trio.types.backends import (

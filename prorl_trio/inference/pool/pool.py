@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.pool.admission import Admission, unseen
 from prorl_trio.inference.pool.backend import Backend

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.inference.engines.protocol import EnginePaused
 from prorl_trio.inference.pool.same_model import AnotherModel
 from prorl_trio.types.errors import BackendError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.http.client import ConnectFailed, HttpClient, HttpError, HttpLimits
 from prorl_trio.integrations.atropos.scored_data import scored_data
 from prorl_trio.types.errors import ConfigError, ServiceError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ipc.session import Rejected
+from prorl_ipc.session import Rejected
 from prorl_trio.types.errors import ServiceError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import trio
 from outcome import capture
 
-from ipc.nursery import open_single_nursery
-from ipc.session import Rejected
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import Rejected
 from prorl_trio.client.errors import ConnectionLost, SessionLost
 from prorl_trio.types.errors import ConfigError, Draining, ServiceError
 

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.sandbox.images.names import DOCKER
 from prorl_trio.sandbox.images.pull import PullOrder, PullReport, PullRules
 from prorl_trio.sandbox.images.store import find_image

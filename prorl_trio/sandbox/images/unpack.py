@@ -19,7 +19,7 @@ import tarfile
 import zlib
 from typing import IO, TYPE_CHECKING, Final, NamedTuple, cast
 
-from ipc.tree_writer import write_with_holes
+from prorl_ipc.tree_writer import write_with_holes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

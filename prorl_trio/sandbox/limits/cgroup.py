@@ -22,7 +22,7 @@ from prorl_trio.types.errors import SandboxUnavailable
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from ipc.limits import Breach, SandboxLimits
+    from prorl_ipc.limits import Breach, SandboxLimits
 
 __all__ = ["Cgroup", "CgroupSite", "find_site", "open_cgroup", "own_site"]
 

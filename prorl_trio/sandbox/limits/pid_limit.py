@@ -15,7 +15,7 @@ import threading
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
-from ipc.limits import NamespaceLimits
+from prorl_ipc.limits import NamespaceLimits
 from prorl_trio.sandbox.limits import pid_setter
 from prorl_trio.sandbox.reaper import identify
 from prorl_trio.sandbox.runtime.interpreter import own_python

@@ -53,7 +53,7 @@ _NO_FAKEROOT_AS_ROOT: Final = (
     "as another user, or use the image `host`"
 )
 _GUARD: Final = "CAP_SETPCAP"
-"""For the daemon, which keeps it to itself: see `sandbox_daemon.privileges`."""
+"""For the daemon, which keeps it to itself: see `prorl_daemon.privileges`."""
 _IDENTITY_FILES: Final = ("passwd", "group")
 
 

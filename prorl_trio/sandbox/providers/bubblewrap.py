@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.sandbox.fork_server import HOLD, open_fork_server
 from prorl_trio.sandbox.images.locate import check_host_layers, locate_root, open_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
@@ -51,7 +51,7 @@ _ISOLATION: Final = (
     "--cap-drop",
     "ALL",
     "--cap-add",
-    "CAP_SETPCAP",  # for the daemon, which keeps it to itself: see `sandbox_daemon.privileges`
+    "CAP_SETPCAP",  # for the daemon, which keeps it to itself: see `prorl_daemon.privileges`
     "--clearenv",
     "--hostname",
     "sandbox",
@@ -233,7 +233,7 @@ class BubblewrapProvider(SandboxProvider):
             argv += ["--ro-bind", mount.source, mount.target]
         return (
             (*argv, "--chdir", "/", "--", *HOLD),
-            (*runtime.python, "-P", "-m", "sandbox_daemon"),
+            (*runtime.python, "-P", "-m", "prorl_daemon"),
             {**runtime.env, **_FORK_SERVER_ENV},
         )
 

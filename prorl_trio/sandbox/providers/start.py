@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 import trio
 
-from ipc.channel import connect_unix, listen_unix
-from ipc.errors import IpcError
-from ipc.rpc import open_rpc_client
+from prorl_ipc.channel import connect_unix, listen_unix
+from prorl_ipc.errors import IpcError
+from prorl_ipc.rpc import open_rpc_client
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.limits.cgroup import open_cgroup, own_site
 from prorl_trio.sandbox.process_tree import open_process_tree, start_program

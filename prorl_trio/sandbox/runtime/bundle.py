@@ -2,7 +2,7 @@
 
 Bound read-only at `BUNDLE_DIR` it runs in any Linux root of this machine's architecture: one with another glibc, with
 musl, without a Python, without any library at all. What it starts uses the root's own libraries, for nothing in the
-environment leads to ours. `launch.bundle` makes it, once, in the cache folder; here it is found.
+environment leads to ours. `prorl_launch.bundle` makes it, once, in the cache folder; here it is found.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUNDLE_PYTHON: Final = f"{BUNDLE_DIR}/bin/python3"
 BUNDLE_PACKAGES: Final = f"{BUNDLE_DIR}/packages"
 
 _RECIPE: Final = 2
-"""Raise it when `launch.bundle` makes something else of the same parts."""
+"""Raise it when `prorl_launch.bundle` makes something else of the same parts."""
 
 _REQUIRED: Final = ("trio", "msgspec", "ptyprocess", "ipython")
 _OPTIONAL: Final = ("jupyter-client",)

@@ -38,7 +38,7 @@ LIB_DIR: Final = "/opt/prorl/lib"
 
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-_DAEMON_PACKAGES: Final = ("ipc", "sandbox_daemon")
+_DAEMON_PACKAGES: Final = ("prorl_ipc", "prorl_daemon")
 
 
 class Mount(NamedTuple):
@@ -66,7 +66,7 @@ class Runtime(NamedTuple):
 
     def daemon_argv(self) -> tuple[str, ...]:
         """The daemon's command line."""
-        return (*self.python, "-m", "sandbox_daemon")
+        return (*self.python, "-m", "prorl_daemon")
 
 
 def host_runtime(packages: tuple[str, ...] = ()) -> Runtime:

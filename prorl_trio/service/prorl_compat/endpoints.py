@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from ipc.session import AllJobs, TheseJobs
+from prorl_ipc.session import AllJobs, TheseJobs
 from prorl_trio.service.prorl_compat.request import (
     CancelRequest,
     Instance,

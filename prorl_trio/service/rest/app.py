@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.service.requests import ErrorDetail, error_of
 from prorl_trio.service.responses import Response
 from prorl_trio.service.rest import backends, pages, results, rollouts

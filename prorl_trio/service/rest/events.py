@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.service.responses import Response
 from prorl_trio.types.errors import AdmissionRejected
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.session import MatchingJobs, TheseJobs
+from prorl_ipc.session import MatchingJobs, TheseJobs
 from prorl_trio.service.requests import ErrorDetail, JobId, error_of, job_id_of
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
 from prorl_trio.service.rest.errors import decode_body, malformed, status_of

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 import trio
 
-from ipc.errors import ProtocolViolation
-from ipc.session import (
+from prorl_ipc.errors import ProtocolViolation
+from prorl_ipc.session import (
     Accepted,
     Ack,
     AttachArena,
@@ -34,7 +34,7 @@ from ipc.session import (
     WithdrawJobs,
     WithdrawnJobs,
 )
-from ipc.websocket import CloseCode, LinkClosed, WebSocketLink
+from prorl_ipc.websocket import CloseCode, LinkClosed, WebSocketLink
 from prorl_trio.service.backend_operations import answer_call
 from prorl_trio.service.requests import JobId, error_of, job_id_of, read
 from prorl_trio.sessions.cancelling import cancel
@@ -46,7 +46,7 @@ from prorl_trio.types.models import JobSpec
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from ipc.session import SessionHello
+    from prorl_ipc.session import SessionHello
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.observation import Observation
     from prorl_trio.sessions.session import Session

@@ -10,7 +10,7 @@ import stat
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from ipc.channel import MAX_SOCKET_PATH_BYTES
+from prorl_ipc.channel import MAX_SOCKET_PATH_BYTES
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.errors import ProtocolViolation
-from ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, ClientMessage, SessionHello, SessionWelcome
-from ipc.websocket import LinkLimits, WebSocketLink, open_server_link
+from prorl_ipc.errors import ProtocolViolation
+from prorl_ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, ClientMessage, SessionHello, SessionWelcome
+from prorl_ipc.websocket import LinkLimits, WebSocketLink, open_server_link
 from prorl_trio.service.websocket.connection import Connection, refuse
 from prorl_trio.sessions.limits import RETRY_AFTER_S
 from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.sandbox_calls import Exec
+from prorl_ipc.sandbox_calls import Exec
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.handlers.code import CodeHandler

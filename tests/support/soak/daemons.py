@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SandboxDaemons"]
 
-_MARK: Final = "sandbox_daemon"
+_MARK: Final = "prorl_daemon"
 
 
 class SandboxDaemons:

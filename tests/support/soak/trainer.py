@@ -13,7 +13,7 @@ from typing import Final
 
 import trio
 
-from ipc.session import Rejected
+from prorl_ipc.session import Rejected
 from prorl_trio.client import RolloutClient, connect
 from prorl_trio.types.models import JobSpec, Outcome, RetryPolicy, SamplingParams, TaskInstance
 from support.soak.journal import Entry, Journal

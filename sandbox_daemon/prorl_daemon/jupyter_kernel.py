@@ -1,0 +1,289 @@
+"""A Jupyter kernel of any language, used by the daemon in the same way as its own IPython child.
+
+Imported when a Jupyter kernel is first asked for: it needs jupyter_client.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from contextlib import ExitStack, asynccontextmanager, suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from prorl_daemon.cell_output import OutputPipe
+from prorl_daemon.children import open_pipe
+from prorl_daemon.jupyter_cell import JupyterCell
+from prorl_daemon.jupyter_channels import BadMessage, JupyterChannels
+from prorl_daemon.keeper import StartFailed
+from prorl_daemon.kernelspec import plan_kernel
+from prorl_daemon.processes import kill_until_gone
+from prorl_daemon.threads import run_blocking
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from prorl_daemon.cell_output import CellOutput
+    from prorl_daemon.child_wire import CellDone
+    from prorl_daemon.children import Child, ChildReaper
+    from prorl_daemon.kernelspec import KernelPlan
+    from prorl_daemon.processes import ProcessEntry, ProcessTable
+
+__all__ = ["JupyterKernel", "open_jupyter_kernel"]
+
+START_TIMEOUT_S = 60.0
+HELLO_AGAIN_S = 0.5
+"""A kernel that answers on one channel, but was not subscribed to yet on the other, is asked once more after this."""
+KILL_DEADLINE_S = 2.0
+BEGIN_GRACE_S = 0.5
+"""The time that an interrupt waits for a kernel that has not begun with its cell yet."""
+DRAIN_GRACE_S = 0.2
+"""The time for a dead kernel's last messages and output to come."""
+LAST_MESSAGE_GRACE_S = 2.0
+"""The time for the end of a cell's output to come after its answer."""
+MALFORMED = (BadMessage, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)
+"""Errors of reading a message that is none of Jupyter's: a cell got hold of its kernel's sockets. The kernel is lost
+then."""
+
+
+class JupyterKernel:
+    """A running kernel. One cell at a time; its caller sees to that. A `CellKernel`.
+
+    Output is what the kernel publishes; what it writes to its own descriptors, which ipykernel publishes as well, is
+    only kept to say why a start failed.
+    """
+
+    def __init__(
+        self, plan: KernelPlan, child: Child, stdout: OutputPipe, stderr: OutputPipe, limiter: trio.CapacityLimiter
+    ) -> None:
+        self.child = child
+        self._plan = plan
+        self._channels = JupyterChannels(plan.connection)
+        self._stdout = stdout
+        self._stderr = stderr
+        self._limiter = limiter
+        self._reading = trio.Lock()
+        self._cell: JupyterCell | None = None
+        self._ended = trio.Event()
+        self._gone = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<JupyterKernel {self.child.pid}: {'gone' if self._gone.is_set() else 'running'}>"
+
+    async def wait_gone(self) -> None:
+        """Wait until the kernel has ended, by whatever cause, and its last output has been taken."""
+        await self._gone.wait()
+
+    async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
+        """Send a cell. If the kernel is gone or goes, `wait_done` says so."""
+        if self._ended.is_set():
+            return
+        content = {"code": code, "silent": False, "store_history": True, "user_expressions": {}}
+        request_id = self._channels.ask("execute_request", {**content, "allow_stdin": False, "stop_on_error": False})
+        self._cell = JupyterCell(request_id, max_text_bytes=max_text_bytes, stdout=stdout, stderr=stderr)
+
+    async def wait_done(self) -> CellDone | None:
+        """Wait for the cell's end, with all its output; return it, None if the kernel ended. May be called again."""
+        cell = self._cell
+        if cell is not None and not self._gone.is_set():
+            async with self._reading:
+                await self._converse(cell)
+            if cell.reply is not None:
+                return cell.done()
+        await self.kill()
+        await self._gone.wait()
+        return None
+
+    async def interrupt(self) -> None:
+        """Send SIGINT to the kernel and its process group, or the message it wants instead.
+
+        Waits for the kernel to have begun with the cell: it ignores what comes before.
+        """
+        if self._cell is None or self._ended.is_set():
+            return
+        with trio.move_on_after(BEGIN_GRACE_S):
+            async with self._reading:
+                await self._read_until_begun(self._cell)
+        if self._ended.is_set():
+            return
+        if self._plan.interrupt_by_message:
+            self._channels.ask_control("interrupt_request")
+        else:
+            self.child.kill_group(signal.SIGINT)
+
+    async def kill(self) -> None:
+        """Kill (SIGKILL) the kernel if it runs, with everything in its session or below it; return when all ended."""
+        if self.child.exit_code is not None:
+            return
+        session = self.child.pid
+
+        def members(table: ProcessTable) -> set[ProcessEntry]:
+            return table.with_descendants(lambda entry: entry.session == session)
+
+        self.child.kill_group(signal.SIGKILL)
+        await kill_until_gone(members)
+
+    async def start(self) -> bool:
+        """Wait until both of its channels work and its opening has run; False if it ended or failed instead."""
+        ready = False
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_after, self._ended, nursery.cancel_scope, 0)
+            with suppress(*MALFORMED):
+                await self._ask_until_subscribed()
+                ready = await self._open()
+            nursery.cancel_scope.cancel()
+        return ready
+
+    async def _ask_until_subscribed(self) -> None:
+        published = False
+        while not published:
+            self._channels.ask("kernel_info_request", {})
+            await self._channels.receive_reply()
+            with trio.move_on_after(HELLO_AGAIN_S):
+                await self._channels.receive_published()
+                published = True
+
+    async def _open(self) -> bool:
+        if not self._plan.opening:
+            return True
+        content = {"code": self._plan.opening, "silent": True, "store_history": False, "allow_stdin": False}
+        request_id = self._channels.ask("execute_request", content)
+        while (reply := await self._channels.receive_reply())["parent_header"].get("msg_id") != request_id:
+            continue
+        return bool(reply["content"]["status"] == "ok")
+
+    def recent_errors(self) -> str:
+        """Return what the kernel last said on standard error outside of cells."""
+        return self._stderr.recent_text()
+
+    async def serve(self) -> None:
+        """Take the kernel's output until it ends, then close everything of it. On cancellation it is killed."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._stdout.serve)
+                nursery.start_soon(self._stderr.serve)
+                await self.child.wait()
+                self._ended.set()
+                nursery.cancel_scope.deadline = trio.current_time() + DRAIN_GRACE_S
+        finally:
+            self._ended.set()
+            with trio.move_on_after(KILL_DEADLINE_S, shield=True):
+                await self.kill()
+            self._stdout.close()
+            self._stderr.close()
+            self._gone.set()
+
+    async def aclose(self) -> None:
+        """Close the channels when nobody reads them any more, which is soon after the kernel's end."""
+        async with self._reading:
+            await run_blocking(self._channels.close, limiter=self._limiter, or_here=True)
+
+    async def _read_until_begun(self, cell: JupyterCell) -> None:
+        with suppress(*MALFORMED):  # `wait_done` finds the kernel lost
+            while not (cell.begun or cell.idle):
+                await cell.take_published(await self._channels.receive_published())
+
+    async def _converse(self, cell: JupyterCell) -> None:
+        """Read both channels until the cell has ended, or the kernel has; there is no `reply` then."""
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+
+                def end_soon() -> None:
+                    if cell.reply is not None and cell.idle:
+                        scope.cancel()
+                    else:
+                        scope.deadline = min(scope.deadline, trio.current_time() + LAST_MESSAGE_GRACE_S)
+
+                async def read_replies() -> None:
+                    while cell.reply is None:
+                        cell.take_reply(await self._channels.receive_reply())
+                    end_soon()
+
+                async def read_published() -> None:
+                    while not cell.idle:
+                        await cell.take_published(await self._channels.receive_published())
+                    end_soon()
+
+                async def read(reader: Any) -> None:
+                    try:
+                        await reader()
+                    except MALFORMED:
+                        scope.cancel()
+
+                nursery.start_soon(_cancel_after, self._ended, scope, DRAIN_GRACE_S)
+                nursery.start_soon(read, read_replies)
+                nursery.start_soon(read, read_published)
+
+
+async def _cancel_after(event: trio.Event, scope: trio.CancelScope, grace_s: float) -> None:
+    await event.wait()
+    scope.deadline = min(scope.deadline, trio.current_time() + grace_s)
+
+
+@asynccontextmanager
+async def open_jupyter_kernel(
+    spec: Any,
+    reaper: ChildReaper,
+    *,
+    env: dict[str, str],
+    cwd: str,
+    runtime_env: dict[str, str],
+    limiter: trio.CapacityLimiter,
+) -> AsyncIterator[JupyterKernel]:
+    """Start a kernel of this kernelspec and yield it ready for its first cell.
+
+    On leaving, also by a cancel, everything in its session is killed, and the files made for its start are removed.
+
+    Args:
+        spec: the kernelspec, as jupyter_client has it.
+        reaper: starts it, and hears of its end.
+        cwd: the folder that its cells begin in.
+        limiter: of the threads in which blocking work is done.
+        env: what the cells and what they start see, besides the kernelspec's own.
+        runtime_env: what this daemon's Python needs to start, for a kernel that runs in it.
+
+    Raises:
+        StartFailed: it could not be started, or was not ready within `START_TIMEOUT_S`.
+    """
+    try:
+        plan = await run_blocking(partial(plan_kernel, spec, env=env, runtime_env=runtime_env), limiter=limiter)
+    except OSError as exc:
+        raise StartFailed(f"the kernel {spec.name!r} could not be started: {exc}") from exc
+    try:
+        kernel = await _spawn(plan, reaper, cwd=cwd, limiter=limiter)
+        ready = False
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(kernel.serve)
+                with trio.move_on_after(START_TIMEOUT_S):
+                    ready = await kernel.start()
+                if ready:
+                    yield kernel
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.move_on_after(KILL_DEADLINE_S, shield=True):
+                await kernel.aclose()
+        if not ready:
+            said = kernel.recent_errors()
+            raise StartFailed(f"{spec.name!r} did not get ready (limit {START_TIMEOUT_S:g} s); it said: {said}")
+    finally:
+        with trio.move_on_after(KILL_DEADLINE_S, shield=True):
+            await run_blocking(partial(shutil.rmtree, plan.folder, ignore_errors=True), limiter=limiter, or_here=True)
+
+
+async def _spawn(plan: KernelPlan, reaper: ChildReaper, *, cwd: str, limiter: trio.CapacityLimiter) -> JupyterKernel:
+    with ExitStack() as ours, ExitStack() as theirs:
+        stdout_read, stdout_write = open_pipe(ours, theirs)
+        stderr_read, stderr_write = open_pipe(ours, theirs)
+        streams = (subprocess.DEVNULL, stdout_write, stderr_write)
+        try:
+            there = await run_blocking(partial(os.path.isdir, cwd), limiter=limiter)
+            child = await reaper.start(plan.argv, streams, env=plan.env, cwd=cwd if there else "/", limiter=limiter)
+        except OSError as exc:
+            raise StartFailed(f"{plan.argv[0]} could not be started: {exc}") from exc
+        ours.pop_all()
+    return JupyterKernel(plan, child, OutputPipe("stdout", stdout_read), OutputPipe("stderr", stderr_read), limiter)

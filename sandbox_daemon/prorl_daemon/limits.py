@@ -1,0 +1,109 @@
+"""The limits that the kernel keeps for each process of a tool."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from prorl_daemon.seccomp import prlimit
+
+if TYPE_CHECKING:
+    from prorl_ipc.limits import SandboxLimits
+
+__all__ = ["hide_self", "hold_proc", "limit_process", "limit_self", "limit_this"]
+
+PR_SET_DUMPABLE = 4
+RLIMIT_SIGPENDING = 11
+RLIMIT_MSGQUEUE = 12
+MAX_PENDING_SIGNALS = 4096
+"""Queued signals, and timers, of all processes of the sandbox's user. The kernel has a number for a user as well."""
+MAX_QUEUE_BYTES = 200_000
+"""POSIX message queues of all processes of the sandbox's user: two of the usual size. The kernel's default is 819,200
+for a user, in all sandboxes together."""
+BACKSTOP_FACTOR = 2
+"""The kernel refuses a fork at this many times `max_processes`: the watchdog acts, and reports, before that."""
+BACKSTOP_CPU_S = 10
+"""The kernel kills a process so long after the watchdog should have."""
+OOM_SCORE_ADJUSTMENT = 500
+"""An adjustment by which tools go first when the machine itself runs out of memory: 0 is usual, 1000 the most."""
+
+
+def limit_self(limits: SandboxLimits, *, pid: int = 0) -> None:
+    """Set the limits that the daemon keeps too, so that whatever it starts has them from its first instruction.
+
+    `pid`: of a process that it has forked before; 0: the daemon itself.
+    """
+    for what, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, limits.max_open_files),
+        (resource.RLIMIT_FSIZE, limits.max_file_bytes),
+        (RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
+        (RLIMIT_MSGQUEUE, MAX_QUEUE_BYTES),
+    ):
+        hard = resource.prlimit(pid, what)[1]
+        prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
+
+
+def hide_self() -> None:
+    """Keep this process's memory, descriptors and environment from the tools, which run as the same user.
+
+    They can neither trace it nor open anything of it in /proc. What it starts is not hidden: a program that is executed
+    begins anew.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"prctl(PR_SET_DUMPABLE): {os.strerror(errno)}")
+
+
+def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
+    """Set the limits of a process that the daemon has just started, and of all that it starts.
+
+    Nothing happens if it has ended. Of memory it gets private pages only up to the limit: more is refused to it, which
+    most programs report themselves. Reserved address space is free. The number of processes is counted in the sandbox
+    if that is `isolated`; otherwise all those of the user would count, and there is no such limit. Nor is there for
+    root, whom the kernel exempts.
+    """
+    for what, limit in _kept(limits, isolated=isolated):
+        with suppress(ProcessLookupError, PermissionError):  # it may have ended, or run a setuid program
+            hard = resource.prlimit(pid, what)[1]
+            prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
+    with suppress(OSError):
+        fd = os.open(f"{pid}/oom_score_adj", os.O_WRONLY, dir_fd=hold_proc())
+        try:
+            os.write(fd, b"%d" % OOM_SCORE_ADJUSTMENT)
+        finally:
+            os.close(fd)
+
+
+@functools.cache
+def hold_proc() -> int:
+    """Return a descriptor of /proc as it is now: where the tools are given a read-only one, this one can be written.
+
+    For they own the daemon's files there if their user is root, and could have the kernel choose the daemon when memory
+    is short. They cannot reach this descriptor: see `hide_self`.
+    """
+    return os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+
+
+def limit_this(limits: SandboxLimits, *, isolated: bool) -> None:
+    """Limit this process itself: one that becomes another user is out of its parent's reach. See `limit_process`."""
+    for what, limit in _kept(limits, isolated=isolated):
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (_lower(limit, hard), _lower(limit, hard)))
+
+
+def _kept(limits: SandboxLimits, *, isolated: bool) -> list[tuple[int, int]]:
+    kept = [(resource.RLIMIT_DATA, limits.memory_bytes), (resource.RLIMIT_CPU, limits.cpu_s + BACKSTOP_CPU_S)]
+    if isolated:
+        kept.append((resource.RLIMIT_NPROC, BACKSTOP_FACTOR * limits.max_processes))
+    return kept
+
+
+def _lower(limit: int, hard: int) -> int:
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)

@@ -1,0 +1,57 @@
+"""An IPython child by fork, before the daemon knows anything that a tool must not: see `fork_server`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from prorl_daemon.command_line import show_command_line
+from prorl_daemon.descriptors import close_all_but
+from prorl_daemon.ipython_child import main
+from prorl_daemon.kernel_ends import open_kernel_ends
+from prorl_daemon.privileges import drop_privileges
+from prorl_daemon.seccomp import confine
+
+if TYPE_CHECKING:
+    from prorl_daemon.kernel_ends import ChildEnds, KernelEnds
+
+__all__ = ["Prestarted", "fork_kernel"]
+
+FAILED = 2
+
+
+class Prestarted(NamedTuple):
+    """An IPython child that was forked, and waits to be told its environment."""
+
+    pid: int
+    ends: KernelEnds
+
+
+def fork_kernel() -> Prestarted:
+    """Fork this process, the first of its sandbox, into an IPython child; return in this one.
+
+    The child is under the filter of system calls. Its limits are still to be set.
+    """
+    with open_kernel_ends() as (ours, theirs):
+        pid = os.fork()
+        if pid == 0:
+            _live(theirs)
+    return Prestarted(pid, ours)
+
+
+def _live(ends: ChildEnds) -> NoReturn:
+    try:
+        show_command_line("-P", "-m", "prorl_daemon.ipython_child")
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDONLY)
+        for fd, number in ((null, 0), (ends.stdout_fd, 1), (ends.stderr_fd, 2)):
+            os.dup2(fd, number)
+        control_fd, begun_fd = os.dup(ends.control_fd), os.dup(ends.begun_fd)
+        close_all_but({0, 1, 2, control_fd, begun_fd})
+        drop_privileges(kept=(), guarded=False)
+        confine(daemon_pid=os.getppid(), guarded=True)
+        main(control_fd, begun_fd)
+    except BaseException as exc:
+        os.write(2, f"{type(exc).__name__}: {exc}\n".encode())
+    finally:
+        os._exit(FAILED)
