@@ -26,9 +26,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from prorl_ipc.nursery import open_single_nursery
-from prorl_ipc.session import Accepted
-from prorl_launch.paths import engine_python, model_dir
 from perf.ablation import PAPER, PARTS, VARIANTS, Variant, gain_bars, paper_gain, system_of
 from perf.balance_vllm import open_servers
 from perf.engine_replay import watch_engine
@@ -46,6 +43,9 @@ from perf.training import (
     Trainer,
     instance_of,
 )
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import Accepted
+from prorl_launch.paths import engine_python, model_dir
 from prorl_trio.client import connect
 from prorl_trio.client.sampling import JobTemplate
 from prorl_trio.config import load_config

@@ -23,7 +23,6 @@ import msgspec
 import trio
 import trio.testing
 
-from prorl_ipc.nursery import open_single_nursery
 from perf.balance_router import measure_router
 from perf.batch import (
     HEAVY,
@@ -42,6 +41,7 @@ from perf.batch import (
 )
 from perf.harness import CAPTIONS, Line, Lines, Options, Report, run_benchmark, tell
 from perf.training import ENGINE, map_in_processes
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.types.errors import BackendError
 

@@ -20,13 +20,13 @@ from urllib.parse import quote
 import msgspec
 import trio
 
-from prorl_ipc.nursery import open_single_nursery
 from perf.batch import HEAVY, Batch, Strategy, Work, pool_of
 from perf.harness import Report, rows_of, tell
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import free_port, open_peer_server
 from perf.processes import open_child
 from perf.training import ENGINE
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.http.client import HttpClient, HttpError, HttpLimits
 from prorl_trio.inference.engines.protocol import Completion, CompletionRequest, EngineClient, EngineInfo
 from prorl_trio.simulation.config import Distribution, EngineModel

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_launch.paths import engine_python, model_dir
-from prorl_launch.vllm import open_vllm
 from perf.batch import Batch, Figures, Strategy, Work, gains_of, means_of, pool_of, strategy_rows
 from perf.engine_replay import metric_sum, read_metrics
 from perf.harness import Options, Report, run_benchmark, tell
+from prorl_launch.paths import engine_python, model_dir
+from prorl_launch.vllm import open_vllm
 from prorl_trio.http.client import HttpClient
 from prorl_trio.inference.engines.vllm import VllmClient
 

@@ -16,8 +16,8 @@ import numpy as np
 import trio
 import trio.testing
 
-from prorl_ipc.nursery import open_single_nursery
 from perf.harness import Rows, rows_of
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import LoadConfig
 from prorl_trio.inference.engines.protocol import CompletionRequest, EngineClient, made_by
 from prorl_trio.inference.pool.partial import PartialCompletion

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from prorl_launch.node import open_node_process
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark, tell
 from perf.rollouts import math_job, open_engine, submit_all
+from prorl_launch.node import open_node_process
 from prorl_trio.client import connect
 
 if TYPE_CHECKING:

@@ -27,6 +27,8 @@ import msgspec
 import numpy as np
 import trio
 
+from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
+from perf.processes import open_child
 from prorl_ipc.arena import BLOCK_TOKENS, open_arena
 from prorl_ipc.arena_socket import open_mapped_arena, serve_arena
 from prorl_ipc.errors import ChannelBroken
@@ -42,8 +44,6 @@ from prorl_ipc.session import (
     ServerMessage,
 )
 from prorl_ipc.websocket import CloseCode, LinkLimits, WebSocketLink, open_client_link, open_server_link
-from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
-from perf.processes import open_child
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory
 from prorl_trio.types.outcome_refs import join_outcome, split_outcome
 

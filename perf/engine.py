@@ -20,9 +20,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_launch.node import open_node_process
-from prorl_launch.paths import engine_python, model_dir
-from prorl_launch.vllm import open_vllm
 from perf.engine_replay import (
     EngineSeen,
     PlacedRollout,
@@ -35,6 +32,9 @@ from perf.engine_replay import (
 )
 from perf.harness import CAPTIONS, CannotRun, Options, Report, Rows, run_benchmark, tell
 from perf.processes import process_time, tree_time
+from prorl_launch.node import open_node_process
+from prorl_launch.paths import engine_python, model_dir
+from prorl_launch.vllm import open_vllm
 from prorl_trio.client import connect
 from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.word_problems import word_problem

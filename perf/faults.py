@@ -21,10 +21,10 @@ from typing import Final
 import msgspec
 import trio
 
-from prorl_ipc.nursery import open_single_nursery
-from prorl_launch.supervised import open_supervised
 from perf.harness import Options, Report, run_benchmark, tell
 from perf.rollouts import math_job, open_engine, submit_all
+from prorl_ipc.nursery import open_single_nursery
+from prorl_launch.supervised import open_supervised
 from prorl_trio.client import connect
 
 QUICK_JOBS, JOBS = 60, 400

@@ -2,9 +2,10 @@
 
     python -m perf.fleet [--quick] [--json FILE]
 
-`prorl-trio slurm up` starts each fleet on a Slurm of its own (`launch/prorl_launch/slurm/cluster.sh`), whose machines have a
-network, a name and a /tmp each; one client gives it work, rollouts in real sandboxes. All of them share the processors
-of this machine, so a rollout waits: for its engine, and for a tool call that sleeps. Wants root, and Slurm's daemons.
+`prorl-trio slurm up` starts each fleet on a Slurm of its own (`launch/prorl_launch/slurm/cluster.sh`), whose machines
+have a network, a name and a /tmp each; one client gives it work, rollouts in real sandboxes. All of them share the
+processors of this machine, so a rollout waits: for its engine, and for a tool call that sleeps. Wants root, and Slurm's
+daemons.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_ipc.nursery import open_single_nursery
 from perf.fleet_cluster import open_cluster, open_slurm_fleet
 from perf.fleet_head import time_reads
 from perf.harness import Finding, rows_of, run_benchmark, tell
@@ -28,6 +28,7 @@ from perf.processes import machine_time, open_child, process_time, raise_file_li
 from perf.rollouts import SAMPLING, engine_of, submit_all
 from perf.scaling import PAPER, PAPER_NODES, FleetSize, Times, places_of, simulate_fleet, steady_rate, throughput_lines
 from perf.training import simulate_all
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client import connect
 from prorl_trio.rendezvous.head import read_head
 from prorl_trio.testing.fake_engine import FakeEngine

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_launch.slurm.cluster import SCRIPT, free_ports, has_networks
-from prorl_launch.supervised import Supervised, open_supervised
 from perf.harness import CannotRun
 from perf.processes import parent_of
+from prorl_launch.slurm.cluster import SCRIPT, free_ports, has_networks
+from prorl_launch.supervised import Supervised, open_supervised
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError
 
@@ -72,7 +72,7 @@ def require_slurm() -> None:
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     if lacking:
         raise CannotRun(
-            f"Slurm is not installed, there is no {', '.join(lacking)}: run `launch/prorl_launch/slurm/cluster.sh install`"
+            f"Slurm is not installed, there is no {', '.join(lacking)}: launch/prorl_launch/slurm/cluster.sh install"
         )
 
 

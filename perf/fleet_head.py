@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 import trio
 
-from prorl_ipc.nursery import open_single_nursery
 from perf.harness import tell
 from perf.processes import open_child, raise_file_limit
 from perf.rollouts import TOKEN, submit_all
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client import connect
 from prorl_trio.config import HeadConfig, ListenConfig
 from prorl_trio.fleet.serve import serve_fleet

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import numpy as np
 
-from prorl_ipc.nursery import open_single_nursery
 from perf import delivery, ledger_bench
 from perf.harness import Case, Options, Report, Series, run_benchmark, tell
 from perf.node_rig import (
@@ -34,6 +33,7 @@ from perf.node_rig import (
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import free_port, open_peer_server
 from perf.processes import Child, open_child
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.http.client import HttpClient, HttpLimits
 
 if TYPE_CHECKING:

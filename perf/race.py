@@ -20,13 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from prorl_launch.learn import SHARED_CORES
-from prorl_launch.learning.prompt import PAYLOAD
-from prorl_launch.learning.record import CHECKPOINTS, SETTINGS, Settings, write_atomically
-from prorl_launch.node import open_node_process
-from prorl_launch.paths import engine_python, import_path, model_dir, trainer_python
-from prorl_launch.supervised import open_supervised
-from prorl_launch.vllm import open_vllm
 from perf.engine_replay import recorded_turns, replay
 from perf.harness import CAPTIONS, CannotRun, Finding, rotated, run_benchmark, tell
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
@@ -34,6 +27,13 @@ from perf.peers.process import open_peer
 from perf.peers.race_round import CpuClock, RaceRecord, RaceRollout, RaceRound, RaceTask, read_record
 from perf.processes import tree_cpu
 from perf.race_figures import BARE, NODE, Entrant, Lap, race_finding
+from prorl_launch.learn import SHARED_CORES
+from prorl_launch.learning.prompt import PAYLOAD
+from prorl_launch.learning.record import CHECKPOINTS, SETTINGS, Settings, write_atomically
+from prorl_launch.node import open_node_process
+from prorl_launch.paths import engine_python, import_path, model_dir, trainer_python
+from prorl_launch.supervised import open_supervised
+from prorl_launch.vllm import open_vllm
 from prorl_trio.client import connect
 from prorl_trio.client.collect import make_jobs
 from prorl_trio.client.word_problems import word_problems
@@ -44,9 +44,9 @@ from prorl_trio.types.models import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from perf.harness import Options
     from prorl_launch.node import NodeProcess
     from prorl_launch.vllm import VllmProcess
-    from perf.harness import Options
     from prorl_trio.client import RolloutClient
     from prorl_trio.client.word_problems import WordProblem
     from prorl_trio.types.models import Outcome

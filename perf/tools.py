@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
 from perf import trace
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
@@ -29,12 +28,13 @@ from perf.shells import (
     open_tcp_echo,
     open_unix_echo,
 )
+from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from prorl_ipc.rpc import RpcClient
     from perf.shells import BarePty
+    from prorl_ipc.rpc import RpcClient
 
 QUICK_ROUNDS, ROUNDS = 200, 2_000
 WARM_UP_ROUNDS = 10

@@ -27,12 +27,12 @@ import msgspec
 import numpy as np
 import trio
 
-from prorl_ipc.sandbox_calls import BashResult, BashRun
 from perf.harness import CAPTIONS, PERCENTS, Case, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import PeerAnswer, open_peer
 from perf.project_tree import write_project
 from perf.shells import CALL_TIMEOUT_S, open_bare_pty, open_daemon
+from prorl_ipc.sandbox_calls import BashResult, BashRun
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

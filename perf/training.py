@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import msgspec
 import trio
 
-from prorl_ipc.nursery import open_single_nursery
 from perf.batch import HEAVY, TOKENS
 from perf.harness import tell
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.sampling import GroupRules, JobTemplate
 from prorl_trio.client.sampling.events import Advanced, Arrived, Finished, Opened, Taken
 from prorl_trio.client.sampling.sampler import GroupSampler

@@ -10,7 +10,15 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from prorl_ipc.file_calls import TreeContent
-from prorl_ipc.tree import FOLDER_FLAGS, TreeCounts, TreeRefused, link_stays_inside, open_folder, open_parent, split_path
+from prorl_ipc.tree import (
+    FOLDER_FLAGS,
+    TreeCounts,
+    TreeRefused,
+    link_stays_inside,
+    open_folder,
+    open_parent,
+    split_path,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -1,9 +1,9 @@
 """The temporary folders of supervisors: a lock tells those in use from those whose supervisor was killed.
 
 Where everything that a task runs is killed at once, as Slurm does by a control group, nobody in there is left to clear
-up. So what Slurm runs after a task does (`prorl_launch.slurm.sweep`), and the next supervisor with folders in the same place.
-A folder has a file that its supervisor's processes keep locked, and that lists what they know of the tree's files in
-/dev/shm; the kernel unlocks it when the last of them has ended.
+up. So what Slurm runs after a task does (`prorl_launch.slurm.sweep`), and the next supervisor with folders in the same
+place. A folder has a file that its supervisor's processes keep locked, and that lists what they know of the tree's
+files in /dev/shm; the kernel unlocks it when the last of them has ended.
 
 Standard library only: the supervisor of every engine imports this.
 """

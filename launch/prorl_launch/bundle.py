@@ -1,9 +1,9 @@
 """Make the self-contained runtime of `prorl_trio.sandbox.runtime.bundle` from the Python and packages installed here.
 
 Needs no network: everything is copied from this very environment, so that what runs inside images is what was tested.
-`python -m prorl_launch.bundle` makes it, and the Python of the image `host` (`prorl_trio.sandbox.runtime.host_python`), and
-prints where; it takes some 10 s and 100 MB, once. With `--is-made` it only says by its exit code whether that has been
-done.
+`python -m prorl_launch.bundle` makes it, and the Python of the image `host` (`prorl_trio.sandbox.runtime.host_python`),
+and prints where; it takes some 10 s and 100 MB, once. With `--is-made` it only says by its exit code whether that has
+been done.
 """
 
 from __future__ import annotations

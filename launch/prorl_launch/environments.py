@@ -1,9 +1,9 @@
 """The environments beside `.venv`: the inference engine's and the trainers', and the steps that build them.
 
-vLLM pins torch, transformers and much else exactly, and so do the trainers: none of them shares an environment with
-the node. They meet over HTTP and WebSocket. The requirements are those of extras of this project's own metadata (`cpu`,
-`gpu`, `train`, `trl`, ...), so each pin is written once; which files they become, `prorl_launch.locks` says. Standard library
-only.
+vLLM pins torch, transformers and much else exactly, and so do the trainers: none of them shares an environment with the
+node. They meet over HTTP and WebSocket. The requirements are those of extras of this project's own metadata (`cpu`,
+`gpu`, `train`, `trl`, ...), so each pin is written once; which files they become, `prorl_launch.locks` says. Standard
+library only.
 """
 
 from __future__ import annotations

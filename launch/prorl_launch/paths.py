@@ -34,7 +34,9 @@ def checkout_dir() -> Path:
 
 def import_path() -> str:
     """The `PYTHONPATH` by which an environment without this project finds its packages."""
-    folders = {Path(module.__file__ or "").resolve().parents[1]: None for module in (prorl_trio, prorl_ipc, prorl_launch)}
+    folders = {
+        Path(module.__file__ or "").resolve().parents[1]: None for module in (prorl_trio, prorl_ipc, prorl_launch)
+    }
     return os.pathsep.join(map(str, folders))
 
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_ipc.nursery import open_single_nursery
 from perf.harness import can_draw, describe_machine, tell
 from perf.paper.sections import SECTIONS, Said
 from perf.paper.written import Measured, Run, to_html, to_markdown
+from prorl_ipc.nursery import open_single_nursery
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

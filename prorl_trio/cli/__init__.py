@@ -41,7 +41,9 @@ class _Commands(LazyGroup):
         try:
             return self._invoke(ctx)
         except* ProrlError as group:
-            from prorl_ipc.nursery import leaves  # with trio, which the command that failed has loaded, and `--help` has not
+            from prorl_ipc.nursery import (
+                leaves,  # with trio, which the command that failed has loaded, and `--help` has not
+            )
 
             errors = leaves(group)
             code = EXIT_INTERNAL if any(isinstance(error, InternalError) for error in errors) else 1

@@ -1,4 +1,4 @@
-"""The messages between the daemon and its IPython child: msgpack in frames of `prorl_ipc.framing`, over a socket pair."""
+"""Messages between the daemon and its IPython child: msgpack in frames of `prorl_ipc.framing` over a socket pair."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import ExitStack
 
-    from prorl_ipc.limits import SandboxLimits
     from prorl_daemon.accounts import Account
+    from prorl_ipc.limits import SandboxLimits
 
 __all__ = ["Child", "ChildReaper", "open_pipe"]
 

@@ -13,6 +13,18 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
+from prorl_daemon.bash import BashSession
+from prorl_daemon.children import ChildReaper
+from prorl_daemon.editor import Editor
+from prorl_daemon.exec import run_exec
+from prorl_daemon.exec_input import ExecInputs
+from prorl_daemon.files import read_file, write_file
+from prorl_daemon.guard import become_subreaper
+from prorl_daemon.kernels import KernelSessions
+from prorl_daemon.processes import kill_until_gone, read_process_table
+from prorl_daemon.settings import runtime_environment, tool_environment
+from prorl_daemon.transfers import Transfers
+from prorl_daemon.watchdog import Watchdog
 from prorl_ipc.channel import listen_unix
 from prorl_ipc.errors import IpcError
 from prorl_ipc.file_calls import (
@@ -42,18 +54,6 @@ from prorl_ipc.sandbox_calls import (
     SandboxCall,
     SandboxReply,
 )
-from prorl_daemon.bash import BashSession
-from prorl_daemon.children import ChildReaper
-from prorl_daemon.editor import Editor
-from prorl_daemon.exec import run_exec
-from prorl_daemon.exec_input import ExecInputs
-from prorl_daemon.files import read_file, write_file
-from prorl_daemon.guard import become_subreaper
-from prorl_daemon.kernels import KernelSessions
-from prorl_daemon.processes import kill_until_gone, read_process_table
-from prorl_daemon.settings import runtime_environment, tool_environment
-from prorl_daemon.transfers import Transfers
-from prorl_daemon.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
-from prorl_ipc.file_calls import FileEdited
-from prorl_ipc.rpc import CallError
 from prorl_daemon.editor_text import (
     EditRefused,
     decode,
@@ -25,6 +23,8 @@ from prorl_daemon.editor_text import (
 from prorl_daemon.files import PIECE_BYTES, replace_file
 from prorl_daemon.paths import open_path
 from prorl_daemon.threads import run_blocking
+from prorl_ipc.file_calls import FileEdited
+from prorl_ipc.rpc import CallError
 
 if TYPE_CHECKING:
     from prorl_ipc.file_calls import EditFile

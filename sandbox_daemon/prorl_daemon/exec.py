@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from prorl_ipc.rpc import CallError
-from prorl_ipc.sandbox_calls import ExecResult
-from prorl_ipc.wire import MAX_FRAME_BYTES
 from prorl_daemon.accounts import ONE_USER, find_account
 from prorl_daemon.children import open_pipe
 from prorl_daemon.marks import has_mark, new_mark
@@ -20,15 +17,18 @@ from prorl_daemon.output import OutputBuffer
 from prorl_daemon.own_time import OwnTime
 from prorl_daemon.processes import kill_until_gone, read_process_table
 from prorl_daemon.threads import run_blocking
+from prorl_ipc.rpc import CallError
+from prorl_ipc.sandbox_calls import ExecResult
+from prorl_ipc.wire import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from prorl_ipc.sandbox_calls import Exec
     from prorl_daemon.accounts import Account
     from prorl_daemon.children import Child, ChildReaper
     from prorl_daemon.exec_input import ExecInputs, Pieces
     from prorl_daemon.processes import ProcessEntry, ProcessTable
+    from prorl_ipc.sandbox_calls import Exec
 
 __all__ = ["MAX_OUTPUT_BYTES", "run_exec"]
 

@@ -10,11 +10,11 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from prorl_daemon.paths import open_path
+from prorl_daemon.threads import run_blocking
 from prorl_ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
 from prorl_ipc.rpc import CallError
 from prorl_ipc.wire import MAX_FRAME_BYTES
-from prorl_daemon.paths import open_path
-from prorl_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable

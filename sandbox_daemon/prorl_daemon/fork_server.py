@@ -19,8 +19,6 @@ from typing import NoReturn
 
 import msgspec
 
-from prorl_ipc.fork_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
-from prorl_ipc.limits import NamespaceLimits
 from prorl_daemon.command_line import show_command_line
 from prorl_daemon.descriptors import place
 from prorl_daemon.ipython_child import preload_shell
@@ -28,6 +26,8 @@ from prorl_daemon.namespaces import end_with_parent, fork_apart, settle
 from prorl_daemon.prestarted import fork_kernel
 from prorl_daemon.run import USAGE_ERROR, run_daemon, say_ready
 from prorl_daemon.seccomp import filter_code
+from prorl_ipc.fork_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
+from prorl_ipc.limits import NamespaceLimits
 
 __all__ = ["serve_forks"]
 

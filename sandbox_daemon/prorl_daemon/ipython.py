@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from prorl_ipc.nursery import single_exception
-from prorl_ipc.rpc import CallError
-from prorl_ipc.sandbox_calls import CellError, CellResult, IpythonRun
 from prorl_daemon.cell_output import CellOutput
 from prorl_daemon.child_wire import NO_MEMORY_EXIT
 from prorl_daemon.children import SIGNAL_EXIT_BASE
 from prorl_daemon.keeper import Keeper, StartFailed, Turn
+from prorl_ipc.nursery import single_exception
+from prorl_ipc.rpc import CallError
+from prorl_ipc.sandbox_calls import CellError, CellResult, IpythonRun
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from prorl_ipc.framing import FrameDecoder, encode_frame
 from prorl_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, NO_MEMORY_EXIT, CellDone, ChildReady, RunCell, StartChild
 from prorl_daemon.forks import KernelProcess, end_copy, flush_output, is_session_leader
+from prorl_ipc.framing import FrameDecoder, encode_frame
 
 if TYPE_CHECKING:
     from types import FrameType

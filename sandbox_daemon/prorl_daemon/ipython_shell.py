@@ -23,11 +23,11 @@ from IPython.utils.text import DollarFormatter
 from traitlets import Type
 from traitlets.config import Config
 
-from prorl_ipc.sandbox_calls import CellError
 from prorl_daemon.cell_syntax import CellSyntax
 from prorl_daemon.child_wire import CellDone
 from prorl_daemon.displays import CARRIED_TYPES, NAMED_TYPES, Displays
 from prorl_daemon.output import cap_text
+from prorl_ipc.sandbox_calls import CellError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

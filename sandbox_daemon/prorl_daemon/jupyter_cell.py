@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from prorl_ipc.sandbox_calls import CellError
 from prorl_daemon.child_wire import CellDone
 from prorl_daemon.displays import Displays
 from prorl_daemon.output import cap_text
+from prorl_ipc.sandbox_calls import CellError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

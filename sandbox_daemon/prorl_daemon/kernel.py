@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from prorl_ipc.channel import Channel
-from prorl_ipc.envelope import UNDECODABLE
-from prorl_ipc.errors import ChannelBroken, IpcError
 from prorl_daemon.cell_output import OutputPipe
 from prorl_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
 from prorl_daemon.keeper import StartFailed
 from prorl_daemon.kernel_ends import KernelEnds, open_kernel_ends
 from prorl_daemon.processes import kill_until_gone
+from prorl_ipc.channel import Channel
+from prorl_ipc.envelope import UNDECODABLE
+from prorl_ipc.errors import ChannelBroken, IpcError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from prorl_ipc.rpc import CallError
 from prorl_daemon.ipython import IpythonSession
 from prorl_daemon.kernel import open_kernel
 from prorl_daemon.kernelspec import find_kernelspec
 from prorl_daemon.threads import run_blocking
+from prorl_ipc.rpc import CallError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from prorl_ipc.sandbox_calls import CellResult, IpythonRestart, IpythonRun
     from prorl_daemon.children import Child, ChildReaper
     from prorl_daemon.kernel_ends import KernelEnds
+    from prorl_ipc.sandbox_calls import CellResult, IpythonRestart, IpythonRun
 
 __all__ = ["KernelSessions"]
 

@@ -13,9 +13,9 @@ import sys
 import tempfile
 from typing import Any, NamedTuple
 
+from prorl_daemon import jupyter_output
 from prorl_ipc.channel import MAX_SOCKET_PATH_BYTES
 from prorl_ipc.rpc import CallError
-from prorl_daemon import jupyter_output
 
 __all__ = ["KernelPlan", "find_kernelspec", "plan_kernel"]
 

@@ -13,9 +13,9 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any
 
-from prorl_ipc.proc_files import hidden_proc
 from prorl_daemon.limits import hold_proc
 from prorl_daemon.privileges import drop_privileges
+from prorl_ipc.proc_files import hidden_proc
 
 if TYPE_CHECKING:
     from prorl_ipc.limits import NamespaceLimits

@@ -1,12 +1,12 @@
 """The own time of a command: the time that has passed, less the time in which its processes waited for a CPU.
 
-A busy machine makes a program late, and must not make it too slow. Every interval counts as
-`min(real, max(cpu, wall - waited))`. There `real` is the time that has passed, and `wall` what this process's clock
-shows of it: that one stands while the process does not run (`prorl_ipc.clock`). So a program that was stopped with it is
-charged for nothing, and one that keeps it from running for what it computes. `cpu` is the CPU time of all processes of
-the sandbox in that interval, also of those that have detached themselves, and `waited` the time in which the command's
-threads could have run and had no CPU (/proc/PID/task/TID/schedstat). So a program that sleeps is charged for its sleep,
-and one that computes for what it computes, in however many processes.
+A busy machine makes a program late, and must not make it too slow. Every interval counts as `min(real, max(cpu, wall -
+waited))`. There `real` is the time that has passed, and `wall` what this process's clock shows of it: that one stands
+while the process does not run (`prorl_ipc.clock`). So a program that was stopped with it is charged for nothing, and
+one that keeps it from running for what it computes. `cpu` is the CPU time of all processes of the sandbox in that
+interval, also of those that have detached themselves, and `waited` the time in which the command's threads could have
+run and had no CPU (/proc/PID/task/TID/schedstat). So a program that sleeps is charged for its sleep, and one that
+computes for what it computes, in however many processes.
 
 An interval counts in full where the evidence has gaps: processes were born and had ended before they were looked at
 (the PID namespace's last number says so), or the kernel keeps no such times. The wait of a thread does not count that

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import trio
 
+from prorl_daemon.files import file_error
+from prorl_daemon.threads import run_blocking
 from prorl_ipc.file_calls import (
     DownloadBegin,
     DownloadParts,
@@ -24,8 +26,6 @@ from prorl_ipc.rpc import CallError
 from prorl_ipc.tree import TreeLimits, TreeRefused
 from prorl_ipc.tree_reader import TreeReader
 from prorl_ipc.tree_writer import TreeWriter
-from prorl_daemon.files import file_error
-from prorl_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable

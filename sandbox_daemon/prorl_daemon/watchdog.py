@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import trio
 
-from prorl_ipc.sandbox_calls import BashResult, CellResult, ExecResult
 from prorl_daemon.holdings import Holdings, Mappings, measure_holdings
 from prorl_daemon.memory_files import empty_memory_files, memory_file_bytes
 from prorl_daemon.processes import kill_until_gone, read_process_table, wait_until_gone
 from prorl_daemon.threads import run_blocking
 from prorl_daemon.unmapped import attached_bytes, held_bytes, read_segments, remove_unmapped
 from prorl_daemon.usage import in_memory, measure_disks, measure_processes, measure_proportional
+from prorl_ipc.sandbox_calls import BashResult, CellResult, ExecResult
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-    from prorl_ipc.limits import Breach, SandboxLimits
-    from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
     from prorl_daemon.processes import ProcessEntry, ProcessTable
     from prorl_daemon.unmapped import Segment
     from prorl_daemon.usage import ProcessUsage
+    from prorl_ipc.limits import Breach, SandboxLimits
+    from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
 
 __all__ = ["Watchdog"]
 

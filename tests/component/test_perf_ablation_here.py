@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import trio
 
-from prorl_ipc.session import Accepted
 from perf.ablation import VARIANTS
 from perf.ablation_here import (
     QUICK,
@@ -24,6 +23,7 @@ from perf.ablation_here import (
 )
 from perf.trace import Answered
 from perf.training import ACTIONS, LEVELS, StepScale, StepsTaken, TaskPayload, instance_of, mean_of
+from prorl_ipc.session import Accepted
 from prorl_trio.types.models import Outcome, Timing
 
 pytestmark = pytest.mark.timeout(60)

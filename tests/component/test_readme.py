@@ -71,7 +71,7 @@ def blocks(language, *documents):
 def sources():
     """The text of all code, in one piece."""
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path != Path(__file__)]
-    files += (ROOT / "launch/prorl_launch/kubernetes").rglob("*.yaml")
+    files += (ROOT / "launch/kubernetes").rglob("*.yaml")
     return "\n".join(path.read_text() for path in (*files, *(ROOT / name for name in SOURCES)))
 
 

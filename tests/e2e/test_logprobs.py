@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import trio
 
-from prorl_launch.paths import engine_python, model_dir
 from perf.tokens import Sampled, drift_of
+from prorl_launch.paths import engine_python, model_dir
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.inference.engines.protocol import made_by

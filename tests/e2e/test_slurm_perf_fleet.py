@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import trio
 
-from prorl_launch.paths import checkout_dir
 from perf.fleet import QUICK, FleetEngine, fleet_finding, measure_fleet, predicted_size, serve_engine
 from perf.fleet_cluster import open_cluster
 from perf.processes import open_child
 from perf.scaling import simulate_fleet
+from prorl_launch.paths import checkout_dir
 from support.quiet_clock import stretched, wait_until
 from support.skips import because
 from support.slurm_cluster import why_not

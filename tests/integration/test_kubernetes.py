@@ -36,10 +36,10 @@ from support.skips import because
 pytestmark = pytest.mark.timeout(280)
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "launch/prorl_launch/kubernetes").rglob("*.yaml"))
+FILES = sorted((ROOT / "launch/kubernetes").rglob("*.yaml"))
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
 OLDEST, NEWEST = re.search(r"Kubernetes ([\d.]+) and ([\d.]+);", PAGE.replace("\n", " ")).groups()
-HEAD_FILE = ROOT / "launch/prorl_launch/kubernetes/head.yaml"
+HEAD_FILE = ROOT / "launch/kubernetes/head.yaml"
 OF_HEAD = {each["kind"]: each for each in yaml.safe_load_all(HEAD_FILE.read_text())}
 OF_NODES = [file for file in FILES if file != HEAD_FILE]
 MANIFESTS = {each["kind"]: each for file in OF_NODES for each in yaml.safe_load_all(file.read_text())}
@@ -53,7 +53,7 @@ CLEAN = 0
 
 def test_manifests_are_of_kubernetes_and_what_it_does_not_know_is_found(tmp_path):
     wrong = tmp_path / "wrong.yaml"
-    wrong.write_text((ROOT / "launch/prorl_launch/kubernetes/nodes.yaml").read_text().replace("preStop:", "beforeStop:"))
+    wrong.write_text((ROOT / "launch/kubernetes/nodes.yaml").read_text().replace("preStop:", "beforeStop:"))
     for problems in problems_of([*FILES, wrong], [OLDEST, NEWEST]).values():
         (only,) = problems
         assert only.startswith(f"{wrong}: StatefulSet: ")

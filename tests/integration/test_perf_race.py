@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import trio
 
-from prorl_launch.node import open_node_process
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
 from perf.race import (
     Scale,
@@ -24,6 +23,7 @@ from perf.race import (
     round_of,
     with_tool_results,
 )
+from prorl_launch.node import open_node_process
 from prorl_trio.client import connect
 from prorl_trio.sandbox.providers.bubblewrap import find_bubblewrap
 from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike

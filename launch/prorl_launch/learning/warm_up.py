@@ -1,4 +1,4 @@
-"""Supervised training on some demonstrations: `python -m prorl_launch.learning.warm_up RUN` makes the first checkpoint."""
+"""Supervised training on demonstrations: `python -m prorl_launch.learning.warm_up RUN` makes the first checkpoint."""
 
 from __future__ import annotations
 

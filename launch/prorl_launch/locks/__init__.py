@@ -1,8 +1,8 @@
 """The locks: for each environment that set-up makes, the exact wheels and their SHA-256. Standard library only.
 
-`NAME.txt` beside this file is a requirements file of pip's, made by `python -m prorl_launch.relock` (`make lock`) for all
-Pythons that it names, on Linux on x86-64. It names no package index: pip takes the files from wherever it is told to,
-and refuses any that is another. A Python or machine without a lock gets what the ranges of `pyproject.toml` allow.
+`NAME.txt` beside this file is a requirements file of pip's, made by `python -m prorl_launch.relock` (`make lock`) for
+all Pythons that it names, on Linux on x86-64. It names no package index: pip takes the files from wherever it is told
+to, and refuses any that is another. A Python or machine without a lock gets what the ranges of `pyproject.toml` allow.
 """
 
 from __future__ import annotations

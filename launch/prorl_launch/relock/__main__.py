@@ -28,7 +28,13 @@ def main() -> int:
     except SetupError as error:
         say(f"ERROR\n{error}")
         return 1
-    argv = [str(folder / "bin" / "python"), "-m", "prorl_launch.relock.resolve", str(folder / "bin" / "uv"), *sys.argv[1:]]
+    argv = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "prorl_launch.relock.resolve",
+        str(folder / "bin" / "uv"),
+        *sys.argv[1:],
+    ]
     return subprocess.run(argv, cwd=paths.checkout_dir(), check=False).returncode
 
 

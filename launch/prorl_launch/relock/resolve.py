@@ -1,4 +1,4 @@
-"""Resolve the requirements of each environment for all Pythons at once, and write the locks. Run by `prorl_launch.relock`.
+"""Resolve the requirements of each environment for all Pythons at once, and write the locks, for `prorl_launch.relock`.
 
 uv resolves and names every file that there is; a lock keeps those that a supported Python can install on Linux on
 x86-64.

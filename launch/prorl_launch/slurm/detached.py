@@ -1,7 +1,7 @@
 """Starts `prorl_launch.supervisor` where Slurm does not look: as a child of init, in a session of its own.
 
-Run as a script by `prorl_launch.slurm.leash`: `python detached.py GRACE_S COMMAND...`. Standard library only. It forks and
-ends; the child goes on. Standard input is the leash; standard output gets the supervisor's line (pid, temporary
+Run as a script by `prorl_launch.slurm.leash`: `python detached.py GRACE_S COMMAND...`. Standard library only. It forks
+and ends; the child goes on. Standard input is the leash; standard output gets the supervisor's line (pid, temporary
 folder), the exit code of the command in a second one, and is closed when nothing is left.
 
 Why: without cgroups (`proctrack/linuxproc`) slurmstepd ends what it finds below its tasks. It would kill the supervisor

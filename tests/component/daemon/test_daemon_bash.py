@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 import trio
 
+from prorl_daemon.processes import read_process_table
 from prorl_ipc.errors import CallFailed
 from prorl_ipc.file_calls import FileData, FileRead
 from prorl_ipc.sandbox_calls import BashInput, BashResult, BashRun, Ping, Pong
-from prorl_daemon.processes import read_process_table
 from support.cancel_sweep import cancel_sweep
 
 CALL_TIMEOUT_S = 30

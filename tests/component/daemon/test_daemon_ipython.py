@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import trio
 
-from prorl_ipc.errors import CallFailed
-from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
 from prorl_daemon.child_wire import NO_MEMORY_EXIT
 from prorl_daemon.processes import read_process_table
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
 from support.cancel_sweep import cancel_sweep
 
 CALL_TIMEOUT_S = 60

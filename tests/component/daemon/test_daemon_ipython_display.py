@@ -8,9 +8,9 @@ import zlib
 import pytest
 import trio
 
+from prorl_daemon.displays import MAX_DISPLAY_BYTES, MAX_DISPLAYS, Displays
 from prorl_ipc.sandbox_calls import CellResult, Display, IpythonRun
 from prorl_trio.tools.builtin import render_cell
-from prorl_daemon.displays import MAX_DISPLAY_BYTES, MAX_DISPLAYS, Displays
 
 CALL_TIMEOUT_S = 60
 

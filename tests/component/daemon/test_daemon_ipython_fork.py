@@ -7,9 +7,9 @@ from contextlib import suppress
 import pytest
 import trio
 
+from prorl_daemon.processes import read_process_table
 from prorl_ipc.errors import CallFailed
 from prorl_ipc.sandbox_calls import CellResult, IpythonRun
-from prorl_daemon.processes import read_process_table
 
 CALL_TIMEOUT_S = 60
 GONE_TIMEOUT_S = 20

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import trio
 
-from prorl_ipc.limits import SandboxLimits
 from prorl_daemon.children import ChildReaper
 from prorl_daemon.keeper import StartFailed
 from prorl_daemon.kernel import open_kernel
+from prorl_ipc.limits import SandboxLimits
 from support.cancel_sweep import cancel_sweep
 
 NOWHERE = "/nowhere/python"
