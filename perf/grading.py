@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 ROOT: Final = Path(__file__).parents[1]
+IMPORTED_FROM: Final = (".", "ipc", "launch", "sandbox_daemon")
+"""Folders of a checkout that its packages are in."""
 WORK: Final = Path(__file__).with_name("grading_work.py")
 TURN_CHARS: Final = 100_000
 MAX_LOOP_MS: Final = 20.0
@@ -118,7 +120,7 @@ async def _open_worker(checkout: Path) -> AsyncIterator[_Worker]:
         [sys.executable, "-P", str(WORK)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(checkout)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(checkout / each) for each in IMPORTED_FROM)},
         cwd=checkout,
     )
     try:

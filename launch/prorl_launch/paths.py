@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
-import prorl_ipc
-import prorl_launch
-import prorl_trio
 from prorl_launch.environments import EngineKind, Environment, TrainerKind, engine_environment, trainer_environment
 from prorl_trio.sandbox.cache import cache_dir
 
@@ -34,9 +32,8 @@ def checkout_dir() -> Path:
 
 def import_path() -> str:
     """The `PYTHONPATH` by which an environment without this project finds its packages."""
-    folders = {
-        Path(module.__file__ or "").resolve().parents[1]: None for module in (prorl_trio, prorl_ipc, prorl_launch)
-    }
+    found = map(find_spec, ("prorl_trio", "prorl_ipc", "prorl_launch", "prorl_daemon"))
+    folders = {Path(spec.origin).resolve().parents[1]: None for spec in found if spec is not None and spec.origin}
     return os.pathsep.join(map(str, folders))
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from prorl_launch import paths, venv
 from prorl_launch.environments import trainer_environment
-from prorl_launch.paths import checkout_dir
+from prorl_launch.paths import checkout_dir, import_path
 from prorl_launch.progress import SetupError, run_step
 from prorl_launch.setup import setup_environment
 from prorl_launch.userns import user_namespace_problem
@@ -201,7 +201,7 @@ def _lines(path: Path) -> list[str]:
 def test_set_up_needs_the_standard_library_only():
     """It runs before anything is installed: -S leaves `site-packages` out, and the warning's remedy is imported too."""
     code = (
-        f"import sys; sys.path.insert(0, {str(checkout_dir())!r}); "
+        f"import sys; sys.path[:0] = {import_path().split(os.pathsep)!r}; "
         "import prorl_launch.setup; from prorl_trio.sandbox.providers.userns import user_namespace_remedy; "
         "print([name for name in sys.modules if 'site-packages' in str(getattr(sys.modules[name], '__file__', ''))])"
     )
@@ -266,7 +266,7 @@ def test_apptainer_where_it_cannot_be_installed_is_a_warning_for_tests_and_an_er
         assert found
         (tmp_path / name).symlink_to(found)
     env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PRORL_CACHE_DIR": str(tmp_path / "cache")}
-    script = checkout_dir() / "launch" / "apptainer.sh"
+    script = checkout_dir() / "launch/prorl_launch/apptainer.sh"
     tests = subprocess.run([script, "--if-possible"], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert tests.returncode == 0
     assert "SKIPPED" in tests.stderr

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from prorl_launch.abandoned import sweep
-from prorl_launch.paths import checkout_dir
+from prorl_launch.paths import checkout_dir, import_path
 from prorl_launch.shared_memory import FOLDER, SharedMemory, unlink_unused
 from prorl_launch.supervised import open_supervised
 from prorl_launch.supervisor import EXIT_SURVIVORS
@@ -210,7 +210,7 @@ def test_what_takes_long_to_end_keeps_its_memory_until_a_sweep_that_comes_after(
     place.mkdir()
     os.mkfifo(fifo)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    env = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(checkout_dir())}
+    env = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": import_path()}
     with subprocess.Popen([*python(SLOW), str(memory)], **pipes) as slow:
         supervisor = subprocess.Popen([*python(SUPERVISOR), str(slow.pid), str(fifo)], env=env, **pipes)
         supervisor.stdout.readline()

@@ -190,7 +190,7 @@ NOT_THERE_YET = {
     "verl": "prorl_trio/integrations/*verl*",
     "NeMo RL": "prorl_trio/integrations/*nemo*",
     "DAPO": "prorl_trio/client/sampling*",
-    "Slurm": "launch/*slurm*",
+    "Slurm": "launch/*/*slurm*",
     "joins several nodes": "prorl_trio/fleet/*",
     "viewer": "prorl_trio/**/*viewer*",
 }
@@ -308,7 +308,7 @@ def test_modules_named_as_commands_exist():
 
 
 def test_variables_of_the_environment_are_read_somewhere():
-    scripts = "".join(path.read_text() for path in ROOT.glob("launch/*.sh"))
+    scripts = "".join(path.read_text() for path in ROOT.glob("launch/*/*.sh"))
     named = {name for text in TEXTS.values() for name in re.findall(r"\bPRORL_[A-Z_]+\b", text)}
     shown = {name for block in blocks("sh") for name in re.findall(r"\b(PRORL_[A-Z_]+)=", block.text)}
     assert not {name for name in named - shown - {"PRORL_REST"} if name not in sources() + scripts}

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import trio
 
-from prorl_launch.paths import engine_python, model_dir
+from prorl_launch.paths import engine_python, import_path, model_dir
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client.recording import read_outcomes
 from prorl_trio.config import SandboxConfig
@@ -177,7 +177,7 @@ def check_tokens(path):
 def check_logprobs(path):
     run = subprocess.run(
         [engine_python(), Path(__file__).with_name("forward_pass.py"), model_dir(), path, "6"],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1"},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": import_path(), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,

