@@ -5,13 +5,12 @@ from __future__ import annotations
 import secrets
 import socket
 import subprocess
+from pathlib import Path
 from typing import Final
-
-from prorl_launch.paths import checkout_dir
 
 __all__ = ["SCRIPT", "free_ports", "has_networks"]
 
-SCRIPT: Final = checkout_dir() / "launch/prorl_launch/slurm/cluster.sh"
+SCRIPT: Final = Path(__file__).with_name("cluster.sh")
 _FIRST_PORT: Final = 20_000
 _STEP: Final = 16
 """The most ports that a cluster has, and the step from one to the next: `cluster.sh` numbers its networks so."""
