@@ -162,7 +162,7 @@ async def test_two_fleets_of_one_user_on_one_machine_do_not_touch_each_others_th
         assert left[0] == []
         assert not one.entries()
         assert before <= {line.split()[0] for line in marked(other.mark)}
-        assert len(list(other.places[0].glob("prorl-*"))) == 2, "those of a node and of an engine"
+        assert len(list(other.places[0].glob("prorl-*"))) == 3, "those of a node, of an engine and of the head"
         await client.submit([math_job(f"job-{number}") for number in range(4)])
         assert sorted([outcome.job_id async for outcome in client.results(4)]) == [f"job-{n}" for n in range(4)]
     await in_thread(functools.partial(other.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))
