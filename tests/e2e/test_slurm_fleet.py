@@ -39,6 +39,10 @@ def fleet(slurm):
     made.remove()
 
 
+def completed_by(report):
+    return report.get("pipeline", {}).get("outcomes", {}).get("completed", 0)
+
+
 async def deliver(fleet, count, nodes):
     """Send jobs through the fleet; return how often each outcome came. All these nodes had some of them."""
     seen = Counter()
@@ -50,8 +54,12 @@ async def deliver(fleet, count, nodes):
         with trio.move_on_after(1):
             async for outcome in client.results(follow=True):
                 seen[outcome.job_id] += 1
-        reports = (await client.status())["members"]
-    done = {name: report["pipeline"]["outcomes"]["completed"] for name, report in reports.items()}
+        done = {}
+        with trio.fail_after(stretched(30.0)):
+            while sum(done.values()) < count:  # the head asks its members every few seconds
+                reports = (await client.status())["members"]
+                done = {name: completed_by(report) for name, report in reports.items()}
+                await trio.sleep(0.2)
     assert set(done) == set(nodes)
     assert min(done.values()) > 0, f"the work was not spread: {done}"
     return seen
