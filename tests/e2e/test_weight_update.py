@@ -209,5 +209,5 @@ def case(model, prompt, completion, start, end):
         "model": str(model),
         "token_ids": [*prompt, *completion.token_ids],
         "start": len(prompt) + start,
-        "logprobs": completion.logprobs[start:end],
+        "logprobs": completion.logprobs[start:end].tolist(),
     }
