@@ -113,7 +113,7 @@ def check_tokens(recorded):
         mask = np.zeros(len(segment), dtype=np.uint8)
         for turn in turns:
             start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
-            assert segment.token_ids[:end].tolist() == turn.prompt_ids + turn.completion_ids
+            assert segment.token_ids[:end].tolist() == [*turn.prompt_ids, *turn.completion_ids]
             mask[start:end] = 1
         assert np.array_equal(segment.loss_mask, mask)
         assert np.array_equal(segment.logprobs[mask == 1], np.array(logprobs, dtype=np.float32))

@@ -29,7 +29,7 @@ async def kill(process):
 
 
 async def test_the_example_takes_every_outcome_over_a_kill_of_its_actor(tmp_path, monkeypatch):
-    monkeypatch.setattr(FakeNode, "check", lambda *_: None)  # it takes jobs of any handler
+    monkeypatch.setattr(FakeNode, "validate", lambda *_: None)  # it takes jobs of any handler
     made = {}
 
     def end(spec):

@@ -207,7 +207,7 @@ def case(model, prompt, completion, start, end):
     """The tokens from `start` to `end`, to be held against `model`."""
     return {
         "model": str(model),
-        "token_ids": prompt + completion.token_ids,
+        "token_ids": [*prompt, *completion.token_ids],
         "start": len(prompt) + start,
-        "logprobs": completion.logprobs[start:end],
+        "logprobs": completion.logprobs[start:end].tolist(),
     }
