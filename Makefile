@@ -104,7 +104,7 @@ e2e: setup trainers apptainer-if-possible slurm-if-possible ## the slow suite: t
 	$(call pytest,slow and not soak)
 
 soak: setup apptainer-if-possible slurm-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)
-	PRORL_SWEEP=all $(VENV)/python -m pytest -m "soak or sweep"
+	$(VENV)/python -m pytest -m soak
 
 mutants: setup-dev ## put small faults into the code, each of which a test must find (ONLY="ledger fleet": some kinds)
 	@$(VENV)/python tests/mutants/run.py -j $(WORKERS) $(foreach each,$(ONLY),--only $(each))

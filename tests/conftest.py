@@ -16,7 +16,6 @@ import trio
 from prorl_launch.paths import engine_python, model_dir
 from prorl_launch.vllm import open_vllm
 from support.leaks import LEAKS, has_failed, holdings
-from support.rotation import PARTS, part
 from support.skips import Skips, because, read_allowed
 
 VLLM_TIMEOUT_S = 400
@@ -32,12 +31,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def pytest_configure(config):
     config.pluginmanager.register(Skips(read_allowed()))
     config.pluginmanager.register(LEAKS)
-
-
-def pytest_report_header():
-    """Name the part of the sweeps that this run does."""
-    number = part()
-    return f"sweeps: {'all' if number is None else f'part {number} of {PARTS} (PRORL_SWEEP={number})'}"
 
 
 def pytest_collection_modifyitems(items):

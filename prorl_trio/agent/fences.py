@@ -51,6 +51,8 @@ def fenced_blocks(text: str) -> Iterator[FencedBlock]:
     as long, and less than four columns deeper than it. Unlike in CommonMark, a fence may be indented by any amount:
     models nest lists without counting columns.
     """
+    if "```" not in text and "~~~" not in text:
+        return
     position = 0
     while (opened := _FENCE.search(text, position)) is not None:
         position = opened.end()

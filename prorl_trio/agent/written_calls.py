@@ -187,8 +187,8 @@ class WrittenStyle(AgentStyle):
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
         """See `AgentStyle`."""
         calls = self._reader.read(parsed.content)
-        understood = any(not call.error for call in calls)
-        return calls if understood or self._base.final_answer(parsed) is None else []
+        only_broken = calls and all(call.error for call in calls)
+        return [] if only_broken and self._base.final_answer(parsed) is not None else calls
 
     def final_answer(self, parsed: ParsedTurn) -> str | None:
         """See `AgentStyle`."""

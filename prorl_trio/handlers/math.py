@@ -198,15 +198,14 @@ class _MathStyle(AgentStyle):
         self._plain_answer = plain_answer
 
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
-        if extract_boxed(parsed.content) is not None:
-            return []
         looked_at = islice(fenced_blocks(parsed.content), MAX_BLOCKS)
         blocks = (each for each in looked_at if each.language in PYTHON and each.closed)
-        return [
+        calls = [
             ToolCall(name="ipython", arguments={"code": block.code}, raw=block.raw)
             for block in islice(blocks, MAX_IMPLIED_CALLS)
             if block.code.strip()
         ]
+        return [] if calls and extract_boxed(parsed.content) is not None else calls
 
     def final_answer(self, parsed: ParsedTurn) -> str | None:
         boxed = extract_boxed(parsed.content)

@@ -24,7 +24,6 @@ from prorl_trio.tools import ToolSet
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.builtin import render_bash
 from prorl_trio.tools.fitting import fit_texts
-from support.rotation import rotated
 
 CHARACTERS = 100_000
 LIMIT_S = 0.020
@@ -162,10 +161,9 @@ def test_degenerate_turns_do_not_stop_the_loop(name):
 
 
 @pytest.mark.slow
-@pytest.mark.sweep
 @pytest.mark.parametrize("name", READERS)
 def test_every_token_after_every_opening(name):
-    for opening in rotated(OPENINGS):
+    for opening in OPENINGS:
         for token in TOKENS:
             check(name, opening, token)
 

@@ -55,24 +55,20 @@ async def cancel_sweep(
     check: Callable[[CancelledRun], Awaitable[object]],
     *,
     max_steps: int = MAX_STEPS,
-    first: int = 1,
-    every: int = 1,
 ) -> int:
     """Run `operation` cancelled after step 1, 2, 3 ... until a run ends first; `check` after each.
-
-    With other values of `first` and `every`, after step `first`, `first + every` and so on.
 
     Each run is one call of `operation`, so what it works on may be made by it or be shared by all runs. What either
     raises besides that cancellation is raised here. Steps of background tasks count too; where there are threads,
     processes or sockets their number varies from run to run, which makes the sweep less even but no less valid.
 
     Returns:
-        The step of the last run.
+        The number of runs.
 
     Raises:
         AssertionError: it was still going after `max_steps` steps.
     """
-    for step in range(first, max_steps + 1, every):
+    for step in range(1, max_steps + 1):
         scope = trio.CancelScope()
         instrument = _CancelAtStep(scope, step)
         completed = False
