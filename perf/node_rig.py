@@ -26,10 +26,11 @@ import trio
 from perf.processes import Child, open_child
 from perf.rollouts import TOKEN, math_job, open_engine, submit_all
 from prorl_ipc.channel import connect_unix
+from prorl_ipc.client import open_rpc_client
 from prorl_ipc.errors import IpcError
 from prorl_ipc.nursery import open_single_nursery
-from prorl_ipc.rpc import CallContext, CallError, open_rpc_client, serve_rpc
 from prorl_ipc.sandbox_calls import CellResult, IpythonRun, Ping, Pong, SandboxCall
+from prorl_ipc.server import CallContext, CallError, serve_rpc
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format

@@ -20,9 +20,10 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from prorl_ipc.channel import connect_unix
+from prorl_ipc.client import RpcClient, open_rpc_client
 from prorl_ipc.nursery import open_single_nursery
-from prorl_ipc.rpc import CallContext, RpcClient, open_rpc_client, serve_rpc
 from prorl_ipc.sandbox_calls import Ping, Pong, SandboxCall
+from prorl_ipc.server import CallContext, serve_rpc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

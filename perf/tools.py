@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from perf.shells import BarePty
-    from prorl_ipc.rpc import RpcClient
+    from prorl_ipc.client import RpcClient
 
 QUICK_ROUNDS, ROUNDS = 200, 2_000
 WARM_UP_ROUNDS = 10

@@ -14,8 +14,6 @@ from prorl_trio.types.errors import InternalError, ProrlError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["contained", "service_task", "vanished_task"]
-
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S: Final = 0.1

@@ -11,8 +11,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["run_sync"]
-
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S: Final = 0.05

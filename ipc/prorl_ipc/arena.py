@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-__all__ = ["BLOCK_TOKENS", "Arena", "ArenaStatistics", "TokenBuffer", "default_arena_bytes", "open_arena"]
-
 BLOCK_TOKENS: Final = 4096
 KEEP_FREE_BYTES: Final = 16 * 1024 * 1024
 """Freed memory is given back to the system when so much of it has been freed since the last time."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Blocks"]
-
 
 class Blocks:
     """Runs of consecutive blocks, given out first-fit from either end, joined with their neighbours on their return.

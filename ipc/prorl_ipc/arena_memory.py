@@ -25,8 +25,6 @@ from prorl_ipc.errors import ProtocolViolation, StaleReference
 if TYPE_CHECKING:
     from prorl_ipc.arena_wire import ArenaRef
 
-__all__ = ["TOKEN_BYTES", "ArenaMemory", "SealedArray", "TokenArrays", "create_memory", "map_memory"]
-
 TOKEN_BYTES: Final = 9
 ARENA_LAYOUT_VERSION: Final = 1
 _MAGIC: Final = b"prorlmem"

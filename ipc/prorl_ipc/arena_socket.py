@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from prorl_ipc.arena import Arena
     from prorl_ipc.arena_wire import ArenaRef
 
-__all__ = ["MAX_ARENA_READERS", "MappedArena", "open_mapped_arena", "serve_arena"]
-
 logger = logging.getLogger(__name__)
 
 MAX_ARENA_READERS: Final = 64

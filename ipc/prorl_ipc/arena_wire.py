@@ -6,8 +6,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["ARENA_PROTOCOL_VERSION", "ArenaFrame", "ArenaHello", "ArenaOffer", "ArenaRef", "ArenaRefused"]
-
 ARENA_PROTOCOL_VERSION = 1
 
 

@@ -23,16 +23,6 @@ from prorl_ipc.wire import MAX_FRAME_BYTES
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-__all__ = [
-    "MAX_SOCKET_PATH_BYTES",
-    "Channel",
-    "connect_unix",
-    "listen_unix",
-    "open_unix_channel",
-    "serve_connections",
-    "wait_or_sleep",
-]
-
 logger = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH_BYTES = 107

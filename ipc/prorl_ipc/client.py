@@ -21,8 +21,6 @@ from prorl_ipc.wire import MAX_FRAME_BYTES, Cancel, Chunk, Envelope, Failure, Re
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-__all__ = ["CANCEL_GRACE_S", "RpcClient", "RpcClientStatistics", "open_rpc_client"]
-
 CANCEL_GRACE_S = 5.0
 """The time that a call that was cancelled, or whose time is up, gives the peer to say that the action has ended."""
 

@@ -17,8 +17,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LATE_S", "RunningClock", "use_running_clock"]
-
 logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25

@@ -8,8 +8,6 @@ from prorl_ipc.errors import ProtocolViolation, Unencodable
 from prorl_ipc.portable_text import portable
 from prorl_ipc.wire import Envelope
 
-__all__ = ["UNDECODABLE", "decode_envelope", "encode_body", "encode_envelope", "encode_reply"]
-
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions of msgspec for bytes that are not what they should be: also text that is not UTF-8, and endless
 nesting."""

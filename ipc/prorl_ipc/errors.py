@@ -5,19 +5,6 @@ Every message says what, the limit, the actual value, what to do.
 
 from __future__ import annotations
 
-__all__ = [
-    "ArenaFull",
-    "CallFailed",
-    "CallTimedOut",
-    "ChannelBroken",
-    "FrameTooLarge",
-    "HandshakeRefused",
-    "IpcError",
-    "ProtocolViolation",
-    "StaleReference",
-    "Unencodable",
-]
-
 
 class IpcError(Exception):
     """Root of this package's errors."""

@@ -9,29 +9,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = [
-    "DownloadBegin",
-    "DownloadParts",
-    "EditFile",
-    "FileData",
-    "FileEdited",
-    "FileRead",
-    "FileWrite",
-    "FileWritten",
-    "TransferAbort",
-    "TransferAborted",
-    "TransferBegun",
-    "TreeContent",
-    "TreeEntry",
-    "TreePart",
-    "TreeParts",
-    "UploadBegin",
-    "UploadEnd",
-    "UploadEnded",
-    "UploadParts",
-    "UploadTaken",
-]
-
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
     """Base of every struct here: immutable, tagged with its class name, strict."""

@@ -6,8 +6,6 @@ import msgspec
 
 from prorl_ipc.limits import NamespaceLimits
 
-__all__ = ["MAX_FORK_BYTES", "MAX_FORK_FDS", "ForkSandbox", "Forked"]
-
 MAX_FORK_BYTES = 4096
 """Size of a packet."""
 MAX_FORK_FDS = 16

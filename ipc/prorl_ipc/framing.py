@@ -12,8 +12,6 @@ from prorl_ipc.errors import FrameTooLarge
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["HEADER_BYTES", "FrameDecoder", "encode_frame"]
-
 HEADER_BYTES = 4
 """Size of the length prefix."""
 

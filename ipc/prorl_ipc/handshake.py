@@ -15,8 +15,6 @@ from prorl_ipc.wire import PROTOCOL_VERSION, Hello, HelloOk, Refused
 if TYPE_CHECKING:
     from prorl_ipc.channel import Channel
 
-__all__ = ["HANDSHAKE_TIMEOUT_S", "offer_handshake", "take_handshake", "token_matches"]
-
 HANDSHAKE_TIMEOUT_S = 5.0
 """Default time for the other side to do its part."""
 

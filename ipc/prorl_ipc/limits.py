@@ -6,8 +6,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-__all__ = ["Breach", "NamespaceLimits", "SandboxLimits"]
-
 Breach = Literal["", "memory", "processes", "cpu", "file_size", "disk", "descriptors", "wall"]
 """The limit that an action ran into; empty if none.
 

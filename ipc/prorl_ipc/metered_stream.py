@@ -9,8 +9,6 @@ import trio
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["MeteredStream"]
-
 LINGER_CHUNK_BYTES: Final = 256 * 1024
 
 

@@ -11,8 +11,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-__all__ = ["is_cancelled", "leaves", "only_cancelled", "open_single_nursery", "single_exception"]
-
 
 def leaves(exc: BaseException) -> list[BaseException]:
     """Return `exc`, or the exceptions that its groups are made of, at whatever depth."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from prorl_ipc.channel import Channel
     from prorl_ipc.wire import Envelope
 
-__all__ = ["MAX_OUTBOX_BYTES", "Outbox"]
-
 MAX_OUTBOX_BYTES = 1024 * 1024
 """From this many unsent bytes on, senders wait. One frame may go beyond it, so that a large one can be sent at all."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import unicodedata
 from typing import Any, Final
 
-__all__ = ["portable", "portable_text", "printable", "printable_json"]
-
 _BLANK: Final = frozenset(
     chr(code)
     for first, last in (

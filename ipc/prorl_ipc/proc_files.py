@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import os
 
-__all__ = ["READ_ONLY_PROC", "hidden_proc"]
-
 READ_ONLY_PROC = ("sys", "fs", "bus", "irq")
 """Files below /proc that the kernel lets user 0 of the machine write, whatever its namespace or capabilities.
 

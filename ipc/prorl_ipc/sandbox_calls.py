@@ -34,30 +34,6 @@ from prorl_ipc.file_calls import (
 )
 from prorl_ipc.limits import Breach
 
-__all__ = [
-    "OWN_ERROR_EXIT",
-    "BashInput",
-    "BashRestart",
-    "BashRestarted",
-    "BashResult",
-    "BashRun",
-    "CellError",
-    "CellResult",
-    "Display",
-    "Exec",
-    "ExecInput",
-    "ExecInputTaken",
-    "ExecResult",
-    "IpythonRestart",
-    "IpythonRestarted",
-    "IpythonRun",
-    "Ping",
-    "Pong",
-    "SandboxCall",
-    "SandboxReply",
-]
-
-
 OWN_ERROR_EXIT = 70
 """Exit code of a daemon that an error of its own ended, and nothing that its tools can do: EX_SOFTWARE of sysexits."""
 

@@ -18,8 +18,6 @@ from prorl_ipc.outbox import Outbox
 from prorl_ipc.portable_text import portable_text
 from prorl_ipc.wire import MAX_FRAME_BYTES, Cancel, Chunk, Failure, Request, Result
 
-__all__ = ["MAX_CONCURRENT_CALLS", "CallContext", "CallError", "Handler", "serve_rpc"]
-
 MAX_CONCURRENT_CALLS = 64
 """Default maximum of handlers at a time; a call beyond it fails with `overloaded`."""
 

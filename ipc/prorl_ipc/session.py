@@ -13,50 +13,6 @@ import msgspec
 
 from prorl_ipc.arena_wire import ArenaRef
 
-__all__ = [
-    "MAX_MESSAGE_BYTES",
-    "SESSION_PROTOCOL_VERSION",
-    "Accepted",
-    "Ack",
-    "AllJobs",
-    "AttachArena",
-    "BackendsAnswer",
-    "CallBackends",
-    "Cancel",
-    "CancelTarget",
-    "Cancelled",
-    "CheckJobs",
-    "CheckedJobs",
-    "ClientFrame",
-    "ClientMessage",
-    "HeartbeatPing",
-    "HeartbeatPong",
-    "JobEvent",
-    "JobList",
-    "ListJobs",
-    "MatchingJobs",
-    "ObservationLost",
-    "ObservedEvent",
-    "ObservedOutcome",
-    "OutcomeFrame",
-    "OutcomeRefFrame",
-    "Rejected",
-    "RoomReport",
-    "RoomRequest",
-    "ServerFrame",
-    "ServerMessage",
-    "SessionHello",
-    "SessionRefused",
-    "SessionWelcome",
-    "StatusReport",
-    "StatusRequest",
-    "Submit",
-    "TheseJobs",
-    "WithdrawCall",
-    "WithdrawJobs",
-    "WithdrawnJobs",
-]
-
 SESSION_PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Default maximum of one WebSocket message."""

@@ -13,8 +13,6 @@ from prorl_ipc.websocket import CloseCode, LinkClosed
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["client_context", "open_tls", "server_context"]
-
 _HUNG_UP = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 

@@ -15,19 +15,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "FOLDER_FLAGS",
-    "MAX_TREE_DEPTH",
-    "PIECE_BYTES",
-    "TreeCounts",
-    "TreeLimits",
-    "TreeRefused",
-    "link_stays_inside",
-    "open_folder",
-    "open_parent",
-    "split_path",
-]
-
 PIECE_BYTES = 1024 * 1024
 """File content in one piece of a transfer; one piece is in memory on either side at a time."""
 MAX_PIECE_ENTRIES = 1000

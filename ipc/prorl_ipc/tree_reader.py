@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from prorl_ipc.file_calls import TreePart
     from prorl_ipc.tree import TreeLimits
 
-__all__ = ["TreeReader"]
-
 READ_BYTES = 256 * 1024
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 MAX_NAMED_LEFT_OUT = 100

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from prorl_ipc.file_calls import TreeEntry, TreePart
     from prorl_ipc.tree import TreeLimits
 
-__all__ = ["TreeWriter", "write_with_holes"]
-
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MODE_MASK = 0o777
 OWNER_ONLY = 0o700

@@ -10,8 +10,6 @@ from typing import Final
 
 import trio
 
-__all__ = ["TASKS_A_PASS", "pass_turnstile"]
-
 TASKS_A_PASS: Final = 16
 """Tasks that pass at once in one pass of the loop. As many again may pass where those that waited have just gone on."""
 

@@ -28,16 +28,6 @@ from prorl_ipc.session import MAX_MESSAGE_BYTES, HeartbeatPing, HeartbeatPong
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-__all__ = [
-    "CloseCode",
-    "HandshakeAnswered",
-    "LinkClosed",
-    "LinkLimits",
-    "WebSocketLink",
-    "open_client_link",
-    "open_server_link",
-]
-
 logger = logging.getLogger(__name__)
 
 MESSAGE_QUEUE_MESSAGES: Final = 4

@@ -1,6 +1,6 @@
 """The envelope: the structs of the RPC on the Unix socket between a node and a sandbox daemon. Text: PROTOCOL.md.
 
-Msgpack by msgspec, a tagged union that refuses unknown fields. It is what `rpc.py` understands; its bodies are opaque
+Msgpack by msgspec, a tagged union that refuses unknown fields. It is what the RPC understands; its bodies are opaque
 `msgspec.Raw`. What travels in them is in `sandbox_calls` and `file_calls`.
 
 Sizes are bytes, times are seconds. Times on the wire are relative (a budget, not a clock reading).
@@ -11,20 +11,6 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-
-__all__ = [
-    "MAX_FRAME_BYTES",
-    "PROTOCOL_VERSION",
-    "Cancel",
-    "Chunk",
-    "Envelope",
-    "Failure",
-    "Hello",
-    "HelloOk",
-    "Refused",
-    "Request",
-    "Result",
-]
 
 PROTOCOL_VERSION = 1
 """Changes with every incompatible change of a struct below. Peers of different versions refuse each other."""

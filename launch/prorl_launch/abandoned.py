@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from prorl_launch.shared_memory import FileId
 
-__all__ = ["TRIAL_PREFIX", "ClaimedFolder", "claim_folder", "sweep", "wait_left"]
-
 TRIAL_PREFIX = "prorl-try-"
 """Names of folders that are made for a moment, to see what can be done in them."""
 _PREFIX = "prorl-engine-"

@@ -31,8 +31,6 @@ from prorl_trio.types.errors import SandboxUnavailable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["build_bundle"]
-
 _STAGING: Final = ".new-"
 _PACKAGES: Final = os.path.basename(BUNDLE_PACKAGES)
 _TOOL_TIMEOUT_S: Final = 120.0

@@ -15,8 +15,6 @@ from prorl_launch.paths import default_engine
 from prorl_launch.slurm.doctor import examine_slurm
 from prorl_trio.client.terminal import Console, say_json
 
-__all__ = ["doctor"]
-
 _MARKS: Final = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "missing": "[red]missing[/red]"}
 
 

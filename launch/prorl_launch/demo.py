@@ -24,8 +24,6 @@ from prorl_trio.types.models import SamplingParams
 if TYPE_CHECKING:
     from prorl_trio.client.recording import Summary
 
-__all__ = ["demo"]
-
 MIN_COMPLETED_SHARE = 0.75
 """With fewer completed rollouts than this the demo has failed."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["ARCHIVE", "Instruction", "is_dockerfile", "plain_instructions", "read_instructions"]
-
 _REFUSED: Final = {
     "ARG": "a definition file has no arguments: write their values where they are used",
     "ONBUILD": "it is for images that are built from this one",

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from prorl_launch.environments import EngineKind
     from prorl_trio.sandbox.provider import ProviderReport
 
-__all__ = ["Check", "Report", "examine"]
-
 _GIB = 1024**3
 _DISK_BYTES = 2 * _GIB
 _SHM_BYTES = _GIB // 2

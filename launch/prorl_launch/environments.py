@@ -22,18 +22,6 @@ from prorl_launch.locks import WHEELS_ONLY, LockName, lock_path, locked_pip
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "ENVIRONMENTS",
-    "MODEL_FILE",
-    "EngineKind",
-    "Environment",
-    "TrainerKind",
-    "dev_requirements",
-    "engine_environment",
-    "requirements",
-    "trainer_environment",
-]
-
 EngineKind = Literal["cpu", "gpu"]
 TrainerKind = Literal["train", "verl"]
 

@@ -30,8 +30,6 @@ from prorl_trio.sandbox.providers.registry import choose_provider
 if TYPE_CHECKING:
     from prorl_trio.sandbox.images.store import StoredImage
 
-__all__ = ["image"]
-
 _MIB = 1024 * 1024
 _DAY_S = 24 * 3600.0
 

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.provider import SandboxProvider
 
-__all__ = ["build_image", "check_image", "pull_sif", "references_in", "unpack_image"]
-
 _STAGING: Final = ".new-"
 _OFFLINE_HINT: Final = (
     "Pulling needs a network that reaches the registry. Without one: pull on a machine that has it, copy the .sif file "

@@ -32,8 +32,6 @@ from prorl_trio.types.errors import ConfigError, ServiceError
 if TYPE_CHECKING:
     from prorl_launch.vllm import VllmProcess
 
-__all__ = ["QUICK", "learn"]
-
 QUICK: dict[str, Any] = {
     "steps": 2,
     "groups": 2,

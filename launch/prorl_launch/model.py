@@ -17,8 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MANIFEST", "broken_files", "convert", "is_converted"]
-
 MANIFEST = "manifest.json"
 RECIPE = 2
 """Raise it when `convert` changes what it writes: folders made by an older recipe are then converted again."""

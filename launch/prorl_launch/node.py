@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-__all__ = [
-    "LOG_TAIL_BYTES",
-    "NODE_GRACE_S",
-    "NODE_START_TIMEOUT_S",
-    "NodeLost",
-    "NodeProcess",
-    "head_command",
-    "head_tables",
-    "open_node_process",
-    "serve_command",
-]
-
 NODE_START_TIMEOUT_S = 120.0
 NODE_STOP_TIMEOUT_S = 30.0
 NODE_GRACE_S = 3.0

@@ -9,19 +9,6 @@ from pathlib import Path
 from prorl_launch.environments import EngineKind, Environment, TrainerKind, engine_environment, trainer_environment
 from prorl_trio.sandbox.cache import cache_dir
 
-__all__ = [
-    "MODEL_NAME",
-    "cache_dir",
-    "checkout_dir",
-    "default_engine",
-    "engine_dir",
-    "engine_python",
-    "environment_dir",
-    "import_path",
-    "model_dir",
-    "trainer_python",
-]
-
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import IO
 
-__all__ = ["SetupError", "run_step", "say"]
-
 _HEARTBEAT_S = 30.0
 _STATUS_COLUMNS = 100
 _TAIL_LINES = 25

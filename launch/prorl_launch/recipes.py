@@ -20,8 +20,6 @@ from prorl_launch.progress import SetupError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Recipe", "convert_recipe", "definition_of", "is_dockerfile"]
-
 _SECTION: Final = re.compile(r"%(\w+)\s*(.*)")
 _HEADER: Final = re.compile(r"(\w+)\s*:\s*(\S+)")
 _EXPORT: Final = re.compile(r"export\s+([A-Za-z_][A-Za-z0-9_]*=(?:\"[^\"\\`]*\"|[^\s\"'\\`;&|]*))")

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["main", "setup_dev", "setup_environment", "setup_model", "setup_runtime"]
-
 _RECIPE = 2
 _PARTS = ("dev", "engine", *get_args(environments.TrainerKind))
 

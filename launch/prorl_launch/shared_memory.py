@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["FOLDER", "FileId", "SharedMemory", "unlink_unused"]
-
 FOLDER = "/dev/shm"
 _IN_MOVED_TO = 0x80
 _IN_CREATE = 0x100

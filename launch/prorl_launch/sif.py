@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["squashfs_offset_bytes"]
-
 _SQUASHFS_MAGIC: Final = b"hsqs"
 _SIF_MAGIC: Final = b"SIF_MAGIC\0"
 _MAGIC_OFFSET: Final = 32

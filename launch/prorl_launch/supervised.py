@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Supervised", "open_supervised"]
-
 _START_TIMEOUT_S = 10.0
 _STOP_MARGIN_S = 4.0
 _KILL_TIMEOUT_S = 1.0

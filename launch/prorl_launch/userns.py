@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-__all__ = ["user_namespace_problem"]
-
 _PROBE_TIMEOUT_S = 10.0
 _PROBE = """
 import ctypes, os

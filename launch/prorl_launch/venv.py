@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["exclusive", "install", "is_complete"]
-
 _COMPLETE = ".complete"
 _INSTALLING = ".installing"
 _LOCK = ".lock"

@@ -13,7 +13,8 @@ import trio
 
 from prorl_launch.paths import cache_dir, default_engine
 from prorl_launch.supervised import Supervised, open_supervised
-from prorl_trio.http.client import HttpClient, HttpError
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import HttpError
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.types.errors import BackendError
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from prorl_launch.environments import EngineKind
-
-__all__ = ["Dtype", "VllmProcess", "default_dtype", "open_vllm", "vllm_env"]
 
 Dtype = Literal["float32", "bfloat16"]
 

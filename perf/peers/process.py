@@ -14,7 +14,8 @@ import msgspec
 import trio
 
 from perf.peers.environments import Peer, PeerUnavailable, peer_python
-from prorl_trio.http.client import HttpClient, HttpError
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import HttpError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

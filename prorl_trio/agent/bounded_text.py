@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BoundedText"]
-
 
 class BoundedText:
     """Collects text; beyond `max_chars` the middle is dropped and counted."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import RolloutContext
 
-__all__ = ["AgentBudget", "ToolTime"]
-
 
 class AgentBudget:
     """The time of a RUN stage that the policy and its tools may take.

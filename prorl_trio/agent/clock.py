@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["AgentClock"]
-
 
 class AgentClock:
     """Runs while the policy is at work, and stands otherwise.

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from prorl_trio.search.service import Search
     from prorl_trio.types.models import JobSpec, Segment, StopReason, Turn
 
-__all__ = ["MAX_EVALUATION_LOG_CHARS", "Resources", "RolloutContext"]
-
 MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
 """Characters of `Outcome.evaluation_log`; of a longer one the middle is left out."""
 UNKNOWN_CONTEXT_TOKENS: Final = 32_768

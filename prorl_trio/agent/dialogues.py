@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from prorl_trio.chat.conversation import Conversation
     from prorl_trio.types.models import Segment, Turn
 
-__all__ = ["MAX_DIALOGUES", "Dialogues"]
-
 MAX_DIALOGUES: Final = 1024
 """The most dialogues of one rollout. A policy that asks for more agents than that asks for ever."""
 

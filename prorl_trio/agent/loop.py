@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from prorl_trio.tools import ToolSet
     from prorl_trio.types.models import SegmentReason, StopReason, ToolCall
 
-__all__ = [
-    "AfterAnswer",
-    "AgentEnd",
-    "BeforeTurn",
-    "NewDialogue",
-    "asking_service",
-    "run_agent",
-    "run_sub_agent",
-]
-
 LONG_REPLY_CHARS = 16_000
 """Replies of this length are rendered and encoded in a thread."""
 LONG_DIALOGUE_TOKENS = 16_000

@@ -28,8 +28,6 @@ from prorl_trio.types.errors import EvaluationError, HostileAnswer, SandboxUnava
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-__all__ = ["NotScored", "ScoreCall", "ScoreReply", "ScorerPool", "open_scorer_pool"]
-
 logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES: Final = 4 * 1024 * 1024

@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.types.models import ToolCall
 
-__all__ = ["PLAIN", "AgentStyle"]
-
 
 class AgentStyle:
     """The reading of a turn without a formal tool call, and the reminder of the policy.

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from prorl_trio.tools.base import Observation
     from prorl_trio.types.models import ChatMessage, SegmentReason, StopReason, ToolCall
 
-__all__ = ["MIN_TURN_TOKENS", "SampledTurn", "Turns", "lease_backend"]
-
 MAX_PAUSE_S = 3600.0
 """A pause of the backends is charged to no budget, up to this."""
 MIN_TURN_TOKENS = 16

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.tools import ToolSet
 
-__all__ = ["CallReader", "CodeBlocks", "JsonCalls", "WrittenStyle"]
-
 EXPECTED: Final = 'a JSON object {"name": "<tool>", "arguments": {...}}'
 _NAMES: Final = ("name", "tool", "tool_name", "action")
 _ARGUMENTS: Final = ("arguments", "parameters", "args", "input", "tool_input", "action_input")

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["MARK", "MARKUP", "TokenCodec"]
-
 MARK = "\ue000"
 """Breaks up look-alikes inside marked text. A MARK that the text had already is doubled, so marking is reversible."""
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from prorl_trio.chat.token_memory import SegmentTokens
     from prorl_trio.types.models import SegmentReason
 
-__all__ = ["CompletionRange", "Conversation", "ParsedTurn"]
-
 MAX_CLOSINGS_READ = 32
 _CLOSING_TOKENS = 64
 """Enough to see what closes a call, byte by byte."""

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from random import Random
 
-__all__ = ["CORPUS_TOOLS", "Dialogue", "Round", "forged_tool", "long_dialogues", "made_up_dialogue"]
-
 MAX_ROUNDS: Final = 4
 MAX_PIECES: Final = 12
 LONG_OUTPUT_CHARACTERS: Final = 20_000

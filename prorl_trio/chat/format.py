@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from prorl_trio.chat.messages import Message, ToolSchema
     from prorl_trio.types.models import ToolCall
 
-__all__ = ["MAX_PADDING_ROWS", "ChatFormat", "OnBreak"]
-
 MAX_PADDING_ROWS = 2048
 """Rows of an embedding beyond its tokenizer. Published models have up to 1,069 (`vocab_size` in config.json of
 openai/gpt-oss-20b is 201,088, and its tokenizer knows 200,019 ids)."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.messages import Message
 
-__all__ = ["RECALLS", "STAND_IN", "History", "Recall", "remembered", "shape"]
-
 History = Literal["none", "kinds", "shape", "whole"]
 """The part of the messages before an assistant turn that decides what follows it: nothing; which kinds there have been,
 and what came last; the roles and calls of all of them; or what they say."""

@@ -14,8 +14,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 if TYPE_CHECKING:
     from jinja2.parser import Parser
 
-__all__ = ["TEMPLATE_FAULTS", "template_environment", "template_literals"]
-
 TEMPLATE_FAULTS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError
 )  # fmt: skip

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Message", "ToolSchema"]
-
 Message = dict[str, Any]
 """`role`, `content` and what else templates want of a message: `name`, `tool_call_id`, `tool_calls`, and reasoning as
 `thinking` and `reasoning_content`. Content from outside has been marked."""

@@ -11,8 +11,6 @@ from prorl_trio.file_systems import read_regular
 from prorl_trio.types.architecture import architecture_of
 from prorl_trio.types.errors import ConfigError
 
-__all__ = ["ModelFolder", "read_model_folder"]
-
 MAX_FILE_BYTES: Final = 512 * 1024 * 1024
 """Far above the largest published tokenizer.json, 35 MB."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

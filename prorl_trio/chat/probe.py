@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.messages import Message, ToolSchema
 
-__all__ = ["probe"]
-
 
 def probe(template: ChatTemplate) -> None:
     """Set `template.capabilities`.

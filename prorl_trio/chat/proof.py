@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from prorl_trio.chat.messages import Message, ToolSchema
     from prorl_trio.config import ModelConfig
 
-__all__ = ["Oracle", "Proof", "Unexplained", "load_chat_format", "prove_dialogue", "prove_format"]
-
 logger = logging.getLogger(__name__)
 
 PROOF_DIALOGUES: Final = 24

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["sampled_arrays"]
-
 MAX_LOGPROB: Final = 0.01
 """A certain token's is 0, and rounding may put it above."""
 

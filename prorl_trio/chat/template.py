@@ -28,18 +28,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.messages import Message, ToolSchema
 
-__all__ = [
-    "REASONING_FIELDS",
-    "REASONING_FORMS",
-    "Capabilities",
-    "ChatTemplate",
-    "ReasoningForm",
-    "assistant_message",
-    "call_id",
-    "parameter_schemas",
-    "spoken_message",
-]
-
 ReasoningForm = Literal["said", "opened", "field"]
 """Reasoning as it was sampled, in the content; with the `<think>` that the prompt ended with before it; or in a field
 of its own (`reasoning_content`, `reasoning` or `thinking`)."""

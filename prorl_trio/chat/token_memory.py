@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from prorl_ipc.arena import Arena, TokenBuffer
 
-__all__ = ["PrivateTokens", "RolloutTokens", "SegmentTokens", "TokenMemory"]
-
 FIRST_PRIVATE_TOKENS: Final = 1024
 
 

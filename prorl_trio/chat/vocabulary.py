@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["vocabulary_digest"]
-
 
 def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
     """Return the SHA-256, in hexadecimal, of the ids that tokens have; added tokens belong to them.

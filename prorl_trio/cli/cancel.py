@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from prorl_trio.cli.connection import Node
     from prorl_trio.client import RolloutClient
 
-__all__ = ["cancel"]
-
 
 def _tags(_context: click.Context, _parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
     tags: dict[str, str] = {}

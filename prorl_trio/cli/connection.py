@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     Node: TypeAlias = Callable[..., AbstractAsyncContextManager[RolloutClient]]
 
-__all__ = ["connection_options", "with_client"]
-
 _Found = TypeVar("_Found")
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.evaluation.folder import EvaluationFolder
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["eval"]
-
 OF_THE_PLAN = (
     "tasks", "specs", "skip_bad", "oracle", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns",
     "max_output_tokens", "attempts", "model", "out",

@@ -22,8 +22,6 @@ from prorl_trio.service.endpoints import endpoint_url
 if TYPE_CHECKING:
     from prorl_trio.config import ListenConfig
 
-__all__ = ["fleet"]
-
 logger = logging.getLogger(__name__)
 
 

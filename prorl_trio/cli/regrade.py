@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.evaluation.regrade import RegradeSummary
     from prorl_trio.types.models import Outcome, TaskInstance
 
-__all__ = ["regrade"]
-
 SUMMARY = "regrade.json"
 MAX_LINES = 20
 """Limit of the rollouts that are printed one by one, of a kind."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import NodeConfig
 
-__all__ = ["serve"]
-
 logger = logging.getLogger(__name__)
 
 

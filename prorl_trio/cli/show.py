@@ -18,8 +18,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["show"]
-
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))

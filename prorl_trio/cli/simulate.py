@@ -20,8 +20,6 @@ from prorl_trio.simulation.sweep import SIZES, Sized, double_each, enough, resiz
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["simulate"]
-
 
 @click.command()
 @click.option("--config", "path", type=click.Path(path_type=Path), help="A sim.toml; by default, see below.")

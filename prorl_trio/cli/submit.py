@@ -19,8 +19,6 @@ from prorl_trio.types.models import SamplingParams
 if TYPE_CHECKING:
     from prorl_trio.cli.connection import Node
 
-__all__ = ["submit"]
-
 
 @click.command()
 @connection_options

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.task_sets import TaskSet
 
-__all__ = ["TASKS_HELP", "load_tasks", "skip_bad_option"]
-
 TASKS_HELP: Final = (
     f"A task set ({', '.join(sorted(TASK_SETS))}), a file of rows (JSONL, JSON, CSV or Parquet), "
     "or a folder of Harbor tasks."

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.cli.connection import Node
 
-__all__ = ["run_top", "top"]
-
 
 @click.command()
 @connection_options

@@ -15,8 +15,6 @@ from prorl_trio.client.terminal import one_line
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["SORTS", "Rates", "Sort", "TopOptions", "render_top"]
-
 Sort = Literal["progress", "age", "stage", "turns"]
 SORTS: Final = ("progress", "age", "stage", "turns")
 

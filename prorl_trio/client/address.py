@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.rendezvous.head import HeadEntry
 
-__all__ = ["Address", "EndpointFile", "HeadFile"]
-
 MAX_FILE_BYTES: Final = 64 * 1024
 
 

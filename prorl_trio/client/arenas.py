@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from prorl_ipc.arena_socket import MappedArena
     from prorl_ipc.arena_wire import ArenaRef
 
-__all__ = ["ARENAS_KEPT", "MappedArenas"]
-
 ARENAS_KEPT: Final = 2
 
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.weights.store import WeightStores
     from prorl_trio.types.backends import BackendRequest
 
-__all__ = ["BackendCalls", "BlockingBackendCalls"]
-
 P = ParamSpec("P")
 
 _SERVICE_ERRORS: Final = {error.code: error for error in (BackendsBusy, PauseTimeout, UpdateRefused)}

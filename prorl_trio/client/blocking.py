@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import AnswerT, BackendRequest, PauseMode
     from prorl_trio.types.models import Outcome
 
-__all__ = ["BlockingClient", "BlockingPolicyUpdate", "BlockingResults", "Hosted"]
-
 JOIN_TIMEOUT_S: Final = 10.0
 """Longest `close` waits for the client's thread; closing the connection takes less."""
 

@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import JobSpec
 
-__all__ = ["RolloutClient", "connect_node"]
-
 BATCH_BYTES: Final = 1024 * 1024
 BATCH_JOBS: Final = 1_000
 """Limits of one `Submit` frame, in jobs and bytes; a larger submit is cut up. A frame has at least one job."""

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["collect", "describe_rejection", "make_jobs"]
-
 CANCEL_TIMEOUT_S: Final = 5.0
 """Longest an interrupted run waits for the node to cancel its remaining jobs."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.client import RolloutClient
 
-__all__ = ["connect"]
-
 HEAD_POLL_S: Final = 0.2
 """Interval at which a client looks for the entry of a head that is not there yet."""
 

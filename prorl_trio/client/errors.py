@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prorl_trio.types.errors import ServiceError
 
-__all__ = ["ConnectionLost", "PolicyUpdateFailed", "SessionLost", "SessionReplaced"]
-
 
 class ConnectionLost(ServiceError):
     """The node could not be reached within the client's time limits, or the client is closed.

@@ -9,8 +9,6 @@ import trio
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
-__all__ = ["HostedBlock"]
-
 T = TypeVar("T")
 
 

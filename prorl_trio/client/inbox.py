@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prorl_ipc.session import OutcomeFrame, OutcomeRefFrame
 
-__all__ = ["Inbox"]
-
 
 class Inbox:
     """A queue of outcomes in cursor order, each once, even if the node sends it again.

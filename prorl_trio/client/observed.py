@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from prorl_ipc.session import ObservedEvent
     from prorl_trio.types.models import Outcome
 
-__all__ = ["Observed", "ObservedInbox"]
-
 KEPT_FRAMES: Final = 1024
 KEPT_BYTES: Final = 64 * 1024 * 1024
 """Limit of the outcomes that nobody has taken yet; beyond it the oldest are dropped and counted, the last one never."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import BackendRequest, PauseMode, UpdatedBackend
 
-__all__ = ["PolicyUpdate", "open_policy_update"]
-
 logger = logging.getLogger(__name__)
 
 BUSY_RETRY_S: Final = 0.1

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.recording import Summary
     from prorl_trio.types.models import JobSpec, Outcome
 
-__all__ = ["RolloutBar", "console", "open_bar", "page", "run_jobs", "warn_if_unready"]
-
 console = Console()
 """Console that commands print to, for people."""
 

@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-__all__ = [
-    "OutcomeFile",
-    "RunInfo",
-    "Summary",
-    "named_path",
-    "read_outcomes",
-    "read_run_info",
-    "run_folder",
-    "summarise",
-    "write_json",
-]
-
 _HEADER: Final = struct.Struct(">BI")
 _ARRAY32: Final = 0xDD
 TRAJECTORIES: Final = "trajectories.msgpack"

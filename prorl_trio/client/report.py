@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.recording import Summary
     from prorl_trio.types.models import Outcome, Segment, Trajectory
 
-__all__ = [
-    "errors",
-    "group_table",
-    "outcome_list",
-    "render_trajectory",
-    "summary_table",
-    "timing_line",
-    "token_lines",
-    "turn_table",
-]
-
 SAMPLED: Final = "bold green"
 OBSERVED: Final = "cyan"
 MASKED: Final = "dim"

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     import msgspec
 
-__all__ = ["Answer", "Call", "FrameT", "RequestFrame", "Requests", "SubmitCall"]
-
 Answer = Accepted | Rejected | CheckedJobs | Cancelled | WithdrawnJobs | StatusReport | RoomReport | BackendsAnswer
 RequestFrame = Submit | CheckJobs | Cancel | WithdrawJobs | StatusRequest | RoomRequest | CallBackends
 FrameT = TypeVar("FrameT", CheckedJobs, Cancelled, WithdrawnJobs, StatusReport, RoomReport, BackendsAnswer)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.state import ClientState
 
-__all__ = ["ResultCalls", "ResultStream"]
-
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from prorl_ipc.websocket import WebSocketLink
 
-__all__ = ["EVENTS_KEPT", "ClientState", "refusal"]
-
 logger = logging.getLogger(__name__)
 
 LIST_REQUEST: Final = 0

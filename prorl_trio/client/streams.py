@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from prorl_ipc.session import JobEvent
     from prorl_trio.client.state import ClientState
 
-__all__ = ["EventStream", "ObservedStream"]
-
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 

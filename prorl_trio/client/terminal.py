@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from rich.console import ConsoleOptions, RenderableType
 
-__all__ = ["Console", "one_line", "say", "say_json"]
-
 
 class Console(rich.console.Console):
     """A console of rich's that prints only what is `printable`, whatever it is given; styles are its own."""

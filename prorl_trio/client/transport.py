@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from prorl_ipc.session import SessionHello
     from prorl_trio.client.address import EndpointFile, HeadFile
 
-__all__ = ["Patience", "Transport"]
-
 logger = logging.getLogger(__name__)
 
 FIRST_DELAY_S: Final = 0.05

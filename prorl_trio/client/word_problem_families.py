@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DIGITS", "DRILLS", "FAMILIES", "NAMES", "THINGS", "Family", "Split"]
-
 Split = Literal["train", "held_out"]
 
 

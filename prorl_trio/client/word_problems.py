@@ -15,16 +15,6 @@ import msgspec
 from prorl_trio.client.word_problem_families import DIGITS, DRILLS, FAMILIES, NAMES, THINGS, Family, Split
 from prorl_trio.types.models import TaskInstance
 
-__all__ = [
-    "EASY",
-    "WordProblem",
-    "demonstrated",
-    "easy_problem",
-    "held_out_number",
-    "word_problem",
-    "word_problems",
-]
-
 
 class WordProblem(msgspec.Struct, frozen=True, kw_only=True):
     """A problem and its answer, which is the value of `expression`, in Python.

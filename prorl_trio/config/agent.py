@@ -12,8 +12,6 @@ from prorl_trio.config.table import Table
 if TYPE_CHECKING:
     from prorl_trio.types.models import JobSpec
 
-__all__ = ["AgentConfig", "ModelConfig"]
-
 
 class ModelConfig(Table, frozen=True):
     """The policy's tokenizer and chat template.

@@ -14,8 +14,6 @@ from prorl_trio.config.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["BackendConfig", "HealthConfig", "LoadConfig"]
-
 
 class HealthConfig(Table, frozen=True):
     """A circuit breaker: a backend that fails is given no more rollouts, and its rollouts move, until it is well again.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from prorl_trio.config.quantities import Seconds, SecondsOrZero
 from prorl_trio.config.table import Table
 
-__all__ = ["FleetConfig"]
-
 
 class FleetConfig(Table, frozen=True):
     """The fleet that this node belongs to: all nodes with an entry in one folder.

@@ -19,8 +19,6 @@ from prorl_trio.config.toml_file import read_toml
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["HeadConfig", "load_head_config"]
-
 
 class HeadConfig(Table, frozen=True):
     """Everything that the head of a fleet needs. Its tables are those of node.toml.

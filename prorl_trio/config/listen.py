@@ -18,8 +18,6 @@ from prorl_trio.config.quantities import (
 )
 from prorl_trio.config.table import Table
 
-__all__ = ["MOVED", "ListenConfig", "RestConfig"]
-
 HostName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")]
 """A host name without scheme and port."""
 Descriptor = Annotated[int, msgspec.Meta(ge=3, le=65_535)]

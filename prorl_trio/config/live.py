@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["LIVE", "is_live"]
-
 LIVE: Final = (
     "listen.token",
     "listen.token_file",

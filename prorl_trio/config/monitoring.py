@@ -9,8 +9,6 @@ import msgspec
 from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero
 from prorl_trio.config.table import Table
 
-__all__ = ["MonitoringConfig", "TelemetryConfig"]
-
 
 class MonitoringConfig(Table, frozen=True):
     """Notices of stalls of the event loop.

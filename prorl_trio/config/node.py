@@ -22,8 +22,6 @@ from prorl_trio.config.toml_file import read_toml
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["NodeConfig", "OnHangup", "load_config"]
-
 NODE_ID: Final = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?\Z"
 
 OnHangup = Literal["auto", "drain", "reload"]

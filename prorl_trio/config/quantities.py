@@ -11,29 +11,6 @@ from typing import Annotated, Final
 
 import msgspec
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_OPEN_FILES",
-    "MAX_WEIGHT",
-    "MIN_MESSAGE_BYTES",
-    "MIN_S",
-    "YEAR_S",
-    "Amount",
-    "Bytes",
-    "BytesOrZero",
-    "Connections",
-    "Count",
-    "MessageBytes",
-    "Port",
-    "Processes",
-    "ProcessesOrZero",
-    "Seconds",
-    "SecondsOrZero",
-    "Tokens",
-    "Weight",
-    "Workers",
-]
-
 YEAR_S: Final = 366 * 24 * 3600.0
 MIN_S: Final = 0.001
 """No step of a node, and no timer of its loop, is shorter."""

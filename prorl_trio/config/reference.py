@@ -20,8 +20,6 @@ from prorl_trio.config.quantities import YEAR_S
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["make_reference"]
-
 HEAD: Final = """\
 # node.toml
 

@@ -21,8 +21,6 @@ from prorl_trio.config.quantities import (
 )
 from prorl_trio.config.table import Table
 
-__all__ = ["ImagesConfig", "SandboxConfig", "ScoringConfig"]
-
 
 class ImagesConfig(Table, frozen=True):
     """Images of registries (`docker://...`) that a task names and the store does not have.

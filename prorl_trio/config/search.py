@@ -13,8 +13,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SearchBackendName", "SearchConfig"]
-
 MAX_KEY_BYTES: Final = 64 * 1024
 
 SearchBackendName = Literal["none", "bm25", "retrieve", "tavily"]

@@ -12,8 +12,6 @@ from prorl_trio.config.table import Table
 if TYPE_CHECKING:
     from prorl_trio.types.models import Budgets
 
-__all__ = ["AdmissionConfig", "BudgetConfig", "StagesConfig"]
-
 MIN_SESSION_WEIGHT: Final = 0.01
 MAX_SESSION_WEIGHT: Final = 100.0
 

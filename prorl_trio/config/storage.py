@@ -14,8 +14,6 @@ from prorl_trio.config.table import Table
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ArenaConfig", "LedgerConfig"]
-
 
 class LedgerConfig(Table, frozen=True):
     """The ledger keeps jobs and outcomes, so that they outlive the node.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.field_errors import FieldError
 
-__all__ = ["read_toml"]
-
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.types.models import JobSpec
 
-__all__ = ["JobChecks"]
-
 logger = logging.getLogger(__name__)
 
 KEPT: Final = 100_000

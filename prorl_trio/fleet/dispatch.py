@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from prorl_trio.fleet.events import Effect, Event
     from prorl_trio.types.models import JobSpec, Status
 
-__all__ = ["MAX_LOSSES", "Dispatch", "FleetJob", "MemberPlaces", "Place"]
-
 Place = Literal["queued", "recovering", "waiting", "begins", "sent", "there"]
 """`recovering`: the head has started, and a member may have the job; `waiting`: for the next start of its member."""
 

@@ -9,35 +9,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import JobSpec, Status, TerminalStatus
 
-__all__ = [
-    "Acknowledge",
-    "Answered",
-    "Begin",
-    "Begun",
-    "Cancel",
-    "CancelThere",
-    "Deliver",
-    "Effect",
-    "End",
-    "Ended",
-    "Event",
-    "Forget",
-    "Forgotten",
-    "Joined",
-    "Lost",
-    "Policy",
-    "Progress",
-    "Recovered",
-    "Restored",
-    "Room",
-    "Stored",
-    "Submit",
-    "Taken",
-    "Waited",
-    "Withdraw",
-    "Withdrawn",
-]
-
 # ---------------------------------------------------------------- events
 
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import AnswerT, BackendRequest
     from prorl_trio.types.models import JobSpec, Outcome, Status, ToolCall
 
-__all__ = ["Fleet", "open_fleet_head"]
-
 logger = logging.getLogger(__name__)
 
 NO_MEMBER_RETRY_S: Final = 2.0

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from prorl_trio.rendezvous.watch import FleetView, FleetWatch, FoundNode
     from prorl_trio.types.models import JobSpec
 
-__all__ = ["Member", "MemberListener", "Members"]
-
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S: Final = 1.0

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from prorl_trio.fleet.members import Member
     from prorl_trio.types.backends import BackendList
 
-__all__ = ["FleetPolicy", "NodePolicy", "PolicyUndecided", "newest_version", "policy_of"]
-
 logger = logging.getLogger(__name__)
 
 UNSETTLED: Final = "its policy version is not known yet"

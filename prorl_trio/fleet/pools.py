@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from prorl_trio.fleet.members import Member
     from prorl_trio.types.backends import AnswerT, BackendRequest
 
-__all__ = ["FleetPools"]
-
 logger = logging.getLogger(__name__)
 
 UPDATES_KEPT: Final = 8

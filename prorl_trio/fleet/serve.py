@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from prorl_trio.config import HeadConfig
     from prorl_trio.fleet.head import Fleet
 
-__all__ = ["serve_fleet"]
-
 logger = logging.getLogger(__name__)
 
 DELIVERY_TIMEOUT_S: Final = 5.0

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["merge_statistics"]
-
 LARGEST: Final = frozenset({"uptime_s", "p50_ms", "p99_ms", "max_ms", "age_s"})
 """Figures of which the fleet's is the largest of its nodes'."""
 PARTS: Final = ("pipeline", "backends", "sandboxes", "totals", "loop", "sessions")

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from prorl_trio.grading.verifier import Verifier
     from prorl_trio.sandbox.provider import SandboxSpec
 
-__all__ = ["SOLUTION_PATH", "grade_code"]
-
 SOLUTION_PATH: Final = "/workspace/solution.py"
 PREAMBLE_PATH: Final = "/tmp/grading/preamble.py"
 UNITTEST_DRIVERS: Final = ("unittests", "own_time", "values")

@@ -11,17 +11,6 @@ import msgspec
 
 from prorl_trio.grading.compare import Tolerance
 
-__all__ = [
-    "AssertTests",
-    "CodeTests",
-    "FunctionCase",
-    "FunctionTests",
-    "OutputCase",
-    "OutputTests",
-    "Tests",
-    "UnitTests",
-]
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 

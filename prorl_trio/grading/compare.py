@@ -14,8 +14,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Tolerance", "same_output", "same_value"]
-
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:e[+-]?[0-9]+)?|inf(?:inity)?)", re.IGNORECASE)
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prorl_trio.grading.verdict import TestStatus
     from prorl_trio.sandbox.program import Program
 
-__all__ = ["MAX_LINE_BYTES", "CandidateEnded", "CandidateProcess", "Lines", "open_candidate"]
-
 MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 """Longest line that is taken from a program."""
 MAX_STDERR_CHARS: Final = 2000

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from prorl_trio.grading.verifier import Bench, Run, Verifier
     from prorl_trio.sandbox.provider import SandboxSpec
 
-__all__ = ["Graded", "Suite", "SuiteRun", "end_of_run", "grade_repository", "results_of", "run_suite"]
-
 PATCH_PATH: Final = f"{DRIVERS_DIR}/patch.diff"
 NO_CONFIG_PATH: Final = f"{DRIVERS_DIR}/none.ini"
 """Configures pytest where the repository has no such file."""

@@ -16,8 +16,6 @@ from prorl_trio.types.errors import SandboxCallFailed
 if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["BASE", "GIT", "GIT_ENV", "TESTS", "BaseNotMade", "RepositoryBase", "RowTests", "git", "make_base", "quote"]
-
 BASE: Final = "prorl-base"
 """A tag: the one commit that the agent begins with."""
 TESTS: Final = "prorl-tests"

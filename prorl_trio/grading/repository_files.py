@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["belongs_to_tests", "is_hook", "is_test_file", "is_test_module", "may_be_source"]
-
 _TEST_DIRS: Final = frozenset({"test", "tests", "testing"})
 _TEST_MODULE: Final = re.compile(r"(test_.*|.*_test|.*_tests|tests?)\.py", re.DOTALL)
 _HOOKS: Final = frozenset({

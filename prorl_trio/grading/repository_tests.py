@@ -13,23 +13,6 @@ from prorl_trio.grading.verdict import TestResult, Verdict
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = [
-    "DjangoTests",
-    "NamedTests",
-    "PytestTests",
-    "RepositoryTests",
-    "ResultMapTests",
-    "RunnerName",
-    "SympyTests",
-    "log_names",
-    "result_map",
-    "results_by_id",
-    "verdict_of",
-    "verdict_of_map",
-    "verdict_on",
-]
-
-
 RunnerName = Literal["pytest", "django", "sympy"]
 
 

@@ -9,8 +9,6 @@ import msgspec
 
 from prorl_ipc.envelope import UNDECODABLE
 
-__all__ = ["MAX_REWARD_BYTES", "REWARD_FILES", "parse_rewards", "scalar_reward"]
-
 REWARD_FILES: Final = ("reward.json", "reward.txt")
 """By name, in the order in which they are looked for."""
 MAX_REWARD_BYTES: Final = 64 * 1024

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["forms_of_patch", "read_patch", "with_last_newline"]
-
 _HUNK: Final = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@.*")
 _HEADER: Final = re.compile(
     r"diff --git .*|index [0-9a-f]+\.\.[0-9a-f]+.*|(old|new|deleted file|new file) mode \d+|(dis)?similarity index \d+%"

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.grading.repository_tests import RunnerName
 
-__all__ = ["RUNNERS", "Canaries", "Runner"]
-
 
 class Canaries(NamedTuple):
     """Tests that must fail: their files, by path in the repository, and the arguments that run them around others."""

@@ -6,8 +6,6 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-__all__ = ["MAX_TEST_MESSAGE_CHARS", "TestResult", "TestStatus", "Verdict"]
-
 TestStatus = Literal[
     "passed", "failed", "error", "skipped", "xfailed", "xpassed", "timed_out", "lost", "not_run", "missing"
 ]

@@ -37,21 +37,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = [
-    "DRIVERS_DIR",
-    "KILLED",
-    "Bench",
-    "ProgramKilled",
-    "ProgramLate",
-    "Run",
-    "Verifier",
-    "again_if_killed",
-    "backstop_s",
-    "check_end",
-    "driver_argv",
-    "open_verifier",
-]
-
 DRIVERS_DIR: Final = "/tmp/grading"
 """The folder of the drivers, inside."""
 PACKAGE: Final = "grading_drivers"

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.errors import RolloutError
     from prorl_trio.types.models import Outcome, Recorded, Stage
 
-__all__ = ["AfterRun", "AgentHandler", "Evaluation"]
-
 AfterRun = Literal["release", "keep"]
 """The fate of the agent's sandbox between RUN and EVAL: ended at once, or kept for the evaluator. An evaluator that
 wants one in which the agent has left nothing opens it itself, by `RolloutContext.open_sandbox`."""

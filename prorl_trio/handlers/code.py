@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.types.models import Recorded
 
-__all__ = ["MAX_SOLUTION_BYTES", "CodeHandler", "CodePayload"]
-
 FOLDER: Final = os.path.dirname(SOLUTION_PATH)
 FOLDER_TIMEOUT_S: Final = 30.0
 MAX_SOLUTION_BYTES: Final = 512 * 1024

@@ -11,8 +11,6 @@ from prorl_trio.agent.fences import PYTHON, fenced_blocks
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["choose", "program_in"]
-
 _READS: Final = frozenset({"input", "stdin", "open", "fileinput"})
 _PRINTS: Final = frozenset({"print", "stdout"})
 

@@ -7,8 +7,6 @@ import re
 from itertools import islice
 from typing import Final
 
-__all__ = ["extract_boxed", "find_final_answer", "last_number"]
-
 MAX_TAIL_CHARS: Final = 32_768
 """A final answer is searched in this many characters at the end of a text."""
 

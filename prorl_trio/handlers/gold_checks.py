@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from prorl_trio.agent.scoring import ScorerPool
     from prorl_trio.handlers.base import AgentHandler
 
-__all__ = ["PAYLOAD_PATH", "GoldChecks", "validate_payload"]
-
 logger = logging.getLogger(__name__)
 
 PAYLOAD_PATH: Final = "$.instance.payload"

@@ -10,8 +10,6 @@ from prorl_trio.types.errors import MalformedJob
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["check_backslashes", "find_lost_backslash"]
-
 _LOST: Final = re.compile(
     r"[\a\b\v](?=[a-z])"
     r"|\f(?=rac|orall|box|rown|lat)"

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.types.models import Recorded
 
-__all__ = ["MathHandler", "MathPayload", "extract_boxed"]
-
 SCORER = "prorl_trio.handlers.math_scorer:score"
 """By name: its imports (mpmath) stay out of the node."""
 WARM_UP_TIMEOUT_S = 60.0

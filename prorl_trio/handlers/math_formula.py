@@ -19,8 +19,6 @@ import mpmath
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["NAMES", "Formula", "Point", "Undefined", "Unreadable", "agree", "parse", "same", "wide"]
-
 DIGITS: Final = 120
 mpmath.mp.dps = DIGITS
 MORE_DIGITS: Final = 3 * DIGITS

@@ -7,8 +7,6 @@ from typing import Final, NamedTuple
 
 from prorl_trio.handlers.math_formula import NAMES, Formula, Unreadable, parse
 
-__all__ = ["Number", "number", "number_in_prose", "only_formula", "significant_digits", "stated"]
-
 
 class Number(NamedTuple):
     """A number or a formula, the significant digits of a decimal (0 for an exact one), a percent sign, and the unit."""

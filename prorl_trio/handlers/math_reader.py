@@ -16,11 +16,6 @@ from prorl_trio.handlers.math_formula import NAMES, Formula, Point, Undefined, U
 from prorl_trio.handlers.math_numbers import Number, number, number_in_prose, only_formula, significant_digits, stated
 from prorl_trio.handlers.math_text import normalised, with_plain_numbers
 
-__all__ = [
-    "Congruence", "Items", "Matrix", "Named", "Ranges", "Ratio", "Reading", "Relation", "Text", "as_ranges", "read",
-    "read_prose",
-]  # fmt: skip
-
 MAX_CHARS: Final = 2_000
 """A longer final answer is not read: it equals its own text."""
 

@@ -28,8 +28,6 @@ from prorl_trio.handlers.math_reader import (
 )
 from prorl_trio.handlers.math_text import normalised
 
-__all__ = ["check_gold", "score"]
-
 MAX_SHOWN_CHARS: Final = 500
 """A result shows this many characters of an answer."""
 MIN_DIGITS: Final = 6

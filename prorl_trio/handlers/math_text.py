@@ -10,8 +10,6 @@ from typing import Final
 
 from prorl_trio.handlers.stem.plain_text import GREEK, LOOK_ALIKES
 
-__all__ = ["normalised", "with_plain_numbers"]
-
 _SIGNS: Final = {
     **{sign: rf"\{name} " for name, sign in reversed(GREEK.items())},
     "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "∖": r"\backslash ",

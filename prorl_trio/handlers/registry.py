@@ -11,8 +11,6 @@ from prorl_trio.types.errors import ConfigError, UnknownHandler
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["HandlerRegistry"]
-
 GROUP = "prorl_trio.handlers"
 
 

@@ -9,8 +9,6 @@ from prorl_trio.types.errors import NotRestorable
 if TYPE_CHECKING:
     from prorl_trio.types.models import Recorded
 
-__all__ = ["restored_text"]
-
 
 def restored_text(recorded: Recorded, name: str) -> str | None:
     """Return the text that is called `name` in the details; None if the agent gave none.

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import Recorded
 
-__all__ = ["MAX_PATCH_BYTES", "SweHandler", "SwePayload", "grade_change"]
-
 MAX_PATCH_BYTES: Final = 4 * 1024 * 1024
 """A longer patch is none."""
 MAX_NEW_FILE_BYTES: Final = 1024 * 1024

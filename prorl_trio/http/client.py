@@ -17,37 +17,17 @@ import trio
 
 from prorl_trio.http.connection import (
     ClientClosed,
-    ConnectFailed,
     ConnectionLost,
     HttpConnection,
-    HttpError,
     HttpLimits,
     RequestTimedOut,
     Response,
-    ResponseMalformed,
-    ResponseTooLarge,
     TooManyWaiting,
     open_connection,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-__all__ = [
-    "ClientClosed",
-    "ConnectFailed",
-    "ConnectionLost",
-    "HttpClient",
-    "HttpError",
-    "HttpLimits",
-    "HttpStatistics",
-    "RequestTimedOut",
-    "Response",
-    "ResponseMalformed",
-    "ResponseTooLarge",
-    "TooManyWaiting",
-    "split_origin",
-]
 
 
 class HttpStatistics(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,21 +17,6 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-__all__ = [
-    "ClientClosed",
-    "ConnectFailed",
-    "ConnectionLost",
-    "HttpConnection",
-    "HttpError",
-    "HttpLimits",
-    "RequestTimedOut",
-    "Response",
-    "ResponseMalformed",
-    "ResponseTooLarge",
-    "TooManyWaiting",
-    "open_connection",
-]
-
 _RECEIVE_BYTES = 64 * 1024
 
 # A host that vanishes without a word is noticed after about 15 + 3 * 5 seconds, however long the answer may take.

@@ -9,8 +9,6 @@ import msgspec
 if TYPE_CHECKING:
     from random import Random
 
-__all__ = ["RETRYABLE_STATUSES", "RetryPolicy"]
-
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.ledger.disk import Disk, LedgerFolder
 
-__all__ = ["PAGE_BYTES", "UNREADABLE", "Job", "Mark", "connect", "crc_of", "is_damage", "log_of", "open_database"]
-
 PAGE_BYTES: Final = 8192
 FORMAT: Final = 1
 """The database's `user_version`."""

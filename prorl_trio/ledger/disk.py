@@ -15,12 +15,6 @@ from typing import Final
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.types.errors import ConfigError
 
-__all__ = [
-    "REMEDY",
-    "Disk",
-    "LedgerFolder",
-]
-
 
 class Disk:
     """The real one. Everything blocks, and raises OSError.

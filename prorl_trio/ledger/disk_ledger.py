@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-
-__all__ = ["DiskLedger", "open_ledger"]
-
 CLOSE_TIMEOUT_S: Final = 60.0
 
 

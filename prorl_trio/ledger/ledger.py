@@ -27,23 +27,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.ledger.operations import NewJob, Operation
 
-__all__ = [
-    "KnownJob",
-    "Ledger",
-    "LedgerCorrupt",
-    "LedgerError",
-    "LedgerFailed",
-    "LedgerFull",
-    "LedgerLimits",
-    "LedgerStatistics",
-    "Recovered",
-    "RecoveredSession",
-    "Ref",
-    "StaleAttempt",
-    "UndeliveredOutcome",
-    "UnfinishedJob",
-]
-
 
 class LedgerError(ProrlError):
     """Root of the ledger's errors."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from prorl_trio.ledger.ledger import Ref
     from prorl_trio.ledger.operations import Call, Operation
 
-__all__ = ["MemoryLedger"]
-
 
 class _Session(msgspec.Struct):
     acked: int

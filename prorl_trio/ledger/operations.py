@@ -11,21 +11,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.errors import ProrlError
 
-__all__ = [
-    "LAZY",
-    "Accept",
-    "Acknowledge",
-    "BeginAttempt",
-    "Call",
-    "CloseSession",
-    "Finish",
-    "Forget",
-    "NewJob",
-    "OpenSession",
-    "Operation",
-    "size_of",
-]
-
 
 class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job to be accepted. `fingerprint` tells its spec from another one under the same id."""

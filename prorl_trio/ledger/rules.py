@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from prorl_trio.ledger.operations import Accept, Acknowledge, BeginAttempt, Finish
     from prorl_trio.types.job_states import StoredState
 
-__all__ = ["SessionState", "StoredJob", "check_accept", "check_acknowledge", "check_begin", "check_finish", "state_of"]
-
 
 class StoredJob(Protocol):
     """A job that is unfinished (`cursor` is None), or whose outcome is not acknowledged."""

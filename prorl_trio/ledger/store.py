@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from prorl_trio.ledger.disk import Disk
     from prorl_trio.ledger.ledger import LedgerLimits
 
-__all__ = ["WAIT_FOR_ROOM", "Answer", "Store", "WaitForRoom"]
-
 logger = logging.getLogger(__name__)
 
 COMMITS_REMEMBERED: Final = 1024

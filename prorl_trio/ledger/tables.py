@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.ledger.ledger import LedgerLimits
 
-__all__ = ["Changed", "Counts", "SessionRow", "Tables"]
-
 _PUT_JOB: Final = "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.host import OnOpen
     from prorl_trio.sandbox.provider import SandboxProvider
 
-__all__ = ["open_node"]
-
 EXAMINATIONS_TIMEOUT_S: Final = 10.0
 """Limit of the time in which checks of gold answers are cut short when the node ends."""
 

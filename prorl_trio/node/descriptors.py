@@ -11,8 +11,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from prorl_trio.config import NodeConfig
 
-__all__ = ["check_descriptors", "raise_descriptor_limit"]
-
 OWN: Final = 64
 """Descriptors of the node itself: its loop, ledger, listeners, fork server, reaper and log."""
 PER_ROLLOUT: Final = 6

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import OnHangup
 
-__all__ = ["Drainable", "EndSignals", "drain", "drains_on_hangup", "open_end_signals", "until_started"]
-
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 5.0

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from prorl_trio.service.rest.events import EventFeed
     from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["Edges", "Served", "open_edges", "prepare_edges"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.pipeline.durations import Durations
 
-__all__ = ["EndOfTime", "allocation_left_s"]
-
 POLL_S: Final = 1.0
 """Interval between two looks at the durations, which grow."""
 

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from prorl_trio.node.node import Node
     from prorl_trio.service.auth import Door
 
-__all__ = ["Endpoints", "advertised_host", "open_membership"]
-
 logger = logging.getLogger(__name__)
 
 CLAIM_POLL_S: Final = 0.25

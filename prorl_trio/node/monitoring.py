@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["Described", "Monitoring", "open_monitoring"]
-
 
 class Described(Protocol):
     """A node or a head, as its monitoring sees it."""

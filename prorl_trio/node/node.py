@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.registry import HandlerRegistry
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.end_of_time import EndOfTime
+    from prorl_trio.pipeline.job import JobSink
     from prorl_trio.pipeline.observer import JobView
-    from prorl_trio.pipeline.pipeline import JobSink, Pipeline
+    from prorl_trio.pipeline.pipeline import Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.types.backends import AnswerT, BackendRequest
     from prorl_trio.types.models import JobSpec, Status, ToolCall
-
-__all__ = ["Node", "Outbox"]
 
 MAX_SHOWN_JOBS: Final = 1_000
 """Jobs that the status of the node has at most. How many there are is in the pipeline's part."""

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 
-__all__ = ["engine_finder", "open_backends", "open_node_arena", "open_node_sandboxes", "warn_of_image"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.service.auth import Door
 
-__all__ = ["Change", "ReloadPlan", "plan_reload", "serve_reloads"]
-
 logger = logging.getLogger(__name__)
 
 SECRET: Final = ("listen.token",)

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["serve_node"]
-
 logger = logging.getLogger(__name__)
 
 DELIVERY_TIMEOUT_S: Final = 5.0

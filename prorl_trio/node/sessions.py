@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from prorl_trio.config import LedgerConfig, NodeConfig
     from prorl_trio.sessions.journal import Journal
 
-__all__ = ["open_sessions", "open_stored_journal"]
-
 logger = logging.getLogger(__name__)
 
 

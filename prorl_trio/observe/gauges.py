@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from prorl_trio.observe.stall import LoopStalls
     from prorl_trio.pipeline.fates import Fates
 
-__all__ = ["FateCollector", "Gauges", "Read", "StallCollector"]
-
 Read = Callable[[], Mapping[str, Any]]
 
 MAX_SERIES: Final = 10_000

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.types.models import Outcome, Status, Turn
 
-__all__ = ["LOG_FORMATS", "JobLog", "LogFormat", "current_job", "open_logging"]
-
 LogFormat = Literal["auto", "text", "json"]
 LOG_FORMATS: Final = ("auto", "text", "json")
 

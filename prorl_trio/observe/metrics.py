@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.host import Start
     from prorl_trio.types.models import Outcome, Status, Timing, ToolOutcome, Turn
 
-__all__ = ["MAX_LABEL_VALUES", "Metrics"]
-
 MAX_LABEL_VALUES: Final = 1024
 """Combinations of label values of one metric."""
 

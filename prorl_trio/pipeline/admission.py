@@ -10,8 +10,6 @@ from prorl_trio.types.errors import AdmissionRejected
 if TYPE_CHECKING:
     from prorl_trio.config import AdmissionConfig
 
-__all__ = ["Admission", "EndRate", "Load"]
-
 ENDS_KEPT: Final = 128
 """Job ends that the rate is measured over."""
 MIN_RETRY_S: Final = 0.1

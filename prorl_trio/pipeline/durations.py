@@ -6,8 +6,6 @@ import math
 from collections import deque
 from typing import Final
 
-__all__ = ["Durations"]
-
 KEPT: Final = 512
 """Durations of one kind that are remembered, the latest ones."""
 SHARE: Final = 0.99

@@ -20,12 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.errors import ErrorCode
     from prorl_trio.types.models import AttemptRecord, JobSpec, Outcome, Status, Turn
 
-__all__ = [
-    "Job",
-    "JobSink",
-    "Lifecycle",
-]
-
 _QUEUE: Final[dict[Status, str]] = {"queued": "init worker", "ready": "run worker", "ran": "eval worker"}
 """Names of the workers that a job in line waits for."""
 

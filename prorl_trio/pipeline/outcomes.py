@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.job import Job
     from prorl_trio.types.models import Stage, TerminalStatus
 
-__all__ = ["blame", "check_evaluation", "completed", "finalise", "not_completed", "raise_bugs", "retry_after"]
-
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S: Final = 60.0

@@ -20,7 +20,6 @@ from prorl_trio.pipeline.admission import Admission
 from prorl_trio.pipeline.durations import Durations
 from prorl_trio.pipeline.fates import Fates
 from prorl_trio.pipeline.groups import GroupTable
-from prorl_trio.pipeline.job import Job, JobSink
 from prorl_trio.pipeline.observer import Observers
 from prorl_trio.pipeline.outcomes import check_evaluation, completed, finalise, not_completed, retry_after
 from prorl_trio.pipeline.stages import WorkStage
@@ -35,12 +34,11 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import Resources
     from prorl_trio.chat.token_memory import RolloutTokens
+    from prorl_trio.pipeline.job import Job
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.types.errors import ErrorCode
     from prorl_trio.types.models import Outcome, Stage, Status, TerminalStatus
-
-__all__ = ["Job", "JobSink", "Pipeline", "open_pipeline"]
 
 logger = logging.getLogger(__name__)
 

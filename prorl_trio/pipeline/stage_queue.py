@@ -13,11 +13,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = [
-    "FairOrder",
-    "StageQueue",
-]
-
 T = TypeVar("T")
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.job import Job
     from prorl_trio.types.models import Stage, Status
 
-__all__ = ["StageBudget", "WorkStage"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prorl_trio.pipeline.job import Job
 
-__all__ = ["BeginLimit", "may_begin"]
-
 
 class BeginLimit:
     """Counts, for each session, what its trainer has ahead of a rollout that begins now.

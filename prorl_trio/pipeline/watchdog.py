@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.pipeline.job import Job
 
-__all__ = ["WATCH_INTERVAL_S", "watch_jobs"]
-
 logger = logging.getLogger(__name__)
 
 WATCH_INTERVAL_S: Final = 5.0

@@ -8,8 +8,6 @@ import msgspec
 
 from prorl_trio.rendezvous.identity import ProcessIdentity
 
-__all__ = ["ENTRY_FORMAT", "Capacity", "NodeEntry", "NodeState", "SlurmStep", "slurm_step"]
-
 ENTRY_FORMAT: Final = 1
 """Format of the file. A reader takes no other."""
 

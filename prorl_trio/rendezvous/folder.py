@@ -21,8 +21,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["claim_folder", "read_entry", "remove_entry", "renew_entry", "require_folder", "time_there", "write_entry"]
-
 SUFFIX: Final = ".json"
 HEAD: Final = "head"
 HEAD_FILE: Final = f"{HEAD}{SUFFIX}"

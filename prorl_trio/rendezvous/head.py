@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
 
-__all__ = [
-    "HEAD_FORMAT",
-    "HeadClaim",
-    "HeadEntry",
-    "HeadReplaced",
-    "find_head",
-    "read_head",
-    "remove_head",
-    "renew_head",
-]
-
 HEAD_FORMAT: Final = 1
 """Format of the file. A reader takes no other."""
 NS: Final = 1_000_000_000

@@ -8,8 +8,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["ProcessIdentity", "has_ended", "this_process"]
-
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _START_TIME: Final = 19
 """Position of the start time in /proc/PID/stat behind the name: field 22."""

@@ -14,8 +14,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["FleetReport", "look_at_fleet"]
-
 _SECRET: Final = "token"
 
 

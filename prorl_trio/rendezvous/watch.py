@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from os import PathLike
 
-__all__ = ["FleetView", "FleetWatch", "FoundNode", "Life"]
-
 Life = Literal["live", "stale", "ended"]
 """`live`: its heartbeat is seen; `stale`: it was not seen for `stale_after_s`; `ended`: its process is gone."""
 

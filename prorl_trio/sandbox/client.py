@@ -19,13 +19,11 @@ from prorl_trio.types.errors import SandboxCallFailed, SandboxLost, SandboxUnava
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from prorl_ipc.client import RpcClient
     from prorl_ipc.limits import Breach
-    from prorl_ipc.rpc import RpcClient
     from prorl_ipc.sandbox_calls import SandboxCall
     from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.silence import Silence
-
-__all__ = ["DaemonSandbox"]
 
 logger = logging.getLogger(__name__)
 

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
 
-__all__ = ["HOLD", "ForkServer", "ForkedLeader", "open_fork_server"]
-
 logger = logging.getLogger(__name__)
 
 HOLD: Final = ("/bin/sh", "-c", "echo READY; read line; read line")

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.sandbox.use import Use
 
-__all__ = ["MAX_PAUSE_S", "HostedSandbox", "InLine", "OnOpen", "SandboxHost", "Start", "open_sandbox_host"]
-
 logger = logging.getLogger(__name__)
 
 Start = Literal["cold", "warm"]

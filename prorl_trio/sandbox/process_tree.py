@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
 
-__all__ = ["Leader", "ProcessTree", "StartLeader", "open_process_tree", "reap_leaders", "start_program"]
-
 logger = logging.getLogger(__name__)
 
 READY_LINE: Final = b"READY"

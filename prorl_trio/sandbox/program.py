@@ -15,8 +15,6 @@ from prorl_trio.types.errors import RolloutError, SandboxCallFailed, SandboxLost
 if TYPE_CHECKING:
     from prorl_ipc.sandbox_calls import SandboxCall
 
-__all__ = ["INPUT_PIECE_BYTES", "MAX_UNREAD_BYTES", "CallSandbox", "OnOutput", "Program"]
-
 INPUT_PIECE_BYTES: Final = 4 * 1024 * 1024
 """Input travels in pieces of at most this size: well below the largest frame."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from prorl_trio.config import SandboxConfig
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["ProviderReport", "SandboxProvider", "SandboxSpec"]
-
 
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The description of a sandbox to start.

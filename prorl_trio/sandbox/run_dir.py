@@ -39,8 +39,6 @@ from prorl_trio.types.errors import SandboxUnavailable
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["MAX_SOCKET_PATH_BYTES", "RunDir", "SandboxDir", "open_run_dir", "open_shared_run_dir", "remains_count"]
-
 MAX_SOCKET_PATH_BYTES: Final = 107
 SOCKET_NAME: Final = "s"
 CLOSE_TIMEOUT_S: Final = 10.0

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.transfer import TransferOptions, TransferReport
 
-__all__ = ["FILE_PIECE_BYTES", "MAX_OUTPUT_BYTES", "MAX_STDIN_BYTES", "Sandbox", "ShellBusy", "ShellIdle"]
-
 FILE_PIECE_BYTES: Final = 4 * 1024 * 1024
 """Files, and programs' input, travel in pieces of this size: well below the largest frame."""
 

@@ -28,8 +28,6 @@ from prorl_trio.sandbox.threads import run_blocking
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_STANDSTILL_S", "Silence", "is_held"]
-
 MAX_STANDSTILL_S: Final = 120.0
 """Longest standstill, in seconds, that a call waits for. After that, the sandbox is lost."""
 RUNNING_SHARE: Final = 0.1

@@ -11,8 +11,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["StartGates"]
-
 logger = logging.getLogger(__name__)
 
 

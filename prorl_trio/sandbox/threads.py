@@ -12,8 +12,6 @@ from prorl_trio.threads import run_sync
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_THREADS", "run_blocking"]
-
 MAX_THREADS = 16
 
 T = TypeVar("T")

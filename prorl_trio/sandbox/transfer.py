@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from prorl_ipc.sandbox_calls import SandboxCall
     from prorl_ipc.tree import TreeCounts
 
-__all__ = ["DEFAULT_TRANSFER", "TransferOptions", "TransferReport", "download_tree", "upload_tree"]
-
 STEP_TIMEOUT_S: Final = 60.0
 """For the sandbox's end to read or write one piece."""
 END_TIMEOUT_S: Final = 30.0

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from prorl_ipc.sandbox_calls import SandboxCall
 
-__all__ = ["Account", "Use", "is_spoilt", "spoilt"]
-
 _ARGUMENTS: Final = frozenset({"not_absolute", "bad_request"})
 """Codes of calls that no sandbox takes, whatever was done in it."""
 _MARK: Final = "spoilt_by_use"

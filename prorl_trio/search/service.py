@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prorl_trio.config import SearchConfig
     from prorl_trio.search.backend import Document, SearchBackend
 
-__all__ = ["QueryRefused", "Search", "open_search"]
-
 
 class QueryRefused(Exception):
     """The query is at fault: the policy is told, and goes on."""

@@ -12,8 +12,6 @@ from prorl_trio.search.endpoint import EndpointBackend
 if TYPE_CHECKING:
     from prorl_trio.config import SearchConfig
 
-__all__ = ["TavilyBackend"]
-
 URL: Final = "https://api.tavily.com/search"
 
 

@@ -14,8 +14,6 @@ from prorl_ipc.handshake import token_matches
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Door"]
-
 _OWN_SITE: Final = frozenset({b"same-origin", b"none"})
 """Values of `Sec-Fetch-Site` of a request that no foreign page caused (W3C Fetch Metadata)."""
 

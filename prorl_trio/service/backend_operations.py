@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from prorl_ipc.session import CallBackends
     from prorl_trio.sessions.node_api import NodeApi
 
-__all__ = ["TABLE", "Row", "answer_call"]
-
 RequestT = TypeVar("RequestT", bound=BackendRequest[Any])
 
 

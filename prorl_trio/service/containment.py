@@ -12,8 +12,6 @@ from prorl_trio.types.errors import InternalError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["contain_errors"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["announce", "endpoint_url", "rest_url"]
-
 
 def endpoint_url(address: tuple[str, int], *, secure: bool = False) -> str:
     """Return the WebSocket URL for a listener's (host, port): `wss://` if `secure`, else `ws://`."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from prorl_trio.service.auth import Door
     from prorl_trio.service.strangers import Visitor
 
-__all__ = ["Guard", "Headers", "Refusal"]
-
 Headers = list[tuple[bytes, bytes]]
 """Header fields. The names are in lower case."""
 

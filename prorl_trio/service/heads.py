@@ -13,8 +13,6 @@ from prorl_trio.service.guard import Refusal
 if TYPE_CHECKING:
     from prorl_trio.service.guard import Headers
 
-__all__ = ["WEBSOCKET_PATH", "Request", "is_bare", "parse_head", "starts_request"]
-
 WEBSOCKET_PATH: Final = "/"
 
 _BARE: Final = re.compile(rb"(?<!\r)\n")

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from prorl_trio.service.responses import Message, Receive, Scope, Send
     from prorl_trio.service.strangers import Visitor
 
-__all__ = ["App", "ConnectionEnded", "HttpConnection"]
-
 logger = logging.getLogger(__name__)
 
 RECEIVE_BYTES: Final = 64 * 1024

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     _Encoded = bytes | msgspec.Raw
 
-__all__ = ["UNREADABLE", "ErrorDetail", "JobId", "error_of", "job_id_of", "read"]
-
 BACKEND_RETRY_AFTER_S: Final = 5.0
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions that msgspec raises for bytes that do not decode to the requested type."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     Receive = Callable[[], Awaitable[Message]]
     Send = Callable[[Message], Awaitable[None]]
 
-__all__ = ["Response"]
-
 
 class Response:
     """A whole answer, as an ASGI application.

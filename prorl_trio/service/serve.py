@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["serve_edges"]
-
 logger = logging.getLogger(__name__)
 
 MAX_EXPIRY_INTERVAL_S: Final = 60.0

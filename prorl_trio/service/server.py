@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from prorl_trio.service.strangers import Visitor
     from prorl_trio.service.websocket.server import Trainers
 
-__all__ = ["Server"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,8 +12,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Stranger", "Strangers", "Visitor", "Visitors", "peer_of"]
-
 logger = logging.getLogger(__name__)
 
 _IPV6_SITE_BITS: Final = 64

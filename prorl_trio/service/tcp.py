@@ -15,8 +15,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from prorl_trio.config import ListenConfig
 
-__all__ = ["is_loopback", "open_listeners"]
-
 
 async def open_listeners(listen: ListenConfig) -> list[trio.SocketListener]:
     """Return the inherited listeners, and a new one for the port unless one of them is a TCP socket.

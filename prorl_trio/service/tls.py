@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import ListenConfig
 
-__all__ = ["load_tls"]
-
 
 def load_tls(config: ListenConfig) -> ssl.SSLContext | None:
     """Return the TLS context with the configured certificate; None if TLS is not configured. Blocks on the disk.

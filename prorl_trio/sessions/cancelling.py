@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.session import Session
     from prorl_trio.types.models import JobSpec
 
-__all__ = ["CancelledIds", "cancel"]
-
 logger = logging.getLogger(__name__)
 
 CANCELS_AT_ONCE: Final = 64

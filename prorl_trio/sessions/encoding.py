@@ -13,16 +13,6 @@ from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, TaskInstan
 if TYPE_CHECKING:
     from prorl_trio.types.errors import FailureCause
 
-__all__ = [
-    "Encoded",
-    "encode_outcome",
-    "failed_outcome",
-    "fingerprint_of",
-    "fit_outcome",
-    "lost_outcome",
-    "unreadable_spec",
-]
-
 FRAME_OVERHEAD_BYTES: Final = 2048
 """Upper bound of what a frame adds to its outcome (ids of jobs and sessions have at most 200 characters)."""
 UNKNOWN: Final = "(unreadable)"

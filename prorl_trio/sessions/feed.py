@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.outcome_log import OutcomeLog
     from prorl_trio.sessions.shared_outcomes import SharedOutcomes
 
-__all__ = [
-    "MAX_UNACKED_BYTES",
-    "MAX_UNACKED_OUTCOMES",
-    "READ_AHEAD_BYTES",
-    "READ_AHEAD_OUTCOMES",
-    "Feed",
-    "Listener",
-    "References",
-]
-
 MAX_UNACKED_OUTCOMES: Final = 256
 MAX_UNACKED_BYTES: Final = 64 * 1024 * 1024
 """Send window: a connection sends at most these ahead of the acknowledgements, but always at least one outcome.

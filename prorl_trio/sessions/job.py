@@ -20,25 +20,6 @@ from prorl_trio.types.errors import InternalError, ServiceError
 from prorl_trio.types.job_states import STAGES, TERMINAL, JobState
 from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, Status, TaskInstance
 
-__all__ = [
-    "NOTHING",
-    "Acknowledged",
-    "Effects",
-    "Ended",
-    "Event",
-    "Forgotten",
-    "Job",
-    "Moved",
-    "Offered",
-    "OutcomeRefused",
-    "OutcomeStored",
-    "Refused",
-    "Stored",
-    "Taken",
-    "Withdrawn",
-    "offered_job",
-]
-
 
 class Stored(msgspec.Struct, frozen=True):
     """The ledger has the job."""

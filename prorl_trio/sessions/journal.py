@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.outcome_log import OutcomeLog
     from prorl_trio.types.errors import ProrlError
 
-__all__ = ["Journal", "open_journal"]
-
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S: Final = 30.0

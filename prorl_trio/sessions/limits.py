@@ -9,8 +9,6 @@ import msgspec
 from prorl_ipc.session import MAX_MESSAGE_BYTES
 from prorl_trio.types.errors import AdmissionRejected
 
-__all__ = ["JOBS_PER_CHECKPOINT", "RETRY_AFTER_S", "SessionLimits"]
-
 JOBS_PER_CHECKPOINT: Final = 50
 """Jobs of a batch that are handled before other tasks get to run."""
 RETRY_AFTER_S: Final = 1.0

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import AnswerT, BackendRequest
     from prorl_trio.types.models import EncodedOutcome, JobSpec, Status, ToolCall
 
-__all__ = ["NodeApi", "Room", "SessionSink"]
-
 
 class Room(NamedTuple):
     """Room of a node for jobs of one session: as `prorl_ipc.session.RoomReport` says."""

@@ -15,8 +15,6 @@ from prorl_ipc.session import JobEvent, ObservationLost, ObservedEvent, Observed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_OBSERVED_BYTES", "MAX_OBSERVED_FRAMES", "Observation", "Observations"]
-
 MAX_OBSERVED_FRAMES: Final = 1_000
 MAX_OBSERVED_BYTES: Final = 8 * 1024 * 1024
 """Limit of the frames that wait for one observer; a single frame may exceed it."""

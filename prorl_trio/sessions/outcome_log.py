@@ -16,8 +16,6 @@ from prorl_trio.types.models import Outcome
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["HOT_OUTCOME_BYTES", "HotOutcomes", "OfferedOutcome", "OutcomeCache", "OutcomeLog"]
-
 HOT_OUTCOME_BYTES: Final = 256 * 1024 * 1024
 """Default of `ledger.hot_outcome_bytes`."""
 

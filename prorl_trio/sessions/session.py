@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec, Outcome, Status
 
-__all__ = ["Session"]
-
 logger = logging.getLogger(__name__)
 
 MAX_CANCELS_AHEAD: Final = 10_000

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.shared_outcomes import SharedOutcomes
     from prorl_trio.types.errors import FailureCause
 
-__all__ = [
-    "SessionTable",
-    "recover_sessions",
-]
-
 SESSION_ID_CHARS: Final = 200
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from prorl_ipc.session import OutcomeRefFrame
     from prorl_trio.types.models import Outcome
 
-__all__ = ["SharedOutcomes"]
-
 _encode = msgspec.msgpack.Encoder().encode
 
 

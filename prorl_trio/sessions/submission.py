@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     Answer = Callable[[int, ServiceError | None], None]
     """Called with the index of a job in its batch, and None if the node accepted it, else the reason. Never raises."""
 
-__all__ = ["submit_all", "submit_one"]
-
 logger = logging.getLogger(__name__)
 
 NO_ATTEMPTS: Final[Mapping[str, int]] = MappingProxyType({})

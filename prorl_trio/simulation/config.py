@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
 
-__all__ = ["Distribution", "EngineModel", "FailureRates", "SimulationConfig", "WorkModel", "load_simulation"]
-
 Z95: Final = 1.6448536269514722
 """The 95th percentile of the standard normal distribution."""
 

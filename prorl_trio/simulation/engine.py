@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.simulation.config import EngineModel
 
-__all__ = ["SimulatedEngine"]
-
 _SLACK_S: Final = 1e-9
 """Rounding of the clock: what has less than this left is done."""
 

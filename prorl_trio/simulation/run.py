@@ -44,15 +44,6 @@ if TYPE_CHECKING:
     from prorl_trio.simulation.config import SimulationConfig
     from prorl_trio.types.models import Outcome, Status
 
-__all__ = [
-    "SimulatedNode",
-    "SimulationReport",
-    "Wait",
-    "open_simulated_node",
-    "run_in_simulated_time",
-    "run_simulation",
-]
-
 T = TypeVar("T")
 
 NEVER_S: Final = 1e12

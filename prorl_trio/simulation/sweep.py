@@ -14,8 +14,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["SIZES", "Sized", "double_each", "enough", "resized", "sweep"]
-
 SIZES: Final = {
     "init_workers": "stages.init_workers",
     "run_workers": "stages.run_workers",

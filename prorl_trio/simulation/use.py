@@ -10,8 +10,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["ResourceUse", "UseMeter", "UseSource", "find_bottleneck"]
-
 FULL: Final = 0.99
 """A resource is full from this share of its capacity on: the last token of a cache is never taken."""
 LIMITS: Final = 0.85

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.simulation.config import SimulationConfig
 
-__all__ = ["SimulatedHandler", "SimulatedProvider"]
-
 STAGGER_S: Final = 1e-3
 """Rollouts that get a backend at the same moment, as when one is well again, ask it within this time, one by one: trio
 runs what is due at one moment in any order."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from prorl_ipc.sandbox_calls import BashResult
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["PORTABLE", "SESSIONS", "ProgramMissing", "Session", "Step", "check_session", "check_sessions"]
-
 STEP_TIMEOUT_S: Final = 20.0
 QUIET_TIMEOUT_S: Final = 0.4
 C_C, C_D, C_Z = b"\x03", b"\x04", b"\x1a"

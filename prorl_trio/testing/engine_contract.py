@@ -25,8 +25,6 @@ from prorl_trio.inference.engines.protocol import Completion, CompletionRequest,
 from prorl_trio.types.errors import ContextLengthExceeded
 from prorl_trio.types.models import SamplingParams
 
-__all__ = ["EngineContract", "EngineUnderTest"]
-
 GREEDY = SamplingParams(temperature=0.0)
 TEST_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0

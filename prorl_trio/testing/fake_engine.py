@@ -37,16 +37,6 @@ from prorl_trio.testing.fake_sampling import FakeRequest, Sampled, Script, defau
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-__all__ = [
-    "FakeEngine",
-    "FakeEngineConfig",
-    "FakeEngineStatistics",
-    "Fault",
-    "Script",
-    "open_fake_engine",
-    "open_look_alike",
-]
-
 MAX_CONNECTIONS = 4096
 TOKENIZER_CALLS = (("POST", "/tokenize"), ("POST", "/detokenize"))
 

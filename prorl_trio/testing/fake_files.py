@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from prorl_ipc.file_calls import TreePart
     from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
 
-__all__ = ["FakeFiles"]
-
 _FOLDERS: Final = {PurePosixPath("/"), PurePosixPath("/tmp"), PurePosixPath(HOME)}
 _FOLDER_MODE: Final = 0o755
 _FILE_MODE: Final = 0o644

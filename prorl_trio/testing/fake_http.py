@@ -15,8 +15,6 @@ import trio
 
 from prorl_ipc.nursery import single_exception
 
-__all__ = ["Answer", "HttpCall", "Send", "serve_http"]
-
 Send = Callable[[bytes], Awaitable[None]]
 """Sends a piece of a streamed body."""
 

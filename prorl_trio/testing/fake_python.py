@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from prorl_ipc.sandbox_calls import IpythonRun
 
-__all__ = ["FakePython"]
-
 _BINARY: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
     from prorl_trio.sandbox.program import OnOutput
 
-__all__ = ["FakeProvider", "FakeSandbox"]
-
 T = TypeVar("T", bound=msgspec.Struct)
 
 

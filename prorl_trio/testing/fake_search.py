@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.search.backend import Document
 
-__all__ = ["FakeRetrieve", "FakeSearchServer", "FakeTavily", "open_fake_retrieve", "open_fake_tavily"]
-
 HANG = Answer(0, b"")
 """Put into `FakeSearchServer.faults`: no answer to the next request until the client leaves."""
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from prorl_trio.testing.fake_answers import Fault
     from prorl_trio.testing.fake_sampling import FakeRequest, Script
 
-__all__ = ["FakeSglang", "open_fake_sglang"]
-
 
 class FakeSglang(FakeEngine):
     """The running server. What is sampled, held, aborted and counted is the fake engine's.

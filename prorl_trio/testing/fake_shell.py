@@ -11,8 +11,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["HOME", "FakeShell", "cap_bytes"]
-
 HOME: Final = "/home/agent"
 INTERRUPTED: Final = 130
 _INTERRUPT_KEY: Final = b"\x03"

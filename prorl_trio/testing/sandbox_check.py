@@ -20,21 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = [
-    "ACTION_TIMEOUT_S",
-    "CHECK_TIMEOUT_S",
-    "Contract",
-    "Traces",
-    "assert_no_more",
-    "bash",
-    "checked_sandbox",
-    "command_of",
-    "open_and_close",
-    "planted_secret",
-    "raises",
-    "traces",
-]
-
 CHECK_TIMEOUT_S: Final = 60.0
 ACTION_TIMEOUT_S: Final = 20.0
 

@@ -34,28 +34,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = [
-    "CORE_CHECKS",
-    "check_bash_keeps_state",
-    "check_bash_timeout",
-    "check_cancelled_call",
-    "check_closed_is_lost",
-    "check_commands_that_go_on",
-    "check_editor",
-    "check_environment_is_as_specified",
-    "check_error_in_the_block",
-    "check_exec_is_one_shot",
-    "check_exit_code_is_a_result",
-    "check_files_round_trip",
-    "check_folders_travel",
-    "check_ipython_keeps_state",
-    "check_one_action_at_a_time",
-    "check_output_is_capped",
-    "check_two_at_once",
-    "check_unknown_kernel",
-    "check_unusable_image",
-]
-
 
 async def check_bash_keeps_state(contract: Contract) -> None:
     """Variables and the working directory persist from one command to the next."""

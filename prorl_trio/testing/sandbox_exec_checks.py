@@ -18,16 +18,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = [
-    "EXEC_CHECKS",
-    "check_files_that_may_not_be_written",
-    "check_long_input",
-    "check_programs_that_are_talked_to",
-    "check_streamed_output",
-    "check_users",
-    "check_what_exec_leaves",
-]
-
 
 async def check_files_that_may_not_be_written(contract: Contract) -> None:
     """A file is replaced where a program may open it for writing, and nowhere else: of root on its own machine, all."""

@@ -14,15 +14,6 @@ from prorl_trio.testing.sandbox_check import ACTION_TIMEOUT_S, Contract, bash, c
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = [
-    "ISOLATION_CHECKS",
-    "check_host_is_invisible",
-    "check_no_network",
-    "check_other_sandboxes_are_invisible",
-    "check_own_processes_only",
-    "check_read_only",
-]
-
 
 async def check_own_processes_only(contract: Contract) -> None:
     """A PID namespace of its own, without capabilities, and no secret of this process in any environment inside."""

@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
 
-__all__ = [
-    "LAYER_CHECKS",
-    "NO_LAYER_CHECKS",
-    "check_layers_are_read_only",
-    "check_layers_are_refused",
-    "check_layers_lie_in_order",
-    "check_missing_layers",
-    "check_uploads_over_layers",
-    "check_what_layers_cannot_cover",
-]
-
-
 @contextmanager
 def _layers(**files: dict[str, str]) -> Iterator[dict[str, Path]]:
     """Folders by name, each with these files."""

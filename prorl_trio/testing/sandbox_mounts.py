@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Final
 
-__all__ = ["mounts_of_sandboxes"]
-
 _MOUNTS: Final = Path("/proc/self/mounts")
 _USER_NAMESPACE: Final = "/proc/self/ns/user"
 _NS_GET_USERNS: Final = 0xB701

@@ -36,20 +36,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.reaper import ProcessId
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = [
-    "PROCESS_CHECKS",
-    "check_background_processes_end",
-    "check_cancelled_start",
-    "check_environment_is_clean",
-    "check_images_of_cells",
-    "check_killed_from_outside",
-    "check_mathematics",
-    "check_python_is_the_projects",
-    "check_start_timeout",
-    "check_what_a_daemon_killed_from_inside_leaves",
-    "check_what_a_killed_daemon_leaves",
-]
-
 LOSS_TOLD_WITHIN_S: Final = 2.0
 """The time after which a call in flight has been told that its daemon is dead."""
 

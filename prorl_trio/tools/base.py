@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import ToolCall
 
-__all__ = ["Observation", "Tool", "ToolSet"]
-
 logger = logging.getLogger(__name__)
 
 _FOR_THE_POLICY: Final = (SandboxCallFailed, TooManyDialogues, ShellBusy, ShellIdle)

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import ToolOutcome
 
-__all__ = ["BashTool", "FinishTool", "IpythonTool", "ThinkTool", "render_bash", "render_cell"]
-
-
 QUIET_TIMEOUT_S: Final = 30.0
 CONTROL_KEYS: Final = {"C-c": b"\x03", "C-d": b"\x04", "C-z": b"\x1a"}
 RESTARTED: Final = "[the shell was restarted; its variables are gone]"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["EditorTool"]
-
 DESCRIPTION = """\
 View, create and edit text files.
 * `view` shows a file with line numbers, as `cat -n` does, or lists a directory two levels deep without hidden items

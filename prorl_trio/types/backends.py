@@ -10,29 +10,6 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVa
 
 import msgspec
 
-__all__ = [
-    "AddBackend",
-    "AnswerT",
-    "BackendList",
-    "BackendRequest",
-    "ConfirmWeights",
-    "DrainBackend",
-    "EngineAnswer",
-    "ExpectTransfer",
-    "ListBackends",
-    "LoadAdapter",
-    "LoadWeights",
-    "PauseBackends",
-    "PauseMode",
-    "RemoveBackends",
-    "RenewUpdate",
-    "ResumeBackends",
-    "UpdateReport",
-    "UpdatedBackend",
-    "WeighBackend",
-    "WeightsStep",
-]
-
 PauseMode = Literal["wait", "abort", "keep"]
 """The fate of completions in flight: `wait` for them, `abort` them (they are continued after the resume, from the
 tokens that were received), or `keep` them: they go on, or stand still where the engine can do that."""

@@ -8,47 +8,6 @@ from __future__ import annotations
 import errno
 from typing import ClassVar, Final, Literal
 
-__all__ = [
-    "AdmissionRejected",
-    "AgentFault",
-    "AlreadyDelivered",
-    "BackendError",
-    "BackendsBusy",
-    "BudgetExceeded",
-    "ConfigError",
-    "ContextLengthExceeded",
-    "Draining",
-    "DuplicateJob",
-    "ErrorCode",
-    "EvaluationError",
-    "FailureCause",
-    "HandlerError",
-    "HostileAnswer",
-    "InternalError",
-    "JobCancelled",
-    "MalformedJob",
-    "NodeExhausted",
-    "NotRestorable",
-    "PauseTimeout",
-    "ProrlError",
-    "ProtocolError",
-    "RolloutError",
-    "SandboxCallFailed",
-    "SandboxLost",
-    "SandboxUnavailable",
-    "SearchUnavailable",
-    "ServiceError",
-    "StaleTrajectory",
-    "TokenDrift",
-    "TooManyDialogues",
-    "Unauthorized",
-    "UnknownBackend",
-    "UnknownHandler",
-    "UnknownJob",
-    "UpdateRefused",
-    "is_exhaustion",
-]
-
 FailureCause = Literal[
     "sandbox", "inference", "agent_fault", "agent_budget", "evaluator", "handler", "cancelled", "node"
 ]

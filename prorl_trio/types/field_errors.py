@@ -7,8 +7,6 @@ from typing import Final, NamedTuple
 
 from prorl_trio.types.errors import MalformedJob
 
-__all__ = ["FieldError", "field_error", "malformed_job"]
-
 _WHERE: Final = re.compile(r" - at (?:`key` in )?`(\$[^`]*)`$")
 _UNKNOWN: Final = re.compile(r"unknown field `(.+)`$")
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from prorl_trio.types.models import Status
 
-__all__ = ["LINES", "STAGES", "TERMINAL", "JobState", "StoredState", "may_follow"]
-
 JobState = Literal[
     "promised",
     "stored",

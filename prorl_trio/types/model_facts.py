@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["ModelFacts", "TokenizerSample"]
-
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The model whose tokenizer and chat template a node works with.

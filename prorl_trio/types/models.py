@@ -25,36 +25,6 @@ from prorl_trio.types.trajectory import (
     Turn,
 )
 
-__all__ = [
-    "PRIORITY",
-    "AttemptRecord",
-    "Budgets",
-    "ChatMessage",
-    "EncodedOutcome",
-    "FinishReason",
-    "GroupPolicy",
-    "JobSpec",
-    "LogprobKind",
-    "Outcome",
-    "PolicySpan",
-    "Recorded",
-    "RetryPolicy",
-    "SamplingParams",
-    "Segment",
-    "SegmentReason",
-    "Stage",
-    "Status",
-    "StopReason",
-    "TaskInstance",
-    "TerminalStatus",
-    "Timing",
-    "ToolCall",
-    "ToolOutcome",
-    "ToolResult",
-    "Trajectory",
-    "Turn",
-]
-
 Stage = Literal["init", "run", "eval"]
 TerminalStatus = Literal["completed", "failed", "cancelled", "timed_out"]
 Status = Literal["queued", "init", "ready", "run", "ran", "eval", "completed", "failed", "cancelled", "timed_out"]

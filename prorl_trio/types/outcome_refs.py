@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from prorl_ipc.arena_memory import TokenArrays
     from prorl_ipc.arena_wire import ArenaRef
 
-__all__ = ["Mapped", "join_outcome", "refs_of", "split_outcome"]
-
 _NOTHING = memoryview(b"")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode

@@ -16,22 +16,6 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-
-__all__ = [
-    "ChatMessage",
-    "FinishReason",
-    "LogprobKind",
-    "PolicySpan",
-    "Segment",
-    "SegmentReason",
-    "StopReason",
-    "ToolCall",
-    "ToolOutcome",
-    "ToolResult",
-    "Trajectory",
-    "Turn",
-]
-
 StopReason = Literal[
     "finished",  # the agent called `finish`, or gave its final answer
     "max_turns",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Run the daemon; returns its exit code: 0 at the end of its connection, 2 if it was started wrongly."""

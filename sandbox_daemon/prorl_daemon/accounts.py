@@ -7,9 +7,7 @@ import pwd
 
 import msgspec
 
-from prorl_ipc.rpc import CallError
-
-__all__ = ["ONE_USER", "Account", "find_account"]
+from prorl_ipc.server import CallError
 
 ONE_USER = "more than one takes Apptainer with sandbox.fakeroot, and a range of users for the node's in /etc/subuid"
 

@@ -14,8 +14,8 @@ from prorl_daemon.keeper import Keeper, StartFailed, Turn
 from prorl_daemon.plain_text import CommandOutput
 from prorl_daemon.sh_protocol import PosixShell
 from prorl_daemon.shell import STREAM_BUFFER_CHUNKS, RunningCommand, Shell, open_shell
-from prorl_ipc.rpc import CallError
 from prorl_ipc.sandbox_calls import BashInput, BashResult, BashRun
+from prorl_ipc.server import CallError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from prorl_daemon.shell_protocol import Dialect
 
     SendOutput = Callable[[bytes], Awaitable[None]]
-
-__all__ = ["BashSession"]
 
 MAX_OUTPUT_BYTES = 4 * 1024 * 1024
 """Most a command's result may keep: as text with replacements, three times as much, it still fits a frame."""

@@ -33,8 +33,6 @@ from prorl_daemon.shell_protocol import Dialect, replace_content
 if TYPE_CHECKING:
     from prorl_daemon.shell_protocol import CommandEnd, ShellFiles
 
-__all__ = ["Bash"]
-
 COMMAND_FD, RECORD_FD, TERMINAL_FD, NONCE_FD, GATE_FD, HOOK_FD = 50, 51, 52, 53, 54, 55
 """Above what people use and bash saves descriptors in, and below any usual limit."""
 NEUTRAL: Final = "aeEkTtuvx"

@@ -11,8 +11,6 @@ import trio
 
 from prorl_daemon.output import OutputBuffer
 
-__all__ = ["CellOutput", "OutputPipe"]
-
 READ_BYTES = 64 * 1024
 IDLE_OUTPUT_BYTES = 64 * 1024
 """Kept of what threads and background processes write between two cells, for each of the two streams."""

@@ -6,8 +6,6 @@ import re
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-__all__ = ["CellSyntax"]
-
 _ESCAPE = re.compile(r"[%!?]|^\s*[,;/]")
 """Signs of IPython's own syntax: one of the first anywhere in a line, or one of the others at its beginning."""
 

@@ -6,8 +6,6 @@ import msgspec
 
 from prorl_ipc.sandbox_calls import CellError, Display
 
-__all__ = ["CONTROL_MAX_FRAME_BYTES", "NO_MEMORY_EXIT", "CellDone", "ChildReady", "RunCell", "StartChild"]
-
 CONTROL_MAX_FRAME_BYTES = 32 * 1024 * 1024
 NO_MEMORY_EXIT = 71
 """Exit code of a child that had no memory left to answer."""

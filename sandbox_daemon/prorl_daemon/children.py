@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from prorl_daemon.accounts import Account
     from prorl_ipc.limits import SandboxLimits
 
-__all__ = ["Child", "ChildReaper", "open_pipe"]
-
 SIGNAL_EXIT_BASE = 128
 """Exit code of a process ended by signal n, as shells report it: this plus n."""
 

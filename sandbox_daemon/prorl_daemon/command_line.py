@@ -6,8 +6,6 @@ import ctypes
 import os
 import sys
 
-__all__ = ["show_command_line"]
-
 ARG_START, ARG_END = 45, 46
 """In /proc/PID/stat, counted from the state on: where a process has its arguments in memory."""
 

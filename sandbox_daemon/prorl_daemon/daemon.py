@@ -38,7 +38,6 @@ from prorl_ipc.file_calls import (
     UploadEnd,
     UploadParts,
 )
-from prorl_ipc.rpc import CallContext, serve_rpc
 from prorl_ipc.sandbox_calls import (
     BashInput,
     BashRestart,
@@ -54,6 +53,7 @@ from prorl_ipc.sandbox_calls import (
     SandboxCall,
     SandboxReply,
 )
+from prorl_ipc.server import CallContext, serve_rpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,8 +62,6 @@ if TYPE_CHECKING:
     from prorl_daemon.kernel_ends import KernelEnds
     from prorl_daemon.prestarted import Prestarted
     from prorl_daemon.settings import StartLine
-
-__all__ = ["serve_daemon"]
 
 MAX_THREADS = 8
 """Threads for files and for starting processes."""

@@ -6,8 +6,6 @@ import fcntl
 import os
 from itertools import pairwise
 
-__all__ = ["close_all_but", "place"]
-
 
 def close_all_but(kept: set[int]) -> None:
     """Close every descriptor of this process but `kept`, which are not empty. Those that are not open do not matter."""

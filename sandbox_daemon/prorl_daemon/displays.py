@@ -11,8 +11,6 @@ from prorl_ipc.sandbox_calls import Display
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CARRIED_TYPES", "MAX_DISPLAYS", "MAX_DISPLAY_BYTES", "NAMED_TYPES", "Displays"]
-
 CARRIED_TYPES = ("image/png", "image/jpeg")
 NAMED_TYPES = ("image/svg+xml", "text/html")
 MAX_DISPLAY_BYTES = 4 * 1024 * 1024

@@ -24,12 +24,10 @@ from prorl_daemon.files import PIECE_BYTES, replace_file
 from prorl_daemon.paths import open_path
 from prorl_daemon.threads import run_blocking
 from prorl_ipc.file_calls import FileEdited
-from prorl_ipc.rpc import CallError
+from prorl_ipc.server import CallError
 
 if TYPE_CHECKING:
     from prorl_ipc.file_calls import EditFile
-
-__all__ = ["Editor"]
 
 T = TypeVar("T")
 

@@ -9,18 +9,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = [
-    "Document",
-    "EditRefused",
-    "decode",
-    "encode",
-    "insert_lines",
-    "number_lines",
-    "replace_once",
-    "snippet",
-    "view_lines",
-]
-
 SNIPPET_LINES = 4
 """Lines shown before and after an edit."""
 MAX_LISTED_LINES = 100

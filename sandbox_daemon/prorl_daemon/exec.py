@@ -17,8 +17,8 @@ from prorl_daemon.output import OutputBuffer
 from prorl_daemon.own_time import OwnTime
 from prorl_daemon.processes import kill_until_gone, read_process_table
 from prorl_daemon.threads import run_blocking
-from prorl_ipc.rpc import CallError
 from prorl_ipc.sandbox_calls import ExecResult
+from prorl_ipc.server import CallError
 from prorl_ipc.wire import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from prorl_daemon.exec_input import ExecInputs, Pieces
     from prorl_daemon.processes import ProcessEntry, ProcessTable
     from prorl_ipc.sandbox_calls import Exec
-
-__all__ = ["MAX_OUTPUT_BYTES", "run_exec"]
 
 MAX_OUTPUT_BYTES = MAX_FRAME_BYTES // 2 - 64 * 1024
 """Largest `max_output_bytes`: both streams must fit into one frame."""

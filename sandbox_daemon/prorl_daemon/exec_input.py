@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from prorl_ipc.rpc import CallError
 from prorl_ipc.sandbox_calls import ExecInputTaken
+from prorl_ipc.server import CallError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     Pieces = trio.MemoryReceiveChannel[ExecInput]
     Channel = tuple[trio.MemorySendChannel[ExecInput], Pieces]
-
-__all__ = ["ExecInputs"]
 
 
 class ExecInputs:

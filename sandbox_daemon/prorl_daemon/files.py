@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, TypeVar
 from prorl_daemon.paths import open_path
 from prorl_daemon.threads import run_blocking
 from prorl_ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
-from prorl_ipc.rpc import CallError
+from prorl_ipc.server import CallError
 from prorl_ipc.wire import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import trio
-
-__all__ = ["file_error", "read_file", "replace_file", "write_file"]
 
 ReplyT = TypeVar("ReplyT")
 

@@ -29,8 +29,6 @@ from prorl_daemon.seccomp import filter_code
 from prorl_ipc.fork_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
 from prorl_ipc.limits import NamespaceLimits
 
-__all__ = ["serve_forks"]
-
 TRIAL_DISK_BYTES = 1024 * 1024
 TRIAL_LIMITS = NamespaceLimits(0, 0, 1, 1, 1)
 START_LINE_TIMEOUT_S = 30.0

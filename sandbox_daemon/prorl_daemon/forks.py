@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["KernelProcess", "end_copy", "flush_output", "is_session_leader"]
-
 INTERRUPTED = 130
 """Exit code of a program that SIGINT ended, as shells report it."""
 

@@ -7,8 +7,6 @@ import signal
 import sys
 from contextlib import suppress
 
-__all__ = ["become_subreaper", "stay_behind"]
-
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 STDERR_FD = 2

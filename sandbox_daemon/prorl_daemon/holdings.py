@@ -21,8 +21,6 @@ from prorl_daemon.sockets import NETWORK_PROTOCOLS, read_socket_bytes, sockets_i
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Holdings", "Mappings", "measure_holdings"]
-
 PIPE_BYTES = 8192
 """The least that a full pipe takes. The kernel bounds for the user what its pipes take beyond that."""
 MAPPING_BYTES = 256

@@ -13,8 +13,8 @@ from prorl_daemon.child_wire import NO_MEMORY_EXIT
 from prorl_daemon.children import SIGNAL_EXIT_BASE
 from prorl_daemon.keeper import Keeper, StartFailed, Turn
 from prorl_ipc.nursery import single_exception
-from prorl_ipc.rpc import CallError
 from prorl_ipc.sandbox_calls import CellError, CellResult, IpythonRun
+from prorl_ipc.server import CallError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from prorl_daemon.child_wire import CellDone
     from prorl_daemon.children import Child
-
-__all__ = ["CellKernel", "IpythonSession"]
 
 MAX_OUTPUT_BYTES = 1024 * 1024
 """Most a cell's result may keep of each of stdout, stderr, result, error and traceback: together they fit a frame."""

@@ -25,8 +25,6 @@ from prorl_ipc.framing import FrameDecoder, encode_frame
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["main", "preload_shell"]
-
 RECEIVE_BYTES = 64 * 1024
 THREAD_STACK_BYTES = 2 * 1024 * 1024
 """Stack of each Python thread. A stack counts as memory as a whole, used or not: at the usual 8 MiB, 256 threads that

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from string import Formatter
     from types import TracebackType
 
-__all__ = ["CellShell"]
-
 _FORMATTER = DollarFormatter()
 _ERRNO: Final[Any] = OSError.__dict__["errno"]
 _REHEARSAL = "def fail(value):\n    return value / 0\nfail(1)\n"

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from prorl_daemon.cell_output import CellOutput
 
-__all__ = ["JupyterCell", "without_control_codes"]
-
 MAX_EXECUTION_COUNT = 2**63
 """The largest count that can be sent on, and one: a cell can have its kernel say any."""
 _CONTROL_CODE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")

@@ -14,8 +14,6 @@ from jupyter_client.session import Session
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["BadMessage", "JupyterChannels"]
-
 MAX_QUEUED_MESSAGES = 1000
 """For each socket. Beyond it the kernel waits (shell, control), or drops what it publishes (iopub)."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024

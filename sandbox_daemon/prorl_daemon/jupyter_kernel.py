@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from prorl_daemon.kernelspec import KernelPlan
     from prorl_daemon.processes import ProcessEntry, ProcessTable
 
-__all__ = ["JupyterKernel", "open_jupyter_kernel"]
-
 START_TIMEOUT_S = 60.0
 HELLO_AGAIN_S = 0.5
 """A kernel that answers on one channel, but was not subscribed to yet on the other, is asked once more after this."""

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
-__all__ = ["Keeper", "Kept", "StartFailed", "Turn"]
-
 
 class StartFailed(Exception):
     """The process could not be started, or was not ready in time. The message says why."""

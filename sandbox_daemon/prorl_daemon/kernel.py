@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from prorl_daemon.children import Child, ChildReaper
     from prorl_daemon.processes import ProcessEntry, ProcessTable
 
-__all__ = ["Kernel", "open_kernel"]
-
 START_TIMEOUT_S = 30.0
 KILL_DEADLINE_S = 2.0
 BEGIN_GRACE_S = 0.25

@@ -12,8 +12,6 @@ from prorl_daemon.children import open_pipe
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["ChildEnds", "KernelEnds", "open_kernel_ends"]
-
 
 class KernelEnds(NamedTuple):
     """The daemon's ends."""

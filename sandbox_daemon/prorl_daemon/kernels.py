@@ -11,7 +11,7 @@ from prorl_daemon.ipython import IpythonSession
 from prorl_daemon.kernel import open_kernel
 from prorl_daemon.kernelspec import find_kernelspec
 from prorl_daemon.threads import run_blocking
-from prorl_ipc.rpc import CallError
+from prorl_ipc.server import CallError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prorl_daemon.children import Child, ChildReaper
     from prorl_daemon.kernel_ends import KernelEnds
     from prorl_ipc.sandbox_calls import CellResult, IpythonRestart, IpythonRun
-
-__all__ = ["KernelSessions"]
 
 MAX_JUPYTER_KERNELS = 4
 """Different ones of one sandbox, each a process of its own."""

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 from prorl_daemon import jupyter_output
 from prorl_ipc.channel import MAX_SOCKET_PATH_BYTES
-from prorl_ipc.rpc import CallError
-
-__all__ = ["KernelPlan", "find_kernelspec", "plan_kernel"]
+from prorl_ipc.server import CallError
 
 KEY_BYTES = 16
 MAX_LISTED_KERNELS = 20

@@ -13,8 +13,6 @@ from prorl_daemon.seccomp import prlimit
 if TYPE_CHECKING:
     from prorl_ipc.limits import SandboxLimits
 
-__all__ = ["hide_self", "hold_proc", "limit_process", "limit_self", "limit_this"]
-
 PR_SET_DUMPABLE = 4
 RLIMIT_SIGPENDING = 11
 RLIMIT_MSGQUEUE = 12

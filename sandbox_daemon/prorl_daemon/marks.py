@@ -20,8 +20,6 @@ from prorl_daemon.syscall_rules import RLIMIT_LOCKS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["born_with", "has_mark", "new_mark"]
-
 FIRST_MARK = 1 << 40
 _LIMIT = re.compile(rb"^Max file locks\s+(\S+)", re.MULTILINE)
 _marks = count(FIRST_MARK)

@@ -11,8 +11,6 @@ import queue
 import threading
 from contextlib import suppress
 
-__all__ = ["empty_memory_files", "make_memory_file", "memory_file_bytes", "start_maker"]
-
 BLOCK_BYTES = 512
 LINK_PREFIX = "/memfd:"
 

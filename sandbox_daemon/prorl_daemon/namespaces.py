@@ -20,8 +20,6 @@ from prorl_ipc.proc_files import hidden_proc
 if TYPE_CHECKING:
     from prorl_ipc.limits import NamespaceLimits
 
-__all__ = ["end_with_parent", "fork_apart", "settle"]
-
 CLONE3 = 435
 """The system call's number, on every architecture. With it a fork may choose its namespaces, and whose child it is."""
 CLONE_PARENT = 0x8000

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["BarrierSplitter", "CappedOutput", "OutputBuffer", "cap_text"]
-
 MAX_UTF8_CONTINUATION_BYTES = 3
 """A UTF-8 character has at most this many bytes after its first."""
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from prorl_daemon.processes import ProcessEntry, ProcessTable
 
-__all__ = ["INTERVAL_S", "OwnTime", "Seen", "look"]
-
 INTERVAL_S = 0.2
 """Between two looks. A look takes some 20 us for each process of the sandbox."""
 

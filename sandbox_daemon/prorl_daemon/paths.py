@@ -14,8 +14,6 @@ import os
 import struct
 from typing import Any
 
-__all__ = ["open_path"]
-
 OPENAT2 = 437
 """The system call's number, on every architecture; since Linux 5.6."""
 RESOLVE_NO_MAGICLINKS = 0x02

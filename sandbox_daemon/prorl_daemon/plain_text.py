@@ -8,8 +8,6 @@ from typing import Final
 
 from prorl_daemon.output import CappedOutput, OutputBuffer
 
-__all__ = ["MAX_LINE_CHARS", "CommandOutput", "PlainText"]
-
 MAX_LINE_CHARS: Final = 4096
 """Characters of an unfinished line that can still be overwritten; what is before them is passed on."""
 MAX_SEQUENCE_CHARS: Final = 4096

@@ -15,8 +15,6 @@ from prorl_daemon.seccomp import confine
 if TYPE_CHECKING:
     from prorl_daemon.kernel_ends import ChildEnds, KernelEnds
 
-__all__ = ["Prestarted", "fork_kernel"]
-
 FAILED = 2
 
 

@@ -13,8 +13,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["ProcessEntry", "ProcessTable", "kill_until_gone", "read_process_table", "wait_until_gone"]
-
 MAX_KILLED_AT_ONCE = 256
 """Processes killed and waited for together: each holds one file descriptor meanwhile."""
 

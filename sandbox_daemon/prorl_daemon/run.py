@@ -23,8 +23,6 @@ from prorl_ipc.sandbox_calls import OWN_ERROR_EXIT
 if TYPE_CHECKING:
     from prorl_daemon.prestarted import Prestarted
 
-__all__ = ["ACCEPT_TIMEOUT_S", "USAGE_ERROR", "run_daemon", "say_ready"]
-
 ACCEPT_TIMEOUT_S = 30.0
 USAGE_ERROR = 2
 TICK_S = 2.0

@@ -18,8 +18,6 @@ from prorl_daemon.syscall_rules import ARCHITECTURES, PRLIMIT64, RLIMIT_LOCKS, A
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Instruction", "assemble", "confine", "filter_code", "filter_end", "filter_program", "prlimit", "with_key"]
-
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 """BPF_LD|W|ABS, BPF_JMP|JEQ|K, JGE, JSET, BPF_RET|K."""
 ALLOW = 0x7FFF0000

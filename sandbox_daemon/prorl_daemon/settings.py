@@ -12,8 +12,6 @@ import msgspec
 
 from prorl_ipc.limits import SandboxLimits
 
-__all__ = ["StartLine", "read_start_line", "runtime_environment", "tool_environment"]
-
 MAX_START_LINE_BYTES = 1024 * 1024
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 RUNTIME_PREFIXES = ("PYTHON", "LD_")

@@ -25,8 +25,6 @@ from prorl_daemon.shell_protocol import Dialect, replace_content
 if TYPE_CHECKING:
     from prorl_daemon.shell_protocol import CommandEnd, ShellFiles
 
-__all__ = ["PosixShell"]
-
 _HOOK = r"""__prorl_status=${{__prorl_status:-$?}} __prorl_flags=$-
 \trap "" INT
 \set +euxv

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from prorl_daemon.processes import ProcessEntry, ProcessTable
     from prorl_daemon.shell_protocol import Dialect
 
-__all__ = ["RunningCommand", "Shell", "open_shell"]
-
 START_TIMEOUT_S = 10.0
 DRAIN_GRACE_S = 0.1
 """The time for output to come after the shell ended while something else still holds the terminal."""

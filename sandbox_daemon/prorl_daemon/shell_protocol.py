@@ -21,8 +21,6 @@ import msgspec
 
 from prorl_daemon.memory_files import make_memory_file
 
-__all__ = ["BEGUN_MARK", "NONCE_MARK", "PROMPT_MARK", "CommandEnd", "Dialect", "ShellFiles", "replace_content"]
-
 BEGUN_MARK: Final = b"\x02"
 """In the record pipe: the shell has read the command. From here on SIGINT reaches it, not the prompt before it."""
 PROMPT_MARK: Final = b"\x06"

@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 from typing import NamedTuple
 
-__all__ = ["ARCHITECTURES", "PRLIMIT64", "RLIMIT_LOCKS", "Architecture", "Rule", "rules"]
-
 
 class Architecture(NamedTuple):
     """An architecture in seccomp's terms.

@@ -15,8 +15,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Terminal", "spawn_on_terminal"]
-
 ROWS, COLUMNS = 24, 160
 READ_BYTES = 64 * 1024
 RESTORED_SIGNALS = (

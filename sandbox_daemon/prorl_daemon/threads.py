@@ -10,8 +10,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["run_blocking"]
-
 T = TypeVar("T")
 
 

@@ -22,15 +22,13 @@ from prorl_ipc.file_calls import (
     UploadParts,
     UploadTaken,
 )
-from prorl_ipc.rpc import CallError
+from prorl_ipc.server import CallError
 from prorl_ipc.tree import TreeLimits, TreeRefused
 from prorl_ipc.tree_reader import TreeReader
 from prorl_ipc.tree_writer import TreeWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["TransferCall", "Transfers"]
 
 MAX_TRANSFERS = 4
 END_TIMEOUT_S = 30.0

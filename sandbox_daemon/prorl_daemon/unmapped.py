@@ -14,8 +14,6 @@ from prorl_daemon.memory_files import empty_memory_files, memory_file_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Segment", "attached_bytes", "held_bytes", "read_segments", "remove_unmapped"]
-
 IPC_RMID = 0
 OBJECT_BYTES = 512
 """About what the kernel takes for one of them without its content."""

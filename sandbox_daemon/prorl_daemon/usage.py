@@ -11,8 +11,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["DiskUsage", "ProcessUsage", "in_memory", "measure_disks", "measure_processes", "measure_proportional"]
-
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _KINDS_IN_MEMORY = ("tmpfs", "overlay", "fuse.fuse-overlayfs")

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from prorl_ipc.limits import Breach, SandboxLimits
     from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
 
-__all__ = ["Watchdog"]
-
 BUSY_INTERVAL_S = 0.2
 """Between two looks while an action runs. A look takes about 0.1 ms, and some 20 us more for each process."""
 IDLE_INTERVAL_S = 2.0

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from prorl_ipc.arena_memory import ArenaMemory
 
-__all__ = ["address_of", "offset_in"]
-
 
 def address_of(array: npt.NDArray[Any]) -> int:
     """Return where in this process's memory `array` begins."""

@@ -27,15 +27,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.messages import Message, ToolSchema
 
-__all__ = [
-    "FamilyResult",
-    "TransformersOracle",
-    "available_folders",
-    "compare_families",
-    "compare_family",
-    "table",
-]
-
 BATCH_DIALOGUES: Final = 500
 MAX_DIFFERENCES: Final = 20
 """Kept of one family, to be looked at."""

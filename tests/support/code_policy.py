@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.task_sets.wheels import WheelFile
 
-__all__ = ["SolvesByPatch", "SolvesByTools", "SolvesInSteps", "Step", "call", "fetch_wheel"]
-
 
 class SolvesByTools:
     """Knows which solution belongs to a prompt by a text that occurs in it. Says nothing where it knows none."""

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["job_line", "messages_of"]
-
 KEY = bytes(range(32))
 
 

@@ -26,18 +26,6 @@ if TYPE_CHECKING:
     from support.fake_node import PretendedEngine
     from support.fake_service import Service
 
-__all__ = [
-    "BEAT_S",
-    "FakeFleet",
-    "FleetNode",
-    "entry_of",
-    "finish_all",
-    "open_fake_fleet",
-    "take",
-    "until",
-    "update",
-]
-
 BEAT_S = 0.05
 PATIENT_S = 30.0
 

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.inference.pool.backend import BackendStatistics
+    from prorl_trio.pipeline.job import JobSink
     from prorl_trio.pipeline.observer import Observer
-    from prorl_trio.pipeline.pipeline import JobSink
     from prorl_trio.types.backends import AnswerT, BackendRequest
     from prorl_trio.types.models import Status
-
-__all__ = ["FakeNode", "PretendedEngine", "make_outcome", "make_spec"]
 
 
 def make_spec(job_id: str, *, handler: str = "fake", group_id: str = "", **payload: object) -> JobSpec:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.session_table import SessionTable
     from support.fake_node import FakeNode
 
-__all__ = ["TOKEN", "EventReader", "RestAnswer", "RestService", "open_rest"]
-
 TOKEN = "a token"
 _RECEIVE_BYTES = 64 * 1024
 _TLS_TIMEOUT_S = 10.0

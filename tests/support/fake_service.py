@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["TOKEN", "Service", "open_service"]
-
 TOKEN = "a token"
 
 

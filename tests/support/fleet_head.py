@@ -39,20 +39,6 @@ if TYPE_CHECKING:
     from support.fake_node import FakeNode
     from support.fake_service import Service
 
-__all__ = [
-    "FleetOfOne",
-    "Head",
-    "announce",
-    "fleet_in_thread",
-    "head_entry",
-    "head_process",
-    "head_quickly",
-    "open_all",
-    "open_client",
-    "open_fleet_of_one",
-    "open_head",
-]
-
 MIB = 1024 * 1024
 LIMITS = LedgerLimits(log_bytes=MIB, reserve_bytes=MIB, max_bytes=64 * MIB)
 RESTORED = LedgerConfig(max_attempts=1_000_000)

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["problems_of"]
-
 PINS: Final = ("kubernetes-validate==1.37.0", "importlib-resources==7.1.0")
 """Not what else it imports, which the tests' own environment has."""
 DOWNLOAD_TIMEOUT_S: Final = 240

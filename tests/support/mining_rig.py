@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from prorl_launch.mining.index import IndexSettings
     from prorl_launch.mining.rows import MinedTask
 
-__all__ = ["mine"]
-
 
 def _installed_pytest(package: str, requirements: Sequence[str], scratch: Path) -> EnvironmentLayer:
     """Return the environment that uv would make, of pytest as it is here; `requirements` are there, or not needed."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import FinishReason
 
-__all__ = ["HEALTH", "A", "B", "C", "PausableEngine", "Pool", "complete", "open_pool", "versions"]
-
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 HEALTH = HealthConfig(interval_s=10, open_after_failures=2, close_after_successes=2)
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["NOTHING", "SITE", "GoesOn", "compose_testbed", "store"]
-
 SITE = f"{ENVIRONMENT_DIR}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 NOTHING = """\
 diff --git a/NOTHING.md b/NOTHING.md

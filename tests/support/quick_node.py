@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import RolloutContext
 
-__all__ = ["AnswersOnly", "load_example", "open_quick_node"]
-
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local_node.py"
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import JobSpec
     from support.fake_service import Service
 
-__all__ = ["RawTrainer", "encode", "raw_trainer"]
-
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CLOSE_TIMEOUT_S = 5.0
 encode = msgspec.msgpack.encode

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator
 
-__all__ = ["OK", "Peer", "RawServer", "Script", "answering", "echo", "serving"]
-
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 

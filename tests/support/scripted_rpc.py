@@ -11,26 +11,14 @@ import trio
 from trio.testing import memory_stream_pair
 
 from prorl_ipc.channel import Channel
+from prorl_ipc.client import RpcClient, open_rpc_client
 from prorl_ipc.envelope import decode_envelope, encode_envelope
 from prorl_ipc.errors import ProtocolViolation
-from prorl_ipc.rpc import CallContext, CallError, RpcClient, open_rpc_client, serve_rpc
+from prorl_ipc.server import CallContext, CallError, serve_rpc
 from prorl_ipc.wire import PROTOCOL_VERSION, Hello, HelloOk
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-__all__ = [
-    "TOKEN",
-    "Actions",
-    "Do",
-    "Done",
-    "call",
-    "raw_client",
-    "scripted_server",
-    "serving",
-    "serving_without_nursery",
-    "stream_pair",
-]
 
 TOKEN: Final = "a token"
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec
 
-__all__ = ["all_held", "ended", "sessions_in", "submit"]
-
 
 def sessions_in(nursery: trio.Nursery, limits: SessionLimits | None = None) -> SessionTable:
     """A table without sessions, whose journal works in `nursery`."""

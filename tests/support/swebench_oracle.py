@@ -14,8 +14,6 @@ from support.code_policy import fetch_wheel
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["import_swebench"]
-
 SWEBENCH = WheelFile("swebench", "5.0.2", "3.11", "swebench/harness/grading.py")
 UNIDIFF = WheelFile("unidiff", "0.7.5", "3.11", "unidiff/__init__.py")
 """All that its grading needs."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.word_problems import WordProblem
 
-__all__ = ["Curriculum"]
-
 WINDOW: Final = 24
 """Rollouts of a family by which its success rate is told."""
 LEAST: Final = 0.3

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from prorl_launch.learning.record import RunRecord
 
-__all__ = ["CURVE_PNG", "draw_curve"]
-
 CURVE_PNG: Final = "curve.png"
 GAP_LIMIT: Final = 0.05
 _TIMES: Final = {

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from prorl_trio.chat.format import ChatFormat
     from prorl_trio.client.word_problems import WordProblem
 
-__all__ = ["demonstrations"]
-
 
 def demonstrations(chat: ChatFormat, number: int, *, seed: int) -> list[Row]:
     """Return `number` problems, each with a call of the tool and an answer: what the call printed, mostly wrong.

@@ -11,8 +11,6 @@ from urllib.request import urlopen
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["EngineLoad"]
-
 INTERVAL_S: Final = 0.25
 TIMEOUT_S: Final = 5.0
 _RUNNING: Final = re.compile(r"^vllm:num_requests_running\{[^}]*\} ([\d.e+]+)", re.MULTILINE)

@@ -11,8 +11,6 @@ from prorl_launch.learning.record import Evaluation, StepRecord
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["EVENT", "Ended", "Evaluated", "Event", "EventLog", "Shown", "Stepped"]
-
 
 class Shown(msgspec.Struct, frozen=True, tag="shown"):
     """A step of supervised training on demonstrations. `loss` is in nats a token."""

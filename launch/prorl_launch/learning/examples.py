@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome
 
-__all__ = ["write_examples"]
-
 
 def write_examples(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
     """Write the dialogues of `outcomes`, with their rewards and policy versions, as Markdown."""

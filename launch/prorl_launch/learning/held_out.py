@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from prorl_launch.learning.record import Settings
     from prorl_trio.client.blocking import BlockingClient
 
-__all__ = ["HeldOut", "solve_held_out"]
-
 RESULT_TIMEOUT_S = 300.0
 HELD_OUT_SEED = 3
 """The seed of problems that nobody had looked at when the families, the demonstrations and the recipe were chosen."""

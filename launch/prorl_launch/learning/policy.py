@@ -12,8 +12,6 @@ from prorl_trio.learn.trainer import Recipe, Trainer
 if TYPE_CHECKING:
     from prorl_launch.learning.record import Settings
 
-__all__ = ["make_trainer", "recipe_of", "set_learning_rate"]
-
 
 def recipe_of(settings: Settings, learning_rate: float | None = None) -> Recipe:
     """Return how the policy of a run is trained; `learning_rate` in place of the run's."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from prorl_launch.learning.events import Event
 
-__all__ = ["POLL_S", "describe", "follow"]
-
 POLL_S = 0.3
 
 

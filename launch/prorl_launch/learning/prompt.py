@@ -4,7 +4,5 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-__all__ = ["PAYLOAD"]
-
 PAYLOAD: Final[dict[str, Any]] = {"system_prompt": "Use Python.", "instruction": "", "describe_tools": False}
 """The fields of `MathPayload` for a policy that was shown the tool: a prompt of 40 tokens, not of 300."""

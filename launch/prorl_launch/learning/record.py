@@ -11,21 +11,6 @@ from prorl_launch.vllm import Dtype
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "CHECKPOINTS",
-    "CURVE",
-    "EVENTS",
-    "SETTINGS",
-    "Evaluation",
-    "RunRecord",
-    "Settings",
-    "StepRecord",
-    "read_record",
-    "read_settings",
-    "summary_of",
-    "write_atomically",
-]
-
 SETTINGS: Final = "settings.json"
 CURVE: Final = "curve.json"
 EVENTS: Final = "events.jsonl"

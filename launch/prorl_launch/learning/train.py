@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from prorl_trio.learn.trainer import Trainer, UpdateFigures
     from prorl_trio.types.models import Outcome
 
-__all__ = ["Run", "train"]
-
 GAP_ROLLOUTS = 24
 EXAMPLES = 12
 UPDATE_TIMEOUT_S = 300.0

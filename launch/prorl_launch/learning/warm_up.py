@@ -13,8 +13,6 @@ from prorl_trio.chat.format import ChatFormat
 from prorl_trio.learn.checkpoint import save_checkpoint
 from prorl_trio.learn.trainer import Trainer
 
-__all__ = ["warm_up"]
-
 
 def warm_up(run: Path) -> None:
     """Train the model of the run on its demonstrations, and write the checkpoint of step 0 with a fresh optimizer.

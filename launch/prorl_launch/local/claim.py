@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Claim", "claimed", "find_claim"]
-
 _FILE: Final = "up.lock"
 _MAX_BYTES: Final = 4096
 _WRITE_TIMEOUT_S: Final = 1.0

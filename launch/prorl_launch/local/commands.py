@@ -24,8 +24,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from prorl_launch.local.claim import Claim
 
-__all__ = ["local"]
-
 POLL_S: Final = 0.1
 SIGNALS_APART_S: Final = 0.1
 _FLEET = click.option(

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from prorl_launch.local.plan import NodeFolder
 
-__all__ = ["run_nodes"]
-
 HEAD_RETRY_S: Final = 1.0
 """Pause before a head that has ended is started again."""
 _POLL_S: Final = 0.1

@@ -18,8 +18,6 @@ from prorl_trio.service.tls import load_tls
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LOCAL", "NodeFolder", "check_config", "node_tables", "write_head", "write_plan"]
-
 LOCAL: Final = "local"
 """The folder of ours in that of the fleet, beside the entries of the nodes."""
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from prorl_launch.mining.index import IndexFile, IndexSettings
     from prorl_launch.mining.sdist import Metadata, Tree
 
-__all__ = ["Candidate", "Release", "candidates_of", "changed_tests", "read_releases", "refusal", "source_folders"]
-
 MAX_HUNKS: Final = 12
 """Hunks of a release that are tried, spread over all that it has."""
 

@@ -15,21 +15,6 @@ from prorl_launch.mining.sdist import file_kind, write_tree
 if TYPE_CHECKING:
     from prorl_launch.mining.sdist import Tree
 
-__all__ = [
-    "MAX_GOLD_FILES",
-    "MAX_GOLD_LINES",
-    "Hunk",
-    "PatchSize",
-    "changed_files",
-    "hunks_of",
-    "imports_patch",
-    "is_text",
-    "make_patch",
-    "merge_source",
-    "patch_size",
-    "without_hunk",
-]
-
 MAX_GOLD_LINES: Final = 400
 MAX_GOLD_FILES: Final = 10
 GIT_TIMEOUT_S: Final = 60.0

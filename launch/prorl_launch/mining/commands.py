@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from prorl_launch.mining.rows import MinedTask
 
-__all__ = ["tasks"]
-
 _MIB: Final = 1024 * 1024
 _JOBS: Final = click.IntRange(1, 64)
 GOLD: Final = "gold.jsonl"

@@ -27,16 +27,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "ENVIRONMENT_DIR",
-    "EnvironmentLayer",
-    "environment_variables",
-    "find_uv",
-    "make_environment",
-    "packages_folder",
-    "seal_environment",
-]
-
 ENVIRONMENT_DIR: Final = "/opt/env"
 RUNNER: Final = "pytest"
 INSTALL_TIMEOUT_S: Final = 900.0

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from prorl_launch.mining.sdist import Tree
 
-__all__ = ["EDITED", "HACKS", "HOOK", "changed_modules", "hack_patches"]
-
 EDITED: Final = "def test_nothing():\n    pass\n"
 HOOK: Final = """\
 import pytest

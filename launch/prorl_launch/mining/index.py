@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-__all__ = ["IndexFile", "IndexSettings", "download", "list_sdists", "normal_name", "pip_settings", "read_page"]
-
 MAX_ARCHIVE_BYTES: Final = 32 * 1024 * 1024
 MAX_PAGE_BYTES: Final = 64 * 1024 * 1024
 TIMEOUT_S: Final = 60.0

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from prorl_launch.mining.rows import MinedTask
     from prorl_launch.mining.sdist import Tree
 
-__all__ = ["find_leak", "find_twin"]
-
 MIN_LINE_CHARS: Final = 20
 """A shorter line of a gold patch tells nothing."""
 MIN_BLOCK_LINES: Final = 3

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from prorl_trio.grading.repository import SuiteRun
     from prorl_trio.grading.verdict import TestResult
 
-__all__ = ["Miner", "MiningLimits", "Wanted"]
-
 MAX_FAIL_TO_PASS: Final = 200
 MAX_FUNCTIONS: Final = 10
 """Functions of tests that fail before the change: more of them are more than one thing to do."""

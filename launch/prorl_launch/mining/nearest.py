@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from prorl_launch.mining.runs import LocalBench
     from prorl_launch.mining.sdist import Tree
 
-__all__ = ["PUBLISHED_ROWS", "PublishedRow", "apply_strictly", "build_published", "make_row", "read_row"]
-
 APPLY_TIMEOUT_S: Final = 60.0
 TEST_TIMEOUT_S: Final = 120.0
 TIMEOUT_S: Final = 900.0

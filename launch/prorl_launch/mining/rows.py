@@ -18,23 +18,6 @@ if TYPE_CHECKING:
     from prorl_launch.mining.sdist import Tree
     from prorl_trio.grading.verdict import TestResult
 
-__all__ = [
-    "REPO_DIR",
-    "ChosenTests",
-    "Gold",
-    "MinedTask",
-    "RowChecks",
-    "TestOverlay",
-    "choose_tests",
-    "load_tasks",
-    "overlay_of",
-    "read_checks",
-    "read_gold",
-    "read_rows",
-    "save_task",
-    "write_lines",
-]
-
 T = TypeVar("T")
 
 REPO_DIR: Final = "/testbed"

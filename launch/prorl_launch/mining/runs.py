@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["LocalBench", "payload_of"]
-
 
 class LocalBench:
     """The sandboxes of this machine for `prorl_trio.grading`, each run in one of its own."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["FileKind", "Metadata", "Tree", "file_kind", "read_metadata", "read_sdist", "write_tree"]
-
 MAX_FILES: Final = 5_000
 MAX_TREE_BYTES: Final = 64 * 1024 * 1024
 

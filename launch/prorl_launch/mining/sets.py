@@ -6,8 +6,6 @@ from typing import Final
 
 from prorl_launch.mining.miner import Wanted
 
-__all__ = ["MINED_SETS"]
-
 MINED_SETS: Final[dict[str, tuple[Wanted, ...]]] = {
     "sdist-swe": (
         Wanted("xmltodict", 6),

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from prorl_launch.mining.sdist import Tree
 
-__all__ = ["changelog_section", "hunk_statement", "release_statement", "says_something"]
-
 MAX_SECTION_CHARS: Final = 6_000
 MIN_SECTION_CHARS: Final = 30
 MAX_MESSAGES: Final = 3

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.swe import SwePayload
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["CHECKS", "TIMES", "editing_patch", "message_of", "verify_row", "verify_rows"]
-
 TIMES: Final = 2
 """Runs before the change, and with the gold patch. What must not solve the row is tried once."""
 CHECKS: Final = ("before", "gold", "empty patch", "test-editing patch", *HACKS)

@@ -8,8 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-__all__ = ["SCRIPT", "free_ports", "has_networks"]
-
 SCRIPT: Final = Path(__file__).with_name("cluster.sh")
 _FIRST_PORT: Final = 20_000
 _STEP: Final = 16

@@ -44,8 +44,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["slurm"]
-
 _POLL_S = 1.0
 _SCRIPT = "job.sh"
 _ENGINES_BEGIN_S = 120.0

@@ -23,8 +23,6 @@ if __name__ == "__main__":
 from prorl_launch import supervisor
 from prorl_launch.slurm.sweep import task_of
 
-__all__ = ["ENDED_VARIABLE", "main"]
-
 ENDED_VARIABLE = "PRORL_TASKS_ENDED"
 """The folder in which each task leaves a file, named by its number, when all that it ran has ended."""
 

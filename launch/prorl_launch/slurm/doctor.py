@@ -16,8 +16,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["examine_slurm"]
-
 _COMMANDS: Final = ("sbatch", "srun", "scancel", "squeue", "scontrol")
 _TIMEOUT_S: Final = 15.0
 _SHORT_KILL_WAIT_S: Final = 10

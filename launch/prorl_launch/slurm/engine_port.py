@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["DEFAULT_PORT", "PORT_VARIABLE", "EnginePort", "find_ports", "take_port", "tell_port"]
-
 PORT_VARIABLE: Final = "PRORL_ENGINE_PORT"
 """The environment variable by which an engine's command hears its port."""
 DEFAULT_PORT: Final = 8000

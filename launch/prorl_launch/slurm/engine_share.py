@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["engines_of_node"]
-
 
 def engines_of_node(engines: Sequence[str], machines: Sequence[str], machine: str) -> list[str]:
     """Return the machines whose engines the node on `machine` uses.

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["asking", "submitting"]
-
 _FILTERS: Final = ("SQUEUE_", "SCANCEL_")
 """Beginnings of the names of variables by which squeue and scancel leave jobs out, or ask back."""
 _OUTER_JOB: Final = "SLURM_JOB_ID"

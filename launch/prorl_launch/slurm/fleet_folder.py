@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.rendezvous.entry import NodeEntry
 
-__all__ = ["open_fleet_folder", "read_job", "remove_ended", "sole_up", "write_job"]
-
 _OURS: Final = "slurm"
 _JOB: Final = "job_id"
 _LOCK: Final = "up.lock"

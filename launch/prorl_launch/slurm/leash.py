@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Container, Sequence
     from pathlib import Path
 
-__all__ = ["run_leashed"]
-
 _PULSE = 0
 """The descriptor on which the pulse comes: standard input."""
 _READ_BYTES = 4096

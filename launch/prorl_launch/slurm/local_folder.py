@@ -17,8 +17,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LONGEST_FOLDER_BYTES", "find_local_folder", "local_folder_problem"]
-
 LONGEST_FOLDER_BYTES: Final = 44
 """Longest path of the folder, so that a socket's may have 107 bytes: the task's, the node's and the sandbox's folders
 lie between."""

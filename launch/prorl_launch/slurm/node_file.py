@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["MachineFacts", "address_of_machine", "check_secrets", "head_config", "node_config", "read_config"]
-
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

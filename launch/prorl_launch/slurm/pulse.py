@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["DRAIN", "JobRun", "Pulse", "PulseRules", "ask_slurmctld", "machines_of", "seconds_of", "with_times"]
-
 DRAIN: Final = "drain"
 """The second word of a line, after the machines: take no more work, and end when what is there is done."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Job", "SlurmFailed", "cancel", "drain", "find_jobs", "live", "submit", "submitted_as"]
-
 TIMEOUT_S: Final = 60.0
 _FORMAT: Final = "%A|%T|%N|%L|%r"
 

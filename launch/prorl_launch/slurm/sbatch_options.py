@@ -9,8 +9,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["check_options"]
-
 _PREFIX: Final = "SBATCH_"
 _LONG: Final = {
     "A": "account",

@@ -10,8 +10,6 @@ import msgspec
 
 from prorl_launch.slurm.sweep import LOCAL_DIR_VARIABLE
 
-__all__ = ["EnginePlan", "FleetPlan", "batch_script", "sbatch_groups", "sbatch_lines"]
-
 _HEAD: Final = """\
 #!/bin/bash
 {options}

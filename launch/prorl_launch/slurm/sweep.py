@@ -22,8 +22,6 @@ from prorl_launch.shared_memory import unlink_unused
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["LOCAL_DIR_VARIABLE", "local_candidates", "main", "task_of"]
-
 LOCAL_DIR_VARIABLE: Final = "PRORL_LOCAL_DIR"
 """The folder on each machine below which tasks have theirs, for them and for us; else it is found."""
 _VARIABLES: Final = ("SLURM_TMPDIR", "TMPDIR")

@@ -11,8 +11,6 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LEVEL", "Interval", "mean_interval", "pass_at_k", "wilson"]
-
 LEVEL: Final = 0.95
 """Confidence of every interval."""
 

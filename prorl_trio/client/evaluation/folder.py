@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import JobSpec, Outcome, TaskInstance
 
-__all__ = ["PLAN", "REPORT", "TASKS", "EvaluationFolder", "open_evaluation", "read_plan", "write_tasks"]
-
 PLAN: Final = "evaluation.json"
 TASKS: Final = "tasks.jsonl"
 REPORT: Final = "report.json"

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome, TaskInstance
 
-__all__ = ["EvaluationPlan", "Rollout", "Try"]
-
 MAX_NAME_CHARS: Final = 100
 """Limit of the part of an instance's id that is in the ids of its jobs."""
 FAMILY_TAG: Final = "family"

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome, TaskInstance
 
-__all__ = ["RegradeSummary", "Regraded", "Regrading"]
-
 ATTEMPTS: Final = 3
 """Limit of the attempts at an evaluation that the infrastructure fails."""
 

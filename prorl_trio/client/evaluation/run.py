@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.types.models import JobSpec, Outcome
 
-__all__ = ["Work", "do_missing"]
-
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 SUBMIT_PATIENCE_S: Final = 30 * 24 * 3600.0
 """Longest that jobs wait for a node that has no room for all: outcomes make it."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome
 
-__all__ = ["LOST", "FamilyScore", "Lost", "MeanReward", "PassAtK", "TaskTally", "score_families", "score_tasks"]
-
 Lost = Literal["failed", "timed_out", "cancelled", "rejected", "missing"]
 """The reason for which a rollout has no reward: `rejected` by the node, `missing` where it was not run yet; else its
 status."""

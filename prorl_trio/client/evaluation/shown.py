@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.evaluation.folder import EvaluationFolder
     from prorl_trio.client.evaluation.score import FamilyScore, PassAtK
 
-__all__ = ["count_table", "figures", "print_report", "print_unsolved", "score_table", "write_report"]
-
 ALL: Final = "all"
 MAX_REJECTIONS: Final = 5
 MAX_UNSOLVED: Final = 20

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.sampling.state import GroupState, SamplerState
     from prorl_trio.types.models import Outcome
 
-__all__ = ["batch_statistics", "carried_lines", "count", "duration_s", "fate_of", "run_statistics", "whole_group"]
-
 
 def fate_of(
     state: SamplerState,

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["RECENT", "capacity", "expected_share", "groups_wanted", "keeps_deadlines", "pick"]
-
 RECENT: Final = 64
 """Groups that tell the share of informative ones."""
 PRIOR_INFORMATIVE: Final = 2.0

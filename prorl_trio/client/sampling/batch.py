@@ -13,8 +13,6 @@ from prorl_trio.types.models import Outcome, TaskInstance, TerminalStatus
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["Batch", "BatchStatistics", "Fate", "Group", "ManifestLine", "Why"]
-
 Fate = Literal["trained", "carried", "uninformative", "resampled", "cancelled"]
 """The fate of a rollout. `trained`: in a batch. `carried`: for a later batch; at the end of a run, for none."""
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.sampling.rules import GroupRules
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["BlockingGroups"]
-
 
 class BlockingGroups:
     """Whole groups of rollouts behind blocking calls; sampling goes on in the client's thread meanwhile.

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome
 
-__all__ = ["WINDOW", "keep_latest", "ks_distance", "work_s"]
-
 WINDOW: Final = 1024
 """Groups whose durations are remembered, of each kind."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prorl_trio.types.errors import ServiceError
 
-__all__ = ["NothingToLearn", "RolloutsFail"]
-
 
 class NothingToLearn(ServiceError):
     """So many groups in a row were uninformative that the tasks have nothing to teach this policy.

@@ -7,20 +7,6 @@ import msgspec
 from prorl_trio.client.sampling.rules import GroupRules, JobTemplate
 from prorl_trio.types.models import Outcome, TaskInstance
 
-__all__ = [
-    "Advanced",
-    "Arrived",
-    "Confirmed",
-    "Event",
-    "Finished",
-    "GivenAgain",
-    "Lost",
-    "Opened",
-    "Renewed",
-    "Returned",
-    "Taken",
-]
-
 
 class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):
     """Base of every event: immutable, tagged with its class name, strict."""

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.sampling.rules import JobTemplate
     from prorl_trio.types.models import Outcome, TaskInstance
 
-__all__ = ["Groups"]
-
 logger = logging.getLogger(__name__)
 
 OUTCOMES_AT_ONCE: Final = 256

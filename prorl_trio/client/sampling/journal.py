@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.sampling.batch import ManifestLine
 
-__all__ = ["JOURNAL", "MANIFEST", "Beginning", "SamplerJournal", "read_session_id"]
-
 JOURNAL: Final = "journal"
 MANIFEST: Final = "manifest.jsonl"
 LOCK: Final = "lock"

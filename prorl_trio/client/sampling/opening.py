@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.sampling.rules import GroupRules
     from prorl_trio.types.models import Outcome, TaskInstance
 
-__all__ = ["open_groups", "reached_one"]
-
 logger = logging.getLogger(__name__)
 
 Confirmation = Literal["next", "explicit"]

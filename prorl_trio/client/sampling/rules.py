@@ -8,8 +8,6 @@ import msgspec
 
 from prorl_trio.types.models import Budgets, JobSpec, RetryPolicy, SamplingParams, TaskInstance
 
-__all__ = ["EarlyStop", "GroupRules", "JobTemplate"]
-
 EarlyStop = Literal["keep", "cancel"]
 """The fate of what still runs when a batch is complete: it goes on and is trained on later, or is cancelled."""
 

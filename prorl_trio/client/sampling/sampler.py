@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec, Outcome
 
-__all__ = ["Effects", "GroupSampler"]
-
 NOT_FINITE: Final = "reward_not_finite"
 """The cause that is counted for a reward that is no number."""
 

@@ -8,8 +8,6 @@ from prorl_trio.client.sampling.batch import Batch, ManifestLine
 from prorl_trio.client.sampling.rules import GroupRules, JobTemplate
 from prorl_trio.types.models import Outcome, TaskInstance
 
-__all__ = ["GroupState", "MemberState", "SamplerState", "Totals", "group_id", "job_id"]
-
 
 class MemberState(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A member of a group: the rollout that stands for it now.

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["instance_source"]
-
 
 def instance_source(
     tasks: Sequence[TaskInstance] | Callable[[int], TaskInstance], seed: int

@@ -12,8 +12,6 @@ from prorl_trio.client.task_sets.wheels import WheelFile
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
-__all__ = ["AGENTBENCH", "agentbench_rows", "example_of", "load_agentbench_os"]
-
 _FOLDER: Final = "inspect_evals/agent_bench/data"
 AGENTBENCH: Final = WheelFile("inspect-evals", "0.26.0", "3.12", f"{_FOLDER}/agent_bench_os_test.json")
 """119 tasks (Apache-2.0) of Liu et al., 2023, arXiv 2308.03688, with corrections of inspect-evals (MIT)."""

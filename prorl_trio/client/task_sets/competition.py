@@ -10,8 +10,6 @@ from prorl_trio.client.task_sets.wheels import WheelFile
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
-__all__ = ["COMPMATH", "load_compmath"]
-
 COMPMATH: Final = WheelFile("nemo-gym", "0.7.0", "3.13.14", "resources_servers/ns_tools/data/compmath_test.jsonl")
 """HMMT 2024 and 2025 (196 problems), AIME 2024 (30) and AIME 2025 (30)."""
 

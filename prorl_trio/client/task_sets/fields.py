@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any, Final, NoReturn
 
-__all__ = ["Fields", "RowError"]
-
 HARMLESS: Final = frozenset({
     "__index_level_0__", "answer_source", "answer_type", "author", "author_name", "canary", "canary_string",
     "category", "chain_of_thought", "choice_type", "citation", "class", "competition", "contest", "correctness_llama",

@@ -24,8 +24,6 @@ from prorl_trio.types.models import TaskInstance
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FORMS", "Form", "UnknownForm", "known_forms", "read_row"]
-
 RowReader = "Callable[[dict[str, Any], str], TaskInstance | None]"
 
 

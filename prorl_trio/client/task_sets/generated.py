@@ -13,8 +13,6 @@ from prorl_trio.types.models import TaskInstance
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PREFIX", "load_reasoning_gym"]
-
 PREFIX: Final = "reasoning-gym:"
 DEFAULT_ROWS: Final = 100
 MAX_ROWS: Final = 1_000_000

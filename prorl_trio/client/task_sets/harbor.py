@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.task_sets.harbor_config import EnvironmentSection, TaskFileSections
 
-__all__ = ["load_harbor"]
-
 TASK_TOML: Final = "task.toml"
 TASK_YAML: Final = "task.yaml"
 STEPS: Final = "steps"

@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = [
-    "EnvironmentSection",
-    "StepSection",
-    "TaskFileSections",
-    "VerifierSection",
-    "artifact_paths",
-    "read_task_toml",
-]
-
 NetworkMode = Literal["no-network", "public", "allowlist"]
 User = str | int | None
 Seconds = Annotated[float, msgspec.Meta(gt=0)]

@@ -12,8 +12,6 @@ from prorl_trio.handlers.final_answer import extract_boxed
 from prorl_trio.handlers.lost_backslash import find_lost_backslash
 from prorl_trio.types.models import TaskInstance
 
-__all__ = ["check_marks", "gold_of", "read_math_row"]
-
 PROBLEM: Final = ("problem", "question")
 ANSWER: Final = ("answer", "expected_answer", "final_answer", "final_ans", "answer_number", "ground_truth", "target")
 NAME: Final = ("id", "unique_id", "problem_id", "uuid")

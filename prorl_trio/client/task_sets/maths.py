@@ -12,8 +12,6 @@ from prorl_trio.client.word_problems import easy_problem
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
-__all__ = ["load_gsm8k", "load_sums"]
-
 SUMS: Final = 100
 ASKED_FOR_A_PROGRAM: Final = "Write a Python program that prints the answer."
 _ANSWER: Final = re.compile(r"####\s*(.+?)\s*$")

@@ -14,8 +14,6 @@ from prorl_trio.types.models import TaskInstance
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["MINED_ROWS", "is_mined", "load_mined", "load_sdist_swe", "mined_set_folder"]
-
 MINED_ROWS: Final = "tasks.jsonl"
 """The file of a mined set's rows, in its folder."""
 NAME: Final = re.compile(r"[\w.-]+")

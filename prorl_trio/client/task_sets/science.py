@@ -13,8 +13,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["load_gpqa_diamond", "load_supergpqa"]
-
 FILE: Final = "ds4_eval_cases.json"
 
 

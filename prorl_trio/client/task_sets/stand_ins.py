@@ -10,8 +10,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["IMAGES_TOML", "read_stand_ins"]
-
 IMAGES_TOML: Final = "images.toml"
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from prorl_trio.grading.repository_tests import RunnerName
 
-__all__ = ["RunnerCommand", "read_command"]
-
 _PYTESTS: Final = ("pytest", "py.test")
 _PYTHON: Final = re.compile(r"(?:.*/)?python[\d.]*")
 _VARIABLE: Final = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)

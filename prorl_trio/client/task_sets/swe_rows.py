@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.task_sets.swe_commands import RunnerCommand
     from prorl_trio.client.task_sets.swe_tests import Specifications
 
-__all__ = ["read_swe_row"]
-
 REPO_DIR: Final = "/testbed"
 TIMEOUT_S: Final = 1800.0
 """The time for all tests of a row, as SWE-bench has it. A single one has the same."""

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.task_sets.swe_commands import RunnerCommand
     from prorl_trio.grading.repository_tests import RunnerName
 
-__all__ = [
-    "Specifications",
-    "changed_tests",
-    "read_eval_script",
-    "read_specifications",
-    "test_files_of",
-]
-
 START: Final = ">>>>> Start Test Output"
 END: Final = ">>>>> End Test Output"
 OFFLINE: Final = "export PIP_NO_INDEX=1 PIP_DISABLE_PIP_VERSION_CHECK=1"

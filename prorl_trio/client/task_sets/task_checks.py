@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["check_instances"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,6 @@ from prorl_trio.client.task_sets.fields import Fields, RowError, kind_of
 from prorl_trio.client.task_sets.math_rows import gold_of
 from prorl_trio.types.models import TaskInstance
 
-__all__ = ["read_verl_row"]
-
 MATHS: Final = frozenset({"", "math", "maths", "mathematics", "math_reasoning", "stem", "reasoning"})
 PICTURES: Final = ("images", "image", "videos", "video", "audios", "audio")
 TOOLS: Final = ("tools_kwargs", "interaction_kwargs", "tool_selection")

@@ -12,8 +12,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["WheelFile", "wheels_dir"]
-
 
 def wheels_dir() -> Path:
     """Return the folder in which wheels are looked for: `wheels` in the cache folder. Not created here."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.weights.model_folder import ModelFolder
 
-__all__ = ["check_adapter"]
-
 TENSORS: Final = "adapter_model.safetensors"
 CONFIG: Final = "adapter_config.json"
 _HALF: Final = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")

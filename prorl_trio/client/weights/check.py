@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.weights.safetensors import StoredTensor
 
-__all__ = ["WeightCheck", "check_folder", "check_names"]
-
 WeightCheck = Literal["values", "headers", "none"]
 """The effort of a check: all elements are looked at for NaN and infinity; or names, shapes and dtypes alone, from the
 headers; or nothing, as for a folder that the trainer's process does not see."""

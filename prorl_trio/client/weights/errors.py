@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prorl_trio.types.errors import ServiceError
 
-__all__ = ["WeightsRefused"]
-
 
 class WeightsRefused(ServiceError):
     """Weights are incomplete, damaged, or not of the model that the engines serve. No engine was asked to load them.

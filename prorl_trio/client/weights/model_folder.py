@@ -16,18 +16,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.weights.safetensors import StoredTensor, TensorType
 
-__all__ = [
-    "INDEX",
-    "ModelFolder",
-    "compare_configs",
-    "compare_type",
-    "embedding_of",
-    "is_head",
-    "missing_names",
-    "read_json",
-    "unknown_name",
-]
-
 INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
 MAX_JSON_BYTES: Final = 64 * 1024 * 1024

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from numpy import ndarray
 
-__all__ = ["DTYPE_BYTES", "MAX_HEADER_BYTES", "StoredTensor", "TensorFile", "TensorType", "read_header"]
-
 MAX_HEADER_BYTES: Final = 100_000_000
 """Limit of the JSON, as the format's own library has it."""
 DTYPE_BYTES: Final = {

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import UpdatedBackend
 
-__all__ = ["StagedWeights", "check_adapter_weights", "check_weights", "name_tied_head", "stage_weights"]
-
 MAX_MODELS: Final = 16
 """Limit of the different models that one pool's engines may serve."""
 

@@ -14,8 +14,6 @@ from prorl_trio.client.weights.errors import WeightsRefused
 if TYPE_CHECKING:
     from typing import IO
 
-__all__ = ["AFTER_KILL_S", "SHARED_MEMORY", "WeightStore", "WeightStores"]
-
 SHARED_MEMORY: Final = Path("/dev/shm")
 AFTER_KILL_S: Final = 300
 """Time for which the folders of a killed trainer stay: longer than a node takes to give up its update, so that the

@@ -11,8 +11,6 @@ import numpy as np
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.safetensors import TensorType
 
-__all__ = ["StateDict", "named_tensors", "raw_tensor"]
-
 StateDict: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]] | Iterable[tuple[str, Any]]"
 """A state dict, a list of them (shards that have different names), or pairs of name and tensor as they come."""
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.weights.model_folder import ModelFolder
 
-__all__ = ["lacks_head", "link_with_head", "write_head"]
-
 HEAD: Final = "lm_head.weight"
 HEAD_FILE: Final = "model-tied-head.safetensors"
 _EMBEDDING: Final = "model.embed_tokens.weight"

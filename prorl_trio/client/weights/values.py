@@ -9,8 +9,6 @@ import numpy as np
 if TYPE_CHECKING:
     from prorl_trio.client.weights.safetensors import StoredTensor
 
-__all__ = ["CHUNK_BYTES", "all_finite", "stored_all_finite"]
-
 CHUNK_BYTES: Final = 8 * 1024 * 1024
 """Bytes looked at at once: the memory that a check takes."""
 

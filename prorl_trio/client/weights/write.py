@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.weights.safetensors import TensorType
     from prorl_trio.client.weights.tensors import StateDict
 
-__all__ = ["write_model"]
-
 SHARD_BYTES: Final = 4 * 1024**3
 """Size from which a further file is begun."""
 MAX_COPIED_BYTES: Final = 256 * 1024 * 1024

@@ -20,8 +20,6 @@ from .values import decode, decode_line, encode, encode_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["main"]
-
 MAX_MESSAGE_CHARS = 2000
 CLASS = "Solution"
 """A class whose methods come before functions of the module, as in LiveCodeBench's grader."""

@@ -21,8 +21,6 @@ from .values import Unplain, decode, decode_line, encode, encode_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["main"]
-
 MAX_MESSAGE_CHARS = 2000
 _CONTROL = (StopIteration, StopAsyncIteration, Warning)
 _ALL = ("Exception", "BaseException", "object")

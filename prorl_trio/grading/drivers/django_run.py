@@ -17,8 +17,6 @@ from typing import Any
 from .own_time import TestTimedOut, limited
 from .session import open_session
 
-__all__ = ["Reporter", "main"]
-
 MAX_MESSAGE_CHARS = 2000
 GUARDED = ["builtins", __name__, __package__ + ".session", __package__ + ".own_time", __package__ + ".report"] + [
     "unittest." + name for name in ("case", "result", "suite", "runner", "loader")

@@ -13,8 +13,6 @@ import time
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["TestTimedOut", "limited"]
-
 _SHORTEST_S = 0.05
 _LONGEST_TICK_S = 5.0
 """Between two looks at the time: a stop that lies between them is not seen. Each interrupts a system call."""

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from .session import Session
 
-__all__ = ["Reporter", "look", "main"]
-
 MAX_MESSAGE_CHARS = 2000
 MAX_CHAIN = 10
 """Exceptions that were handled while a skip was raised, which are looked at."""

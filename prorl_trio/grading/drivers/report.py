@@ -12,8 +12,6 @@ import hmac
 import json
 from typing import Any
 
-__all__ = ["open_report", "read_report"]
-
 
 def _code(key: bytes, before: bytes, text: bytes) -> bytes:
     return hmac.new(key, before + text, hashlib.sha256).hexdigest().encode("ascii")

@@ -26,8 +26,6 @@ from typing import Any
 
 from .report import open_report
 
-__all__ = ["Session", "open_session"]
-
 _ASKS = re.compile("skip|xfail", re.IGNORECASE)
 _IMPORT = "<frozen importlib"
 _MAX_WRAPPERS = 100

@@ -17,8 +17,6 @@ from typing import Any
 from .own_time import limited
 from .session import open_session
 
-__all__ = ["main", "make_reporter"]
-
 MAX_MESSAGE_CHARS = 2000
 AGAIN_S = 1.0
 

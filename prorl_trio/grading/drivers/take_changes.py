@@ -18,8 +18,6 @@ import subprocess
 import sys
 from typing import Any
 
-__all__ = ["main"]
-
 IGNORED = "ignored by git"
 _MAX_REF_BYTES = 4096
 _SPECIAL = set("\\*?[]!# \t")

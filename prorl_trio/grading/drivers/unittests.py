@@ -28,8 +28,6 @@ from .values import decode_line, encode_line
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["main"]
-
 ExcInfo = Union["tuple[type[BaseException], BaseException, TracebackType]", "tuple[None, None, None]"]
 
 MAX_MESSAGE_CHARS = 2000

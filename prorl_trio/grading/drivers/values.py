@@ -12,8 +12,6 @@ import numbers
 from collections import Counter
 from typing import Any
 
-__all__ = ["MAX_DEPTH", "Unplain", "decode", "decode_line", "encode", "encode_line"]
-
 MAX_DEPTH = 100
 _TAG = "\x00"
 """The only key of an object that stands for something JSON has not."""

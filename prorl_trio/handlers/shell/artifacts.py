@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.shell.payload import Environment, Verification
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["MAX_KEPT_BYTES", "MAX_KEPT_CHARS", "Carried", "NotTaken", "collect", "pack", "put", "unpack"]
-
 ARTIFACTS_DIR: Final = "/logs/artifacts"
 MAX_KEPT_BYTES: Final = 4 * 1024 * 1024
 """Limit of the artefacts of a step that an outcome keeps; with more, the rollout cannot be graded again."""

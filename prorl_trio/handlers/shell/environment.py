@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from prorl_trio.handlers.shell.payload import Build, Environment, Step
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["CLEAR", "begin_step", "make_ready", "make_root_layer", "noticing_kills", "spec_of", "start_shell"]
-
 FOLDERS: Final = ("tests", "logs/agent", "logs/artifacts", "logs/verifier")
 _FOLDERS_TIMEOUT_S: Final = 30.0
 _SHELL_TIMEOUT_S: Final = 30.0

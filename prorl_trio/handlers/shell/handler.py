@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from prorl_trio.tools.base import Observation
     from prorl_trio.types.models import Recorded
 
-__all__ = ["ShellHandler"]
-
 NUDGE: Final = "Go on with the tools. When the task is done, call finish."
 
 

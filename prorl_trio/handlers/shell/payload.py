@@ -12,20 +12,6 @@ from prorl_trio.types.field_errors import malformed_job
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = [
-    "HOME",
-    "MAX_TASK_BYTES",
-    "Build",
-    "Environment",
-    "RewardStrategy",
-    "ShellPayload",
-    "Solution",
-    "Step",
-    "TaskFile",
-    "Verification",
-    "read_payload",
-]
-
 RewardStrategy = Literal["mean", "final"]
 """The reward of a task of several steps: the mean of theirs, key by key, or that of the last."""
 

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.handlers.shell.payload import Environment, Solution
 
-__all__ = ["run_solution"]
-
 MAX_LOG_BYTES: Final = 64 * 1024
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.handlers.shell.payload import RewardStrategy, ShellPayload, Step
 
-__all__ = ["MAX_SHOWN_CHARS", "Progress", "StepRecord", "is_unanswered", "meets", "reward_of"]
-
 MAX_SHOWN_CHARS: Final = 2000
 
 

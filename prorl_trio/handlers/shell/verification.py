@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["Case", "verify"]
-
 VERIFIER_DIR: Final = "/logs/verifier"
 FIRST_SHARE: Final = 0.6
 """Share of the time that is left for the evaluation; the rest is for a control run."""

@@ -13,8 +13,6 @@ from prorl_trio.handlers.stem.stated import HEDGES, REASON, first_sentence, stat
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LETTERS", "read_choice"]
-
 LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MAX_BEYOND_CHARS: Final = 600
 """An answer that is so much longer than the longest choice names none."""

@@ -11,8 +11,6 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-__all__ = ["CHECKED_VERSIONS", "REFUSED", "SOLVED", "check_family", "is_no_number", "may_be_evaluated"]
-
 CHECKED_VERSIONS: Final = frozenset({"0.1.25"})
 """Versions whose verifiers were looked through for what they do to an answer."""
 SOLVED: Final = 1.0 - 1e-6

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from prorl_trio.tools import Tool
     from prorl_trio.types.models import Recorded
 
-__all__ = ["StemHandler"]
-
 SCORER: Final = "prorl_trio.handlers.stem.scorer:score"
 VERIFIER: Final = "prorl_trio.handlers.stem.verifier:score"
 """By name: their imports (pint, reasoning-gym) stay out of the node."""

@@ -13,8 +13,6 @@ from prorl_trio.types.field_errors import malformed_job
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Choice", "Generated", "Grader", "Number", "ShortAnswer", "StemPayload", "ToolName", "read_payload"]
-
 ToolName = Literal["search", "bash", "ipython"]
 
 SYSTEM_PROMPT: Final = "You answer questions of science and engineering. You look up what you do not know, and compute."

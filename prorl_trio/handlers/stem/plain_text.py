@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["GREEK", "LOOK_ALIKES", "plain"]
-
 MAX_DEPTH: Final = 30
 """Nested groups beyond this depth stay as they are written."""
 LOOK_ALIKES: Final = str.maketrans({

@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 from prorl_trio.handlers.stem.plain_text import plain
 from prorl_trio.handlers.stem.stated import first_sentence, without_reason
 
-__all__ = ["Quantity", "read_number", "read_quantities"]
-
 MAX_QUANTITY_CHARS: Final = 600
 MAX_SIDES: Final = 8
 MAX_DEPTH: Final = 8

@@ -17,8 +17,6 @@ from prorl_trio.handlers.stem.stated import place_of_box, stated_answers
 from prorl_trio.handlers.stem.units import Unit, convert, read_unit
 from prorl_trio.types.errors import MalformedJob
 
-__all__ = ["check_gold", "score"]
-
 MAX_SHOWN_CHARS: Final = 500
 """Characters of an answer, as it was understood, that a result shows."""
 MAX_GOLD_CHARS: Final = 20_000

@@ -14,8 +14,6 @@ from prorl_trio.handlers.stem.stated import stated_answers, without_reason
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["are_same", "compare_short_answer", "normalise"]
-
 _GREEK: Final = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "ζ": "zeta", "η": "eta", "θ": "theta",
     "ι": "iota", "κ": "kappa", "λ": "lambda", "µ": "mu", "ν": "nu", "ξ": "xi", "π": "pi", "ρ": "rho", "σ": "sigma",

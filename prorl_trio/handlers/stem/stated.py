@@ -7,8 +7,6 @@ from typing import Final
 
 from prorl_trio.handlers.final_answer import extract_boxed
 
-__all__ = ["HEDGES", "REASON", "first_sentence", "place_of_box", "stated_answers", "without_reason"]
-
 MAX_BETWEEN_CHARS: Final = 24
 _ANCHOR: Final = re.compile(
     r"(?:答案\s*(?:是|为|[:：])|(?<![A-Za-z])(?:answer|choice|option)"  # noqa: RUF001 - as Chinese has it

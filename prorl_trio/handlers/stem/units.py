@@ -12,8 +12,6 @@ from typing import Any, Final, NamedTuple
 
 from prorl_trio.handlers.stem.plain_text import plain
 
-__all__ = ["Unit", "convert", "have_same_dimension", "read_unit"]
-
 Unit = tuple[tuple[str, float], ...]
 """Names of pint, each with its power, sorted."""
 MAX_UNIT_CHARS: Final = 120

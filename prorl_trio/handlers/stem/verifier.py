@@ -10,8 +10,6 @@ import reasoning_gym
 
 from prorl_trio.handlers.stem.generated import check_family, is_no_number, may_be_evaluated
 
-__all__ = ["score"]
-
 
 def score(payload: dict[str, Any]) -> dict[str, Any]:
     """Verify `payload["answer"]`, None for the right one, to the task that `family` and `seed` make.

@@ -16,21 +16,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import FinishReason, LogprobKind
 
-__all__ = [
-    "ContractBroken",
-    "Logprob",
-    "NotStreamed",
-    "Prompt",
-    "TokenId",
-    "Tokenized",
-    "Wanted",
-    "checked_completion",
-    "context_limit",
-    "error_message",
-    "label_of",
-    "logprob_kind",
-]
-
 MAX_LOGPROB = 1e-3
 """A log-softmax in low precision may round to just above 0."""
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.engines.protocol import Completion
 
-__all__ = ["CompletionStream", "EventLines", "StreamPart"]
-
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 """For one event: an SGLang's has all tokens so far, of up to 40 bytes each."""
 

@@ -11,17 +11,8 @@ from urllib.parse import quote
 import msgspec
 import trio
 
-from prorl_trio.http.client import (
-    ConnectFailed,
-    ConnectionLost,
-    HttpClient,
-    HttpError,
-    HttpLimits,
-    RequestTimedOut,
-    Response,
-    ResponseMalformed,
-    ResponseTooLarge,
-)
+from prorl_trio.http.client import ConnectionLost, HttpClient, HttpLimits, RequestTimedOut, Response
+from prorl_trio.http.connection import ConnectFailed, HttpError, ResponseMalformed, ResponseTooLarge
 from prorl_trio.http.retries import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.inference.engines.answers import (
     ContractBroken,
@@ -49,16 +40,6 @@ from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
     from prorl_trio.types.backends import PauseMode
-
-__all__ = [
-    "JSON_CONTENT",
-    "PROBE_PROMPT",
-    "PROBE_TOKENS",
-    "REFUSED_STATUSES",
-    "ControlCall",
-    "HttpEngineClient",
-    "OnCall",
-]
 
 MAX_REQUEST_ID_CHARS = 200
 MISSING_STATUSES = frozenset({403, 404, 405, 501})

@@ -17,20 +17,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.load_report import LoadReport
     from prorl_trio.types.backends import PauseMode
 
-__all__ = [
-    "CannotStream",
-    "ClientFinder",
-    "Completion",
-    "CompletionRequest",
-    "CompletionTimedOut",
-    "EngineClient",
-    "EngineInfo",
-    "EnginePaused",
-    "RequestRefused",
-    "TokenSink",
-    "made_by",
-]
-
 TokenSink = Callable[[list[int], list[float]], int | None]
 """Given the ids and log-probabilities that came since the last call. None: go on; n: keep the first n of these, and
 stop sampling. Must not raise."""

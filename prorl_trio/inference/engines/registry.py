@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from prorl_trio.http.retries import RetryPolicy
     from prorl_trio.inference.engines.http_engine import OnCall
 
-__all__ = ["AUTO", "ClientOptions", "EngineRegistry"]
-
 GROUP: Final = "prorl_trio.engines"
 AUTO: Final = "auto"
 """The kind of whoever answers."""

@@ -37,8 +37,6 @@ from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SglangClient"]
-
 GENERATE: Final = "/generate"
 MODEL_INFO: Final = ("/model_info", "/get_model_info")
 SERVER_INFO: Final = ("/server_info", "/get_server_info")

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.engines.answers import Wanted
 
-__all__ = ["VllmClient"]
-
 
 class VllmClient(HttpEngineClient):
     """A client of one vLLM server.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.engines.protocol import Completion
 
-__all__ = ["PAUSED", "Admission", "Waiting", "unseen"]
-
 PAUSED = "backends paused"
 """Shown as what a job waits for that is not admitted."""
 

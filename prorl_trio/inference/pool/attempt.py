@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.partial import PartialCompletion
     from prorl_trio.inference.pool.placement import Assignment
 
-__all__ = ["Attempt"]
-
 MAX_EMPTY_ABORTS = 3
 """The most in one completion, by an engine that nobody had asked for them here."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo
     from prorl_trio.inference.pool.versions import VersionOrder
 
-__all__ = ["Backend", "BackendState", "BackendStatistics"]
-
 BackendState = Literal["active", "draining", "removed", "down"]
 """`active` takes tasks. `draining` takes none and stays listed. `removed` takes none and goes with its last lease.
 `down`: expected, and not registered before it passes its probe."""

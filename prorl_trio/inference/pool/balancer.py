@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.placement import Assignment, MoveReason, Placement
     from prorl_trio.inference.pool.versions import VersionOrder
 
-__all__ = ["LoadBalancer"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from prorl_trio.config import HealthConfig
 
-__all__ = ["BreakerState", "CircuitBreaker"]
-
 MAX_DOUBLINGS: Final = 3
 """The most doublings of the probes that close it, while the first call after each recovery fails."""
 

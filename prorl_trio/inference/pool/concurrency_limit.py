@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prorl_trio.config import LoadConfig
 
-__all__ = ["ConcurrencyLimit"]
-
 
 class ConcurrencyLimit:
     """The tasks that a backend may have: fewer by a factor when its KV cache is too full, more one by one when not.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.versions import VersionOrder
     from prorl_trio.types.backends import EngineAnswer, WeightsStep
 
-__all__ = ["AdapterOnTrial", "EngineControl", "OtherWeights", "WeightsOnTrial"]
-
 logger = logging.getLogger(__name__)
 
 UNPAUSE_GRACE_S = 4.0

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from random import Random
 
-__all__ = ["JOIN_DELAYS", "ExpectedBackends"]
-
 logger = logging.getLogger(__name__)
 
 JOIN_DELAYS = RetryPolicy(first_delay_s=1.0, max_delay_s=30.0)

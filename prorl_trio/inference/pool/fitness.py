@@ -11,8 +11,6 @@ from prorl_trio.types.errors import BackendError
 if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import EngineInfo
 
-__all__ = ["require_named", "require_version"]
-
 
 def require_named(info: EngineInfo, current: str) -> None:
     """Raise BackendError if it could be told what its weights are called, and was not, and the policy's have a name."""

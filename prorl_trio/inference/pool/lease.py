@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.partial import PartialCompletion
     from prorl_trio.inference.pool.placement import Assignment
 
-__all__ = ["Lease"]
-
 ATTEMPTS = ("first", "repinned", "repinned-2", "repinned-3")
 """At one completion, in which nothing came, each on another backend."""
 

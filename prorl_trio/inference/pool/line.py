@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.pool.placement import Assignment
 
-__all__ = ["MAX_PASSED_OVER", "Waiter", "WaitingLine"]
-
 MAX_PASSED_OVER = 8
 """Served before it, of classes that go first, while it waits."""
 

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from prorl_trio.inference.engines.load_report import LoadReport
 
-__all__ = ["LoadEstimate"]
-
 CALL_WEIGHT = 0.1
 """The share of the latest call in the moving average of how long calls take."""
 MIN_PREFILL_TOKENS = 256

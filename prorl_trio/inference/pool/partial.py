@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import CompletionRequest, EngineInfo
     from prorl_trio.types.models import FinishReason
 
-__all__ = ["PartialCompletion", "version_name"]
-
 
 class PartialCompletion:
     """The tokens sampled after one prompt so far. Belongs to one task; survives the attempts, and a change of backend.

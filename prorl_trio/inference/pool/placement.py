@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.pool.backend import Backend, BackendStatistics
 
-__all__ = ["Assignment", "MoveReason", "Placement", "Rank"]
-
 MoveReason = Literal["failure", "drain", "skew", "stale"]
 """The reason of a move: the old one failed it or is out of health, takes no tasks any more, has so much more
 to do that another one is worth its prefix cache, or has weights that are too old for it."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.versions import VersionOrder
     from prorl_trio.types.backends import BackendRequest, WeightsStep
 
-__all__ = ["PolicyUpdates"]
-
 ABORT_GRACE_S = 5.0
 """For an engine that was told to abort to answer with what it has, or half of the time that the pause has left; then
 its calls are cancelled here."""

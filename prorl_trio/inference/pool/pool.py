@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.same_model import ModelProof
     from prorl_trio.types.backends import AnswerT, BackendRequest
 
-__all__ = ["Backends"]
-
 logger = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo
     from prorl_trio.types.model_facts import TokenizerSample
 
-__all__ = ["AnotherModel", "ModelProof"]
-
 logger = logging.getLogger(__name__)
 
 

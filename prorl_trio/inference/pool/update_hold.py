@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import trio
 
-__all__ = ["Hold", "UpdateHolder"]
-
 
 class Hold(NamedTuple):
     """The trainer that updates the policy, and until when; without a lease, for as long as it likes."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     Look = Callable[[Backend], Awaitable[None]]
 
-__all__ = ["PoolWatch"]
-
 logger = logging.getLogger(__name__)
 
 LOOKS_AT_ONCE = 32

@@ -9,7 +9,8 @@ import msgspec
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.http.client import ConnectFailed, HttpClient, HttpError, HttpLimits
+from prorl_trio.http.client import HttpClient, HttpLimits
+from prorl_trio.http.connection import ConnectFailed, HttpError
 from prorl_trio.integrations.atropos.scored_data import scored_data
 from prorl_trio.types.errors import ConfigError, ServiceError
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.sampling import Group, GroupRules, Groups
     from prorl_trio.integrations.atropos.scored_data import ScoredData
-
-__all__ = ["AtroposEnvironment", "AtroposStatistics", "open_environment"]
 
 REQUEST_TIMEOUT_S: Final = 60.0
 """Time for one request. A server in the middle of serving a large batch answers nobody else."""

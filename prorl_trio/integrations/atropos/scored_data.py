@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.sampling import Group
     from prorl_trio.types.models import Outcome, Segment
 
-__all__ = ["MASKED", "NOT_SAMPLED", "ScoredData", "scored_data"]
-
 MASKED: Final = -100
 """`ScoredData.masks` of tokens that are not trained on; of the others it has the token ids."""
 NOT_SAMPLED: Final = 1.0

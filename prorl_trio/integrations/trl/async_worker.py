@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from prorl_trio.integrations.trl.rows import Row
     from prorl_trio.types.models import Outcome, TaskInstance
 
-__all__ = ["RolloutWorker"]
-
 FETCH_S: Final = 5.0
 """Longest wait for a group in one call of `rollout_buffer.get`, where TRL names none."""
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["RolloutBuffer"]
-
 
 class RolloutBuffer:
     """`RolloutWorkerProtocol.rollout_buffer`, for one consumer.

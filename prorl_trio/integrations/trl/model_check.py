@@ -14,8 +14,6 @@ from prorl_trio.types.model_facts import ModelFacts
 if TYPE_CHECKING:
     from prorl_trio.client import BlockingClient
 
-__all__ = ["check_config", "check_embedding", "check_tokenizer", "model_facts"]
-
 
 def model_facts(client: BlockingClient) -> ModelFacts:
     """Return the facts of the node's model."""

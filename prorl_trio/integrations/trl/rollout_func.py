@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.model_facts import ModelFacts
     from prorl_trio.types.models import Outcome, TaskInstance
 
-__all__ = ["RolloutFunction", "node_reward"]
-
 logger = logging.getLogger(__name__)
 
 STALL_S: Final = 3600.0

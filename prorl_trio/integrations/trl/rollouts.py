@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.sampling import JobTemplate
     from prorl_trio.types.models import JobSpec, Outcome, TaskInstance
 
-__all__ = ["RolloutsRejected", "run_rollouts"]
-
 MAX_TRIES: Final = 8
 
 

@@ -20,8 +20,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["group_rules", "rows_per_update"]
-
 
 def rows_per_update(args: Any) -> int:
     """Return R, the rows between two policy updates.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.model_facts import ModelFacts
 
-__all__ = ["WeightTransfer", "newest_version"]
-
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "wte.weight", "lm_head.weight")
 
 

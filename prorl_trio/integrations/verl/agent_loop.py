@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome
 
-__all__ = ["NodeAgentLoop", "RolloutFailed", "builtin", "check_sampling", "run_name"]
-
 
 class RolloutFailed(ProrlError):
     """A rollout has no reward, by no fault of the policy's.

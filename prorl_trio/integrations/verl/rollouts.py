@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from prorl_trio.integrations.verl.node_address import NodeAddress
     from prorl_trio.types.models import JobSpec, Outcome
 
-__all__ = ["JobRefused", "Rollouts", "close_all", "rollouts_on"]
-
 CANCEL_GRACE_S: Final = 10.0
 """Longest that a cancelled rollout waits until nothing of its job is left on the node."""
 ADMISSION_PATIENCE_S: Final = 86_400.0

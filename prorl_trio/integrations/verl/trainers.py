@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client import BlockingClient
 
-__all__ = ["NodeTrainer", "check_tokenizer", "install", "node_of"]
-
 
 class NodeTrainer:
     """The hooks of a trainer of verl's that keep a node's engines in step. Mixed in before verl's class."""

@@ -15,8 +15,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Credentials", "find_credentials"]
-
 _HELPER_TIMEOUT_S: Final = 30.0
 _NO_USER: Final = "00000000-0000-0000-0000-000000000000"
 _TOKEN_USER: Final = "<token>"

@@ -20,8 +20,6 @@ from prorl_trio.sandbox.threads import run_blocking
 from prorl_trio.supervision import contained
 from prorl_trio.types.errors import SandboxUnavailable
 
-__all__ = ["ImagePuller", "PullLimits"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_SAID_BYTES: Final = 64 * 1024

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.images.names import Reference
 
-__all__ = ["Registry", "RegistryError"]
-
 READ_TIMEOUT_S: Final = 60.0
 """Longest silence of a registry, in a connection's set-up or between two pieces of an answer."""
 FIRST_BACKOFF_S: Final = 1.0

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from prorl_ipc.limits import Breach, SandboxLimits
 
-__all__ = ["Cgroup", "CgroupSite", "find_site", "open_cgroup", "own_site"]
-
 logger = logging.getLogger(__name__)
 
 CONTROLLERS: Final = frozenset({"memory", "pids"})

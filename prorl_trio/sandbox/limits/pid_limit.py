@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.reaper import ProcessId
 
-__all__ = ["MAX_INOTIFY_INSTANCES", "MAX_PTYS", "PidLimiter", "namespace_limits", "pid_limit_problem"]
-
 FIRST_REUSED_PID: Final = 300
 """The kernel uses pids from here on again. The lower ones go to the first processes of a namespace, once."""
 OWN_TASKS: Final = 64

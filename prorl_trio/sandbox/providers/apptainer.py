@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["ApptainerProvider", "find_apptainer"]
-
 _INSTALL: Final = "install it (`make apptainer` on Debian and Ubuntu), or use the bubblewrap provider"
 _OVERLAY_REMEDY: Final = (
     "install fuse-overlayfs (`make apptainer` does), with a /dev/fuse that this user may open, and Apptainer without "

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["BubblewrapProvider", "find_bubblewrap", "is_beyond_bubblewrap"]
-
 FORK_SERVER_DISK_BYTES: Final = 16 * 1024 * 1024
 """Size of each of its own file systems in memory, in which next to nothing is written."""
 _ISOLATION: Final = (

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["ByImage"]
-
 
 class ByImage(SandboxProvider):
     """Two providers, of which each sandbox is started by one.

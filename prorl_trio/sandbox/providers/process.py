@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["ProcessProvider"]
-
 logger = logging.getLogger(__name__)
 
 

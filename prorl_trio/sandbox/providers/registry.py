@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from prorl_trio.config import SandboxConfig
     from prorl_trio.sandbox.provider import ProviderReport
 
-__all__ = ["PROVIDERS", "choose_provider", "probe_providers"]
-
 logger = logging.getLogger(__name__)
 
 GROUP: Final = "prorl_trio.providers"

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import importlib.metadata
     from pathlib import Path
 
-__all__ = ["BUNDLE_DIR", "BUNDLE_PACKAGES", "BUNDLE_PYTHON", "bundle_path", "bundled_distributions", "require_bundle"]
-
 BUNDLE_DIR: Final = "/opt/prorl/runtime"
 """Its folder inside. Its interpreter names its loader by this path."""
 

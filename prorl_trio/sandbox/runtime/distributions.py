@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["closure", "installed_files"]
-
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]+")
 _LEFT_OUT: Final = frozenset({"tests", "_tests"})
 """Folders of packages that nobody imports."""

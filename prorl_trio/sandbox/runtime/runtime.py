@@ -19,17 +19,6 @@ from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, require_host
 from prorl_trio.sandbox.runtime.interpreter import own_python
 from prorl_trio.types.errors import InternalError
 
-__all__ = [
-    "HOME",
-    "LIB_DIR",
-    "Mount",
-    "Runtime",
-    "host_runtime",
-    "image_runtime",
-    "install_daemon",
-    "process_runtime",
-]
-
 HOME: Final = "/home/agent"
 """The home directory, inside."""
 

@@ -14,8 +14,6 @@ from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, interpreter_libraries, package_folders
 from prorl_trio.sandbox.runtime.runtime import HOME, LIB_DIR, Mount, install_daemon
 
-__all__ = ["HOME", "USER", "build_skeleton", "covered", "host_mounts", "proc_mounts"]
-
 USER: Final = "agent"
 
 _SYSTEM_DIRS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.session import Session
     from prorl_trio.types.models import JobSpec, Outcome
 
-__all__ = ["SESSION", "compat_endpoints", "configured_endpoints"]
-
 OPENAI_PATH: Final = "/v1"
 """The path that users of the ProRL server append to an engine's address."""
 SESSION: Final = "prorl"

@@ -15,17 +15,6 @@ from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = [
-    "CancelRequest",
-    "Instance",
-    "ProcessRequest",
-    "ServerRequest",
-    "UnknownDataSource",
-    "make_spec",
-    "question_of",
-    "wants_tokens",
-]
-
 DEFAULT_DATA_SOURCE: Final = "swebench"
 _T = TypeVar("_T")
 _ROUTING: Final = frozenset({"data_source", "instance_id", "trajectory_id"})

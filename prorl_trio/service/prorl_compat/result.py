@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.types.models import Outcome, Segment, Timing, ToolCall, Trajectory, Turn
 
-__all__ = ["Asked", "make_result"]
-
 RESOLVED_ABOVE: Final = 0.99
 """Rewards above this count as solved, as in the ProRL server."""
 TOKEN_KEYS: Final = ("token_ids", "input_ids", "logprobs")

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.service.responses import Receive, Scope, Send
 
-__all__ = ["ENDPOINTS", "RestApp"]
-
 ENDPOINTS: Final = (*rollouts.ENDPOINTS, *results.ENDPOINTS, *backends.ENDPOINTS, *pages.ENDPOINTS)
 
 SESSION_HEADER: Final = b"x-session-id"

@@ -14,8 +14,6 @@ from prorl_trio.service.rest.schema import NoQuery
 if TYPE_CHECKING:
     from prorl_trio.service.backend_operations import Row
 
-__all__ = ["ENDPOINTS"]
-
 
 def _endpoint(row: Row[Any]) -> Endpoint:
     request, in_body = row.request, row.method == "POST"

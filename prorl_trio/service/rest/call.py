@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.session import Session
     from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["DEFAULT_SESSION", "Api", "Call", "Endpoint", "Reply"]
-
 DEFAULT_SESSION: Final = "rest"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["DOCS_PAGE"]
-
 DOCS_PAGE: Final = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">

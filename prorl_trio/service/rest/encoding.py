@@ -12,8 +12,6 @@ from prorl_trio.threads import run_sync
 if TYPE_CHECKING:
     from prorl_trio.service.rest.schema import Arrays
 
-__all__ = ["JSON", "MSGPACK", "encode_reply"]
-
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 IN_THREAD_OUTCOMES: Final = 4

@@ -13,8 +13,6 @@ from prorl_trio.types.field_errors import field_error
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ApiError", "decode_body", "decode_query", "read_body_as", "status_of"]
-
 STATUS_OF_CODE: Final[dict[str, int]] = {
     "admission": 429,
     "already_delivered": 409,

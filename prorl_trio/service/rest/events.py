@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.service.rest.schema import EventsQuery
     from prorl_trio.types.models import Outcome, Status, Turn
 
-__all__ = ["EventFeed", "EventStream", "Subscription"]
-
 MAX_DETAIL_CHARS: Final = 1000
 RETRY_AFTER_S: Final = 5.0
 

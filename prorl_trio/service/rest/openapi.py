@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.service.rest.call import Endpoint
 
-__all__ = ["describe"]
-
 _REF: Final = "#/components/schemas/{name}"
 _ALWAYS: Final = (401, 403, 408, 413, 415, 422)
 """Statuses of errors that every endpoint may answer with."""

@@ -21,8 +21,6 @@ from prorl_trio.service.rest.schema import (
     StatusReply,
 )
 
-__all__ = ["ENDPOINTS"]
-
 
 async def healthz(_call: Call) -> Reply:
     """Answer 200. That it answers shows that the node's loop runs."""

@@ -11,8 +11,6 @@ from prorl_trio.service.rest.schema import ResultEntry, ResultsQuery, ResultsRep
 if TYPE_CHECKING:
     from prorl_trio.sessions.session import Session
 
-__all__ = ["ENDPOINTS"]
-
 
 async def results(call: Call) -> Reply:
     """Answer with the unacknowledged outcomes, oldest first; acknowledge those up to `cursor` before, if it is given.

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.session import Session
     from prorl_trio.types.models import Outcome, Status
 
-__all__ = ["ENDPOINTS", "cancel_jobs"]
-
 CANCEL_WAIT_S: Final = 10.0
 """Time for which the answer to a cancel waits until the outcome is stored. Nothing of the job runs by then."""
 CANCEL_REASON: Final = "cancelled through REST"

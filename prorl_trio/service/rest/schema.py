@@ -10,30 +10,6 @@ from prorl_trio.pipeline.observer import JobView
 from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.types.models import JobSpec, Outcome, Status
 
-__all__ = [
-    "Acknowledged",
-    "ArraysQuery",
-    "CancelQuery",
-    "CancelReply",
-    "ErrorBody",
-    "EventsQuery",
-    "Health",
-    "JobQuery",
-    "JobReply",
-    "JobsQuery",
-    "JobsReply",
-    "NoQuery",
-    "Readiness",
-    "ResultEntry",
-    "ResultsQuery",
-    "ResultsReply",
-    "StatusReply",
-    "SubmitBatch",
-    "SubmitQuery",
-    "SubmitReply",
-    "SubmittedJob",
-]
-
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 Cursor = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Arrays = Literal["base64", "list"]

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.session import Session
     from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["Connection", "RefusalCode", "refuse"]
-
 logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS: Final = 64

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import ListenConfig
 
-__all__ = ["LocalSockets", "claim_local_sockets", "release_local_sockets"]
-
 logger = logging.getLogger(__name__)
 
 

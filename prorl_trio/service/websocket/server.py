@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.session import Session
     from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["LEAVING", "Trainers"]
-
 logger = logging.getLogger(__name__)
 
 LEAVING: Final = 64

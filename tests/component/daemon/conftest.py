@@ -16,7 +16,7 @@ import trio
 from prorl_daemon.limits import hold_proc
 from prorl_daemon.processes import read_process_table
 from prorl_ipc.channel import connect_unix
-from prorl_ipc.rpc import open_rpc_client
+from prorl_ipc.client import open_rpc_client
 
 hold_proc()  # as a daemon does at its start: tests that use its parts here do not leave it behind then
 

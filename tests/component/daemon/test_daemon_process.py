@@ -60,7 +60,7 @@ async def test_a_killed_client_ends_the_daemon_in_the_middle_of_a_command(start_
     client = f"""
 import sys, trio
 from prorl_ipc.channel import connect_unix
-from prorl_ipc.rpc import open_rpc_client
+from prorl_ipc.client import open_rpc_client
 from prorl_ipc.sandbox_calls import BashRun, BashResult
 async def main():
     stream = await connect_unix({daemon.socket_path!r}, connect_timeout_s=5)
@@ -223,7 +223,7 @@ async def test_it_works_as_the_first_process_of_a_pid_namespace(tmp_path):
     client = f"""
 import json, os, subprocess, sys, trio
 from prorl_ipc.channel import connect_unix
-from prorl_ipc.rpc import open_rpc_client
+from prorl_ipc.client import open_rpc_client
 from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun
 async def main():
     os.makedirs({str(tmp_path / "s")!r}, mode=0o700)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from support.soak.kept_process import KeptProcess
 
-__all__ = ["SandboxDaemons"]
-
 _MARK: Final = "prorl_daemon"
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import RolloutContext
 
-__all__ = ["FAILS_ONE_IN", "DiceHandler"]
-
 FAILS_ONE_IN: Final = 20
 LONGEST_S: Final = 0.05
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import RolloutContext
 
-__all__ = ["SoakHandler", "run_node"]
-
 
 class SoakHandler(AgentHandler):
     """The cheapest rollout that has everything: a sandbox, a turn with a command in it, a turn with the answer."""

@@ -19,8 +19,6 @@ from prorl_trio.types.models import JobSpec, Outcome, RetryPolicy, SamplingParam
 from support.soak.journal import Entry, Journal
 from support.soak.parent import end_with_parent
 
-__all__ = ["SESSION_ID", "is_retried", "job_id", "soak_spec", "work"]
-
 SESSION_ID: Final = "soak"
 CONNECT_TIMEOUT_S: Final = 120.0
 MAX_OUTPUT_TOKENS: Final = 200

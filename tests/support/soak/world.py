@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from support.soak.journal import Entry
 
-__all__ = ["SoakWorld", "open_world"]
-
 _CONNECT_INTERVAL_S: Final = 0.05
 _PACKAGE: Final = "support.soak"
 
