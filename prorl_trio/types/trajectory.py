@@ -57,7 +57,7 @@ OUT_OF_BAND_PROTOCOL = 5
 
 
 class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of what is recorded: immutable, strict about unknown fields."""
+    """Base of the domain: immutable, strict about unknown fields."""
 
 
 class ToolCall(_Model, frozen=True):
