@@ -24,7 +24,8 @@ from prorl_trio.node import edges
 from prorl_trio.service.backend_operations import TABLE
 from prorl_trio.service.websocket import connection
 from prorl_trio.sessions import feed, observation
-from prorl_trio.types import backends, errors, trajectory
+from prorl_trio.types import backends, errors
+from prorl_trio.types import models as trajectory
 from prorl_trio.types.errors import ErrorCode, FailureCause, ServiceError
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, Status, TerminalStatus
 
