@@ -1,8 +1,8 @@
-"""The domain: jobs that are submitted, outcomes that are returned, and the record of a rollout: token-exact segments,
-turns, and the trajectory of both. Frozen Structs, wire-ready.
+"""The domain: jobs that are submitted, outcomes that are returned, and the record of a rollout. Frozen, wire-ready.
 
-Token arrays are raw little-endian bytes on the wire (`token_ids` int32, `logprobs` float32, `loss_mask` uint8: 9 bytes
-a token) and read-only numpy views in Python, without a copy.
+The record has token-exact segments, turns, and the trajectory of both. Token arrays are raw little-endian bytes on the
+wire (`token_ids` int32, `logprobs` float32, `loss_mask` uint8: 9 bytes a token) and read-only numpy views in Python,
+without a copy.
 """
 
 from __future__ import annotations
