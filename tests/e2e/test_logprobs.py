@@ -86,7 +86,7 @@ async def sample(url, count):
                 sampling = SamplingParams(temperature=1.0, stop_token_ids=chat.stop_token_ids)
                 how = {"sampling": sampling, "request_id": f"{number}-{turn}", "timeout_s": CALL_S}
                 completion = await lease.complete(begun(asked(prompt_ids, TURN_TOKENS, **how)))
-                turns.append(Sampled(prompt_ids, completion.token_ids, []))
+                turns.append(Sampled(prompt_ids, list(completion.token_ids), []))
                 logprobs += completion.logprobs
                 conversation.add_completion(completion.token_ids, completion.logprobs, engine=completion.engine)
                 result = RESULTS[(number + turn) % len(RESULTS)].format(number, turn)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import urllib.request
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import trio
 
-from prorl_launch.paths import engine_python, model_dir
+from prorl_launch.paths import engine_python, import_path, model_dir
 from prorl_launch.vllm import open_vllm
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
@@ -153,7 +154,7 @@ async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_s
     chat = await trio.to_thread.run_sync(ChatFormat.load, old)
     prompt = Conversation(chat, QUESTION).prompt_token_ids()
     with trio.fail_after(900):
-        await trainer("change", old, tmp_path, Path(__file__).parents[2], Path(np.__file__).parents[1])
+        await trainer("change", old, tmp_path, *import_path().split(os.pathsep), Path(np.__file__).parents[1])
         async with open_vllm(
             engine_python(),
             old,
