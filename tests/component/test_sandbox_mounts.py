@@ -12,7 +12,7 @@ from support.skips import because
 
 PROGRAM = """
 import subprocess
-from prorl_trio.testing.sandbox_mounts import mounts_of_sandboxes
+from prorl_trio.testing.sandbox_check import mounts_of_sandboxes
 
 def keep(place, *options):
     command = ["unshare", *options, "--net", "sh", "-c", "echo; read end"]
