@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Literal
-
+from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
-
-from prorl_trio.config.agent import AgentConfig, ModelConfig
+from prorl_trio.config.quantities import Amount, Count, Seconds, Tokens
+from prorl_trio.config.table import Table
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 from prorl_trio.config.backends import BackendConfig
 from prorl_trio.config.fleet import FleetConfig
 from prorl_trio.config.listen import MOVED, ListenConfig, RestConfig
@@ -16,15 +16,70 @@ from prorl_trio.config.sandbox import SandboxConfig, ScoringConfig
 from prorl_trio.config.search import SearchConfig
 from prorl_trio.config.stages import AdmissionConfig, BudgetConfig, StagesConfig
 from prorl_trio.config.storage import ArenaConfig, LedgerConfig
-from prorl_trio.config.table import Table
 from prorl_trio.config.toml_file import read_toml
 
 if TYPE_CHECKING:
+    from prorl_trio.types.models import JobSpec
     from pathlib import Path
+
 
 NODE_ID: Final = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?\Z"
 
 OnHangup = Literal["auto", "drain", "reload"]
+
+
+class ModelConfig(Table, frozen=True):
+    """The policy's tokenizer and chat template.
+
+    Attributes:
+        path: folder with `tokenizer.json`, `tokenizer_config.json` and the chat template.
+        family: how the model writes tool calls and reasoning; empty: it is told from the template.
+        template_options: variables for the template, `{ enable_thinking = false }` for Qwen3, say.
+        on_break: what to do where the template alters earlier turns, as Qwen3's drops old reasoning at a new user
+            message: `keep` the tokens as they were sampled, begin a new `segment`, or `fail` the rollout.
+    """
+
+    path: Annotated[str, msgspec.Meta(min_length=1)]
+    family: str = ""
+    template_options: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
+    on_break: Literal["keep", "segment", "fail"] = "keep"
+
+
+class AgentConfig(Table, frozen=True):
+    """Limits of the turn loop.
+
+    Attributes:
+        stop_at_tool_call: stop the engine as soon as a tool call is complete. What the policy would have said after it
+            is not sampled: not its end of turn either, nor a second call. It is for policies that make up a call's
+            result and talk on; one that ends its turn there saves one token. Tokens are then streamed, which costs the
+            node some 60 us of CPU each, in place of 2.
+        max_staleness: policy updates that may lie between the first sampled token of a trajectory and the newest
+            weights, for jobs that do not say; without it: any number. See `prorl_trio.JobSpec`.
+        rollouts_per_update: rollouts of a session that its trainer takes from this node for one policy update, at
+            least. Of jobs with a bound no more begin than it will have taken before they are too stale: `(max_staleness
+            + 1) * rollouts_per_update` that run, or ended well and are not yet counted as taken, as so many are by each
+            update. The others wait in their queues, oldest first, charged to no budget; those of priority `eval` do
+            not. A figure below what an update really takes makes the trainer wait for ever. 0: no limit, and what
+            becomes too stale fails.
+        max_trajectory_tokens: length of each segment, which is the prompt and everything after it; 0 takes the
+            backend's context length. What tools return is cut to the room that is left, head and tail kept, with a note
+            of how many tokens were left out; where there is no room for that, the loop ends with `context_budget`.
+        max_nudges: how often a turn without a tool call is answered by a reminder before the loop ends.
+        tool_timeout_s: time for one tool call.
+        max_observation_chars: a longer tool result is cut in the middle.
+    """
+
+    stop_at_tool_call: bool = False
+    max_staleness: Amount | None = None
+    rollouts_per_update: Amount = 0
+    max_trajectory_tokens: Tokens = 0
+    max_nudges: Amount = 1
+    tool_timeout_s: Seconds = 30.0
+    max_observation_chars: Count = 8_000
+
+    def staleness_bound(self, spec: JobSpec) -> int | None:
+        """`max_staleness` of a job: its own, or the node's; None: it has none."""
+        return self.max_staleness if spec.max_staleness is None else spec.max_staleness
 
 
 class NodeConfig(Table, frozen=True):
