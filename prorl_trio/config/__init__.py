@@ -9,7 +9,7 @@ from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.node import NodeConfig, OnHangup, load_config
-from prorl_trio.config.sandbox import ImagesConfig, SandboxConfig, ScoringConfig
+from prorl_trio.config.node import ImagesConfig, SandboxConfig, ScoringConfig
 from prorl_trio.config.node import SearchConfig
 from prorl_trio.config.stages import AdmissionConfig, BudgetConfig, StagesConfig
 from prorl_trio.config.storage import ArenaConfig, LedgerConfig
