@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prorl_trio.config.node import AgentConfig, ModelConfig
-from prorl_trio.config.backends import BackendConfig, HealthConfig, LoadConfig
+from prorl_trio.config.node import BackendConfig, HealthConfig, LoadConfig
 from prorl_trio.config.fleet import FleetConfig
 from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
