@@ -15,7 +15,7 @@ from prorl_ipc.file_calls import TransferAborted, TransferBegun, TreeContent, Tr
 from prorl_ipc.server import serve_rpc
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.providers.process import ProcessProvider
+from prorl_trio.sandbox.providers.registry import ProcessProvider
 from prorl_trio.sandbox.transfer import TransferOptions
 
 MIB = 1024 * 1024
