@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
+from prorl_trio.types.errors import InternalError
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
-
 import trio
-
 from prorl_ipc.channel import serve_connections
 from prorl_ipc.errors import ProtocolViolation
 from prorl_ipc.nursery import single_exception
 from prorl_ipc.tls import open_tls
 from prorl_ipc.websocket import LinkClosed
-from prorl_trio.service.containment import contain_errors
 from prorl_trio.service.guard import Guard
 from prorl_trio.service.http1 import HttpConnection
 from prorl_trio.service.strangers import Visitors, peer_of
 from prorl_trio.supervision import service_task
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     import ssl
     from collections.abc import Sequence
-
     from prorl_trio.config import ListenConfig
     from prorl_trio.service.auth import Door
     from prorl_trio.service.http1 import App
     from prorl_trio.service.strangers import Visitor
     from prorl_trio.service.websocket.server import Trainers
 
+
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def contain_errors(what: str) -> Iterator[None]:
+    """Log and suppress errors of the block, which serves one connection.
+
+    A stray `Cancelled`, raised while no scope around the block is cancelled, is suppressed, too: the nursery of all
+    connections would take it for its own cancel and end them. An `InternalError`, a real cancel, and exceptions that
+    end the process (`KeyboardInterrupt`) pass through.
+
+    Args:
+        what: names the connection in the log.
+    """
+    try:
+        yield
+    except BaseException as exc:  # noqa: ASYNC103 - a real cancel is raised again
+        strays = only_cancelled(exc) and not is_cancelled()
+        contained = isinstance(exc, Exception) and not any(isinstance(leaf, InternalError) for leaf in leaves(exc))
+        if not (strays or contained):
+            raise
+        logger.error("%s ended by an error of ours", what, exc_info=exc)
 
 
 class Server:
