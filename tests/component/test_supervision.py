@@ -23,7 +23,7 @@ from prorl_trio.pipeline import pipeline as pipeline_module
 from prorl_trio.pipeline.pipeline import Job, Pipeline
 from prorl_trio.sandbox.host import SandboxHost
 from prorl_trio.service import serve as service_serve
-from prorl_trio.service.server import contain_errors
+from prorl_trio.service.serve import contain_errors
 from prorl_trio.supervision import contained, service_task, vanished_task
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
