@@ -22,7 +22,7 @@ from prorl_trio.client import BlockingClient, RolloutClient, backend_calls
 from prorl_trio.handlers.math import MathPayload
 from prorl_trio.node import edges
 from prorl_trio.service.backend_operations import TABLE
-from prorl_trio.service.websocket import connection
+from prorl_trio.service.websocket import server as connection
 from prorl_trio.sessions import feed, observation
 from prorl_trio.types import backends, errors
 from prorl_trio.types import models as trajectory
