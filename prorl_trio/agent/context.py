@@ -7,11 +7,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
-
 import trio
-
 from prorl_trio.agent.activity import Activity
-from prorl_trio.agent.bounded_text import BoundedText
 from prorl_trio.agent.dialogues import MAX_DIALOGUES, Dialogues
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.token_memory import RolloutTokens, TokenMemory
@@ -24,7 +21,6 @@ from prorl_trio.types.models import Trajectory
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractContextManager
-
     from prorl_trio.agent.activity import Charge
     from prorl_trio.agent.scoring import ScorerPool
     from prorl_trio.chat.format import ChatFormat
@@ -36,10 +32,37 @@ if TYPE_CHECKING:
     from prorl_trio.search.service import Search
     from prorl_trio.types.models import JobSpec, Segment, StopReason, Turn
 
+
 MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
 """Characters of `Outcome.evaluation_log`; of a longer one the middle is left out."""
 UNKNOWN_CONTEXT_TOKENS: Final = 32_768
 """Taken for the context of backends while there are none."""
+
+
+class BoundedText:
+    """Collects text; beyond `max_chars` the middle is dropped and counted."""
+
+    def __init__(self, max_chars: int) -> None:
+        self._head_room = max_chars // 2
+        self._max_tail = max_chars - max_chars // 2
+        self._head = ""
+        self._tail = ""
+        self._dropped = 0
+
+    def append(self, text: str) -> None:
+        """Add to the end."""
+        self._head += text[: self._head_room]
+        rest = text[self._head_room :]
+        self._head_room = max(0, self._head_room - len(text))
+        tail = self._tail + rest
+        cut = max(0, len(tail) - self._max_tail)
+        self._dropped += cut
+        self._tail = tail[cut:]
+
+    def __str__(self) -> str:
+        if not self._dropped:
+            return self._head + self._tail
+        return f"{self._head}\n[... {self._dropped} characters left out ...]\n{self._tail}"
 
 
 @dataclass(slots=True, kw_only=True)

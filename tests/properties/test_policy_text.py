@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from prorl_ipc.sandbox_calls import BashResult
-from prorl_trio.agent.bounded_text import BoundedText
+from prorl_trio.agent.context import BoundedText
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
 from prorl_trio.chat.families.family import FAMILIES
 from prorl_trio.chat.tool_calls import parse_turn
