@@ -24,7 +24,7 @@ from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
 from prorl_trio.client.task_sets.mined import is_mined, load_mined, load_sdist_swe
 from prorl_trio.client.task_sets.row_files import read_rows
 from prorl_trio.client.task_sets.science import load_gpqa_diamond, load_supergpqa
-from prorl_trio.client.task_sets.stand_ins import read_stand_ins
+from prorl_trio.client.task_sets.harbor import read_stand_ins
 from prorl_trio.client.task_sets.swe_rows import read_swe_row
 from prorl_trio.client.task_sets.swe_tests import read_specifications
 from prorl_trio.client.task_sets.task_checks import check_instances

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import tomllib
+from typing import TYPE_CHECKING, Final
+from prorl_trio.types.errors import ConfigError
 import re
 from typing import TYPE_CHECKING, Any, Final
-
 import msgspec
-
 from prorl_trio.client.task_sets.harbor_build import Built, Files, image_of, read_dockerfile
 from prorl_trio.client.task_sets.harbor_config import StepSection, artifact_paths, read_task_toml
-from prorl_trio.client.task_sets.stand_ins import read_stand_ins
 from prorl_trio.handlers.shell.payload import HOME
-from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
-
+    from collections.abc import Mapping
     from prorl_trio.client.task_sets.harbor_config import EnvironmentSection, TaskFileSections
+
 
 TASK_TOML: Final = "task.toml"
 TASK_YAML: Final = "task.yaml"
@@ -26,6 +25,31 @@ STEPS: Final = "steps"
 SETUP: Final = "setup.sh"
 VERIFIER_TIMEOUT_S: Final = 600.0
 _CANARY: Final = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
+
+IMAGES_TOML: Final = "images.toml"
+
+
+def read_stand_ins(folder: Path) -> dict[str, str]:
+    """Return the table `[images]` of `images.toml` in a folder of tasks: an image of ours by the published name.
+
+    Without the file there are none. Blocks on the disk.
+
+    Raises:
+        ConfigError: the file has something else.
+    """
+    path = folder / IMAGES_TOML
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
+    images = table.get("images")
+    if set(table) != {"images"} or not isinstance(images, dict):
+        raise ConfigError(f"{path}: one table, [images], is wanted")
+    if bad := [name for name, image in images.items() if not isinstance(image, str)]:
+        raise ConfigError(f"{path}: images.{bad[0]} is no text")
+    return images
 
 
 def load_harbor(folder: Path, *, solutions: bool = False) -> list[TaskInstance]:
