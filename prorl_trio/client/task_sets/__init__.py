@@ -26,7 +26,7 @@ from prorl_trio.client.task_sets.row_files import read_rows
 from prorl_trio.client.task_sets.science import load_gpqa_diamond, load_supergpqa
 from prorl_trio.client.task_sets.harbor import read_stand_ins
 from prorl_trio.client.task_sets.swe_rows import read_swe_row
-from prorl_trio.client.task_sets.swe_tests import read_specifications
+from prorl_trio.client.task_sets.swe_rows import read_specifications
 from prorl_trio.client.task_sets.task_checks import check_instances
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
