@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+from typing import TYPE_CHECKING
 import logging
 import uuid
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
 import trio
-
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.sampling.events import Returned
@@ -17,21 +17,52 @@ from prorl_trio.client.sampling.groups import Groups
 from prorl_trio.client.sampling.journal import SamplerJournal
 from prorl_trio.client.sampling.rules import JobTemplate
 from prorl_trio.client.sampling.sampler import GroupSampler
-from prorl_trio.client.sampling.tasks import instance_source
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from prorl_trio.types.models import TaskInstance
     from collections.abc import AsyncIterator, Callable, Sequence
     from os import PathLike
-
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.client.sampling.batch import ManifestLine
     from prorl_trio.client.sampling.rules import GroupRules
     from prorl_trio.types.models import Outcome, TaskInstance
 
+
 logger = logging.getLogger(__name__)
 
 Confirmation = Literal["next", "explicit"]
+
+
+def instance_source(
+    tasks: Sequence[TaskInstance] | Callable[[int], TaskInstance], seed: int
+) -> Callable[[int], TaskInstance]:
+    """Return the function from a group's number to its instance; of a sequence it depends on `seed` and number only.
+
+    Raises:
+        ValueError: the sequence is empty.
+    """
+    return tasks if callable(tasks) else _Shuffled(tasks, seed)
+
+
+class _Shuffled:
+    """Gives all of a sequence in each epoch, in an order of that epoch's."""
+
+    def __init__(self, tasks: Sequence[TaskInstance], seed: int) -> None:
+        if not len(tasks):
+            raise ValueError("tasks is empty: there is nothing to sample")
+        self._tasks = tasks
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def __call__(self, number: int) -> TaskInstance:
+        epoch, position = divmod(number, len(self._tasks))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(range(len(self._tasks)))
+            Random(f"{self._seed} {epoch}").shuffle(self._order)
+        return self._tasks[self._order[position]]
 
 
 def reached_one(outcome: Outcome) -> bool:
