@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from prorl_trio.client.weights import store as stores
 from prorl_trio.client.weights import write as writing
-from prorl_trio.client.weights.adapter import check_adapter
+from prorl_trio.client.weights.source import check_adapter
 from prorl_trio.client.weights.check import check_folder
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import ModelFolder
