@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from prorl_trio.client.weights import store as stores
-from prorl_trio.client.weights import write as writing
+from prorl_trio.client.weights import source as writing
 from prorl_trio.client.weights.source import check_adapter
 from prorl_trio.client.weights.check import check_folder
 from prorl_trio.client.weights.errors import WeightsRefused
@@ -22,7 +22,7 @@ from prorl_trio.client.weights.source import is_this_host
 from prorl_trio.client.weights.store import WeightStore
 from prorl_trio.client.weights.tensors import raw_tensor
 from prorl_trio.client.weights.values import all_finite, stored_all_finite
-from prorl_trio.client.weights.write import write_model
+from prorl_trio.client.weights.source import write_model
 from support.tiny_weights import CONFIG, LORA_A, LORA_B, make_adapter, make_model, pair, tensors
 
 EMBEDDING = "model.embed_tokens.weight"
