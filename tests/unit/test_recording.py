@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client.msgpack_length import length_of
+from prorl_trio.client.recording import length_of
 from prorl_trio.client.recording import (
     OutcomeFile,
     RunInfo,
