@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
+from typing import TYPE_CHECKING, Final
+from prorl_ipc.errors import StaleReference
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NoReturn
-
 import msgspec
 import trio
-
 from prorl_ipc.session import (
     Accepted,
     Ack,
@@ -33,7 +33,6 @@ from prorl_ipc.session import (
     WithdrawnJobs,
 )
 from prorl_ipc.websocket import CloseCode
-from prorl_trio.client.arenas import MappedArenas
 from prorl_trio.client.errors import SessionLost, SessionReplaced
 from prorl_trio.client.inbox import Inbox
 from prorl_trio.client.observed import ObservedInbox
@@ -41,9 +40,12 @@ from prorl_trio.client.requests import Requests
 from prorl_trio.types.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
+    from prorl_ipc.arena_memory import TokenArrays
+    from prorl_ipc.arena_socket import MappedArena
+    from prorl_ipc.arena_wire import ArenaRef
     from collections.abc import Iterator
-
     from prorl_ipc.websocket import WebSocketLink
+
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,44 @@ ACK_DELAY_S: Final = 0.005
 """Delay of an acknowledgement while more outcomes wait to be taken, so that one frame covers several."""
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+# The shared memory arenas that a client has mapped.
+#
+# These are the arena of its node and that of the node's process before, whose outcomes may not be taken yet.
+
+ARENAS_KEPT: Final = 2
+
+
+class MappedArenas:
+    """The last `ARENAS_KEPT` arenas that were mapped; an older one is dropped when one is added.
+
+    An arena can still be read after the connection that mapped it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._arenas: deque[MappedArena] = deque(maxlen=ARENAS_KEPT)
+
+    def __len__(self) -> int:
+        return len(self._arenas)
+
+    def add(self, arena: MappedArena) -> None:
+        """Add `arena`, in place of an earlier mapping of the same arena, if there is one."""
+        others = [other for other in self._arenas if other.arena_id != arena.arena_id]
+        self._arenas.clear()
+        self._arenas.extend([*others, arena])
+
+    def view(self, ref: ArenaRef) -> TokenArrays:
+        """Return the tokens of `ref` as views of the shared memory, without a copy.
+
+        Raises:
+            StaleReference: the node uses that memory for something else by now, or the arena is not mapped here.
+            ProtocolViolation: `ref` was never valid in its arena.
+        """
+        for arena in self._arenas:
+            if arena.arena_id == ref.arena_id:
+                return arena.view(ref)
+        raise StaleReference(f"arena {ref.arena_id} is not mapped")
 
 
 class ClientState:
