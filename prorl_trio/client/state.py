@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 from typing import TYPE_CHECKING, Final
 from prorl_ipc.errors import StaleReference
 import logging
@@ -34,17 +36,18 @@ from prorl_ipc.session import (
 )
 from prorl_ipc.websocket import CloseCode
 from prorl_trio.client.errors import SessionLost, SessionReplaced
-from prorl_trio.client.inbox import Inbox
 from prorl_trio.client.observed import ObservedInbox
 from prorl_trio.client.requests import Requests
 from prorl_trio.types.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
+    from prorl_ipc.session import OutcomeFrame, OutcomeRefFrame
     from prorl_ipc.arena_memory import TokenArrays
     from prorl_ipc.arena_socket import MappedArena
     from prorl_ipc.arena_wire import ArenaRef
     from collections.abc import Iterator
     from prorl_ipc.websocket import WebSocketLink
+
 
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,76 @@ _encode = msgspec.msgpack.Encoder().encode
 # These are the arena of its node and that of the node's process before, whose outcomes may not be taken yet.
 
 ARENAS_KEPT: Final = 2
+
+
+class Inbox:
+    """A queue of outcomes in cursor order, each once, even if the node sends it again.
+
+    The node's limit on unacknowledged outcomes bounds its size.
+
+    Attributes:
+        received: the cursor that arrived last: a new connection resumes after it.
+        left_out: how many cursors between those that arrived will not come.
+        acked: the caller has acknowledged everything up to this cursor.
+    """
+
+    def __init__(self, resume_after: int = 0) -> None:
+        self.received = resume_after
+        self.acked = resume_after
+        self.left_out = 0
+        self._begun = False
+        self._frames: deque[OutcomeFrame | OutcomeRefFrame] = deque()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def put(self, frame: OutcomeFrame | OutcomeRefFrame) -> bool:
+        """Add a frame at the end; return False, and change nothing, if its cursor had arrived before.
+
+        Cursors that the frame skips are counted in `left_out`: another client took those outcomes, or had the node give
+        them up. Those before the first frame were acknowledged by an earlier client, and are not counted.
+        """
+        if frame.cursor <= self.received:
+            return False
+        if self._begun:
+            self.left_out += frame.cursor - self.received - 1
+        self._begun = True
+        self.received = frame.cursor
+        self._frames.append(frame)
+        return True
+
+    def acknowledge(self, cursor: int) -> bool:
+        """Remove everything up to `cursor` and move `acked` there; return False if it was there already."""
+        while self._frames and self._frames[0].cursor <= cursor:
+            self._frames.popleft()
+        if cursor <= self.acked:
+            return False
+        self.acked = cursor
+        return True
+
+    def rewind(self) -> list[str]:
+        """Remove all frames, which the node will send again, and return the ids of their jobs."""
+        dropped = [frame.job_id for frame in self._frames]
+        self._frames.clear()
+        self.received = self.acked
+        return dropped
+
+    def first(self) -> OutcomeFrame | OutcomeRefFrame | None:
+        """Return the oldest frame without removing it; None if there is none."""
+        return self._frames[0] if self._frames else None
+
+    def after(self, cursor: int) -> list[OutcomeFrame | OutcomeRefFrame]:
+        """Return the frames after `cursor`, oldest first, without removing them."""
+        found = list(takewhile(lambda frame: frame.cursor > cursor, reversed(self._frames)))
+        return found[::-1]
+
+    def job_ids(self) -> set[str]:
+        """Return the jobs of all frames."""
+        return {frame.job_id for frame in self._frames}
+
+    def frames(self, limit: int) -> list[OutcomeFrame | OutcomeRefFrame]:
+        """Return the oldest frames, at most `limit`, without removing them."""
+        return list(islice(self._frames, limit))
 
 
 class MappedArenas:

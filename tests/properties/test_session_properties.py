@@ -14,7 +14,7 @@ import trio.testing
 from hypothesis import given, settings
 
 from prorl_ipc.session import Ack, JobEvent, OutcomeFrame
-from prorl_trio.client.inbox import Inbox
+from prorl_trio.client.state import Inbox
 from prorl_trio.ledger import MemoryLedger
 from prorl_trio.sessions.feed import Feed
 from prorl_trio.sessions.journal import open_journal

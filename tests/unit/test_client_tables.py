@@ -20,7 +20,7 @@ from prorl_ipc.session import (
     Submit,
 )
 from prorl_trio.client.address import Address
-from prorl_trio.client.inbox import Inbox
+from prorl_trio.client.state import Inbox
 from prorl_trio.client.requests import Call, Requests, SubmitCall
 from prorl_trio.client.state import ClientState
 from prorl_trio.types.errors import ProtocolError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from prorl_ipc.session import OutcomeFrame
-from prorl_trio.client.inbox import Inbox
+from prorl_trio.client.state import Inbox
 
 
 def outcome(cursor):
