@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Generic, TypeVar
+import trio
 import os
 import threading
 import time
@@ -10,36 +12,79 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
-
-import trio
 from outcome import Error, capture
-
 from prorl_ipc.clock import RunningClock
 from prorl_ipc.nursery import only_cancelled, single_exception
 from prorl_trio.client.backend_calls import BlockingBackendCalls
 from prorl_trio.client.client import RolloutClient
 from prorl_trio.client.connection import connect
 from prorl_trio.client.errors import ConnectionLost
-from prorl_trio.client.hosted import HostedBlock
 from prorl_trio.client.policy_update import PolicyUpdate
 from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
     from contextlib import AbstractAsyncContextManager
+    from collections.abc import Awaitable, Callable, Iterator
     from types import TracebackType
-
     from prorl_trio.client.weights.check import WeightCheck
     from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import AnswerT, BackendRequest, PauseMode
     from prorl_trio.types.models import Outcome
 
+
 JOIN_TIMEOUT_S: Final = 10.0
 """Longest `close` waits for the client's thread; closing the connection takes less."""
-
-T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
+
+T = TypeVar("T")
+
+
+class _Abandoned(Exception):
+    """Raised inside a block that is to be left as by an exception."""
+
+
+class HostedBlock(Generic[T]):
+    """A block, entered by a task of its own. It holds no reference to the client whose loop it is in.
+
+    Attributes:
+        value: the block's; it is there once the block is entered.
+        error: the exception that ended it, if one did after it was entered.
+    """
+
+    value: T
+
+    def __init__(self, block: AbstractAsyncContextManager[T]) -> None:
+        self.error: Exception | None = None
+        self._block = block
+        self._abandoned = False
+        self._leave = trio.Event()
+        self._left = trio.Event()
+
+    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Be in the block until it is to be left. An exception before it is entered is raised, a later one is kept."""
+        entered = False
+        try:
+            async with self._block as self.value:
+                entered = True
+                task_status.started()
+                await self._leave.wait()
+                if self._abandoned:
+                    raise _Abandoned
+        except _Abandoned:
+            pass
+        except Exception as exc:
+            if not entered:
+                raise
+            self.error = exc
+        finally:
+            self._left.set()
+
+    async def leave(self, *, abandon: bool) -> None:
+        """Leave the block, as by an exception if `abandon`, and return when it is left. Twice does no more."""
+        self._abandoned = self._abandoned or abandon
+        self._leave.set()
+        await self._left.wait()
 
 
 def _blocking(
