@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+import msgspec
+import trio
+from prorl_ipc.session import ObservedEvent
+from prorl_trio.client.observed import Observed
+from prorl_trio.types.errors import ProtocolError
+from prorl_trio.types.models import Outcome
 import uuid
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
-import trio
-
 from prorl_ipc.nursery import single_exception
 from prorl_ipc.session import (
     MAX_MESSAGE_BYTES,
@@ -41,7 +44,6 @@ from prorl_trio.client.policy_update import open_policy_update
 from prorl_trio.client.requests import Call, FrameT, RequestFrame, SubmitCall
 from prorl_trio.client.results import ResultCalls
 from prorl_trio.client.state import ClientState
-from prorl_trio.client.streams import EventStream, ObservedStream
 from prorl_trio.client.transport import Patience, Transport
 from prorl_trio.client.weights.store import WeightStores
 from prorl_trio.config.secrets import check_token
@@ -49,14 +51,16 @@ from prorl_trio.types.errors import AdmissionRejected, ConfigError, Unauthorized
 from prorl_trio.types.field_errors import unsendable
 
 if TYPE_CHECKING:
+    from prorl_ipc.session import JobEvent
+    from prorl_trio.client.state import ClientState
     import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from os import PathLike
-
     from prorl_trio.client.policy_update import PolicyUpdate
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import JobSpec
+
 
 BATCH_BYTES: Final = 1024 * 1024
 BATCH_JOBS: Final = 1_000
@@ -70,6 +74,55 @@ CLEAR_TIMEOUT_S: Final = 30.0
 """For the removal of the weights' folders when the client is closed."""
 MAX_CALLS: Final = 32
 """Limit of one client's requests in flight; further ones wait for their turn."""
+
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+class EventStream:
+    """An async iterator over job events; it ends with the session. See `RolloutClient.events`."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> JobEvent:
+        await trio.lowlevel.checkpoint()
+        while not self._state.events:
+            if self._state.failure is not None:
+                raise StopAsyncIteration
+            await self._state.wait_changed()
+        return self._state.events.popleft()
+
+
+class ObservedStream:
+    """An async iterator over `Observed`; it ends with the session. See `RolloutClient.observed`."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+
+    @property
+    def lost(self) -> int:
+        """Return the number of frames that were dropped so far, by the node and here, because nobody took them."""
+        return self._state.observed.lost
+
+    def __aiter__(self) -> ObservedStream:
+        return self
+
+    async def __anext__(self) -> Observed:
+        await trio.lowlevel.checkpoint()
+        while (frame := self._state.observed.take()) is None:
+            if self._state.failure is not None:
+                raise StopAsyncIteration
+            await self._state.wait_changed()
+        if isinstance(frame, ObservedEvent):
+            return Observed(frame.session_id, frame.job_id, frame.status, frame.detail)
+        try:
+            outcome = _decode_outcome(frame.outcome)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise ProtocolError(f"the observed outcome of job {frame.job_id!r} cannot be read: {exc}") from None
+        return Observed(frame.session_id, frame.job_id, outcome.status, outcome.error, outcome)
 
 
 class RolloutClient(ResultCalls, BackendCalls):

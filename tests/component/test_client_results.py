@@ -17,7 +17,7 @@ from support.faulty_proxy import FaultyProxy
 from support.sessions import ended, sessions_in
 
 if TYPE_CHECKING:
-    from prorl_trio.client.streams import ResultStream
+    from prorl_trio.client.client import ResultStream
 
 DEADLINE_S = 30
 
