@@ -18,7 +18,7 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.load_report import LoadReport
 from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
-from prorl_trio.inference.pool.line import MAX_PASSED_OVER
+from prorl_trio.inference.pool.balancer import MAX_PASSED_OVER
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.backends import PauseBackends, PauseMode, ResumeBackends
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
