@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from prorl_trio.inference.pool.control import EngineControl
-from prorl_trio.inference.pool.update_hold import UpdateHolder
+from prorl_trio.inference.pool.policy_update import UpdateHolder
 from prorl_trio.inference.pool.versions import VersionOrder
 from prorl_trio.types.backends import (
     ConfirmWeights,
