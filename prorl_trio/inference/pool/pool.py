@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+from prorl_trio.inference.engines.answers import UNNAMED
+from prorl_trio.inference.pool.versions import UNKNOWN_VERSION
+from prorl_trio.types.errors import BackendError
 import logging
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, cast
-
 import trio
-
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.pool.admission import Admission, unseen
 from prorl_trio.inference.pool.backend import Backend
 from prorl_trio.inference.pool.balancer import LoadBalancer
 from prorl_trio.inference.pool.expected import ExpectedBackends
-from prorl_trio.inference.pool.fitness import require_named, require_version
 from prorl_trio.inference.pool.lease import Lease
 from prorl_trio.inference.pool.placement import Placement
 from prorl_trio.inference.pool.policy_update import PolicyUpdates
@@ -36,16 +37,42 @@ from prorl_trio.types.backends import (
 from prorl_trio.types.errors import BackendError, BackendsBusy, UnknownBackend
 
 if TYPE_CHECKING:
+    from prorl_trio.inference.engines.protocol import EngineInfo
     from collections.abc import AsyncIterator, Callable, Iterable
-
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import Waiting
     from prorl_trio.inference.pool.same_model import ModelProof
     from prorl_trio.types.backends import AnswerT, BackendRequest
 
+
 logger = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 5.0
+
+
+def require_named(info: EngineInfo, current: str) -> None:
+    """Raise BackendError if it could be told what its weights are called, and was not, and the policy's have a name."""
+    if info.pausable and info.label == UNNAMED and current != UNKNOWN_VERSION:
+        raise BackendError(
+            f"{info.url}: it is up, but its weights have no name, and the policy's are {current}: "
+            "move these there, then add it",
+            retryable=True,
+        )
+
+
+def require_version(info: EngineInfo, current: str, wanted: str) -> None:
+    """Raise BackendError if its weights are not of the version `wanted`, as far as anybody can tell.
+
+    Of weights that the engine has no name for, the caller knows the version. They would be recorded under `current`,
+    that of the node's policy: so that must be the same.
+    """
+    require_named(info, current)
+    if info.policy_version == UNKNOWN_VERSION:
+        found, whose = current, "the policy of this node is"
+    else:
+        found, whose = info.policy_version, "it says that its weights are"
+    if found != wanted:
+        raise BackendError(f"{info.url}: {whose} of version {found}, and not {wanted}", retryable=False)
 
 
 class Backends:
