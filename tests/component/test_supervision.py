@@ -13,7 +13,7 @@ from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
 from prorl_trio.config import NodeConfig
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.inference.pool.expected import ExpectedBackends
+from prorl_trio.inference.pool.pool import ExpectedBackends
 from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.ledger.disk_ledger import DiskLedger
 from prorl_trio.node import edges, serve
