@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
+from prorl_trio.handlers.shell.payload import HOME
+from prorl_trio.types.errors import HandlerError, SandboxCallFailed
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
-
 import msgspec
 import trio
-
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.grading.verifier import again_if_killed
@@ -23,7 +24,6 @@ from prorl_trio.handlers.shell.environment import (
     start_shell,
 )
 from prorl_trio.handlers.shell.payload import read_payload
-from prorl_trio.handlers.shell.solution import run_solution
 from prorl_trio.handlers.shell.steps import Progress, StepRecord, is_unanswered, meets, reward_of
 from prorl_trio.handlers.shell.verification import Case, verify
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, ToolSet
@@ -31,8 +31,9 @@ from prorl_trio.types.errors import EvaluationError, MalformedJob, SandboxUnavai
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.handlers.shell.payload import Environment, Solution
     from collections.abc import Mapping
-
     from prorl_trio.agent.context import Resources, RolloutContext
     from prorl_trio.handlers.shell.payload import ShellPayload, Step
     from prorl_trio.sandbox.provider import SandboxSpec
@@ -40,7 +41,41 @@ if TYPE_CHECKING:
     from prorl_trio.tools.base import Observation
     from prorl_trio.types.models import Recorded
 
+
 NUDGE: Final = "Go on with the tools. When the task is done, call finish."
+
+MAX_LOG_BYTES: Final = 64 * 1024
+
+
+async def run_solution(context: RolloutContext, solution: Solution, environment: Environment) -> None:
+    """Run a solution where the agent would work, for as long as the agent might. Its verifier says what it is worth.
+
+    Its output is in the evaluation's log. How it ends does not matter, as in Harbor.
+
+    Raises:
+        HandlerError: the sandbox does not take it.
+    """
+    assert context.sandbox is not None
+    config = context.resources.config
+    timeout_s = config.budgets.of_agent(context.spec.budgets)
+    try:
+        for path, file in solution.files.items():
+            mode = file.mode | 0o111 if path == solution.script else file.mode
+            await context.sandbox.write_file(path, file.content, mode=mode)
+        with context.standing_in_line("the solution", "handler", at_most_s=timeout_s):
+            result = await context.sandbox.exec(
+                ["/bin/sh", "-c", solution.script],
+                timeout_s=timeout_s,
+                cwd=environment.workdir or HOME,
+                env={"DEBIAN_FRONTEND": "noninteractive", **solution.env},
+                max_output_bytes=MAX_LOG_BYTES,
+            )
+    except (OSError, SandboxCallFailed) as exc:
+        raise HandlerError(f"{solution.script} cannot be run: {exc}") from exc
+    for said in (result.stdout, result.stderr):
+        context.log_evaluation(said.decode(errors="replace"))
+    if result.timed_out:
+        context.log_evaluation(f"{solution.script} had no end in {timeout_s:g} s\n")
 
 
 class ShellHandler(AgentHandler):
