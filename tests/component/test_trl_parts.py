@@ -19,7 +19,7 @@ from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.integrations.trl.async_worker import RolloutWorker
-from prorl_trio.integrations.trl.buffer import RolloutBuffer
+from prorl_trio.integrations.trl.async_worker import RolloutBuffer
 from prorl_trio.integrations.trl.model_check import check_config, check_embedding, check_tokenizer
 from prorl_trio.integrations.trl.rollout_func import RolloutFunction
 from prorl_trio.integrations.trl.rollouts import RolloutsRejected, run_rollouts

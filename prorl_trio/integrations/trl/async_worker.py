@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
+from typing import TYPE_CHECKING, Any
 import time
 from typing import TYPE_CHECKING, Any, Final
-
 from prorl_trio.client.sampling import BlockingGroups, JobTemplate, reached_one
-from prorl_trio.integrations.trl.buffer import RolloutBuffer
 from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
 from prorl_trio.integrations.trl.model_check import check_tokenizer, model_facts
 from prorl_trio.integrations.trl.rows import advantages_of, placeholder, rows_of
@@ -16,15 +16,45 @@ from prorl_trio.integrations.trl.weights import newest_version
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
     from collections.abc import Callable, Sequence
-
     from prorl_trio.client import BlockingClient
     from prorl_trio.client.sampling import BatchStatistics, Group
     from prorl_trio.integrations.trl.rows import Row
     from prorl_trio.types.models import Outcome, TaskInstance
 
+
 FETCH_S: Final = 5.0
 """Longest wait for a group in one call of `rollout_buffer.get`, where TRL names none."""
+
+
+class RolloutBuffer:
+    """`RolloutWorkerProtocol.rollout_buffer`, for one consumer.
+
+    Args:
+        fetch: blocks for at most so many seconds (None: for ever) and returns further rows; raises TimeoutError.
+    """
+
+    def __init__(self, fetch: Callable[[float | None], Iterable[Any]]) -> None:
+        self._fetch = fetch
+        self._rows: deque[Any] = deque()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Return the next row. Raises queue.Empty: there was none in time; and what `fetch` raises."""
+        while not self._rows:
+            try:
+                self._rows.extend(self._fetch(timeout if block else 0.0))
+            except TimeoutError:
+                raise queue.Empty from None
+        return self._rows.popleft()
+
+    def put_nowait(self, row: Any) -> None:
+        """Put a row after those that are here."""
+        self._rows.append(row)
+
+    def qsize(self) -> int:
+        """Return the number of rows that are here already."""
+        return len(self._rows)
 
 
 class RolloutWorker:
