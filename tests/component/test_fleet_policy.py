@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from prorl_trio.client import PolicyUpdateFailed
-from prorl_trio.fleet import policy
+from prorl_trio.fleet import pools as policy
 from prorl_trio.types.backends import ResumeBackends
 from prorl_trio.types.errors import BackendError
 from support.fake_fleet import open_fake_fleet, until, update

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from prorl_trio.fleet.members import Member
-from prorl_trio.fleet.policy import FleetPolicy, NodePolicy, PolicyUndecided, newest_version, policy_of
+from prorl_trio.fleet.pools import FleetPolicy, NodePolicy, PolicyUndecided, newest_version, policy_of
 from prorl_trio.types.backends import BackendList
 from support.fake_fleet import entry_of
 
