@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from prorl_daemon.jupyter_cell import without_control_codes
+from prorl_daemon.jupyter_kernel import without_control_codes
 from prorl_daemon.processes import read_process_table
 from prorl_ipc.errors import CallFailed
 from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
