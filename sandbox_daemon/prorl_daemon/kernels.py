@@ -2,26 +2,228 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+import msgspec
+import trio
+from prorl_daemon.cell_output import OutputPipe
+from prorl_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
+from prorl_daemon.keeper import StartFailed
+from prorl_daemon.kernel_ends import KernelEnds, open_kernel_ends
+from prorl_daemon.processes import kill_until_gone
+from prorl_ipc.channel import Channel
+from prorl_ipc.envelope import UNDECODABLE
+from prorl_ipc.errors import ChannelBroken, IpcError
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import trio
-
 from prorl_daemon.ipython import IpythonSession
-from prorl_daemon.kernel import open_kernel
 from prorl_daemon.kernelspec import find_kernelspec
 from prorl_daemon.threads import run_blocking
 from prorl_ipc.server import CallError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
+    from collections.abc import AsyncIterator
+    from prorl_daemon.cell_output import CellOutput
     from prorl_daemon.children import Child, ChildReaper
+    from prorl_daemon.processes import ProcessEntry, ProcessTable
+    from collections.abc import Awaitable, Callable
     from prorl_daemon.kernel_ends import KernelEnds
     from prorl_ipc.sandbox_calls import CellResult, IpythonRestart, IpythonRun
 
+
 MAX_JUPYTER_KERNELS = 4
 """Different ones of one sandbox, each a process of its own."""
+
+START_TIMEOUT_S = 30.0
+KILL_DEADLINE_S = 2.0
+BEGIN_GRACE_S = 0.25
+"""The time that an interrupt waits for a child that has not begun with its cell yet."""
+DRAIN_GRACE_S = 0.1
+"""The time for output to come after the child ended while something else still holds its pipes."""
+BEGUN_READ_BYTES = 64
+_encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[ChildReady | CellDone] = msgspec.msgpack.Decoder(ChildReady | CellDone)
+
+
+class Kernel:
+    """A running IPython child. One cell at a time; its caller sees to that."""
+
+    def __init__(self, child: Child, control: Channel, stdout: OutputPipe, stderr: OutputPipe, begun_fd: int) -> None:
+        self.child = child
+        self._control = control
+        self._stdout = stdout
+        self._stderr = stderr
+        self._begun_fd = begun_fd
+        self._cell_number = 0
+        self._gone = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.child.pid}: {'gone' if self._gone.is_set() else 'running'}>"
+
+    async def wait_gone(self) -> None:
+        """Wait until the child has ended, by whatever cause, and its last output has been taken."""
+        await self._gone.wait()
+
+    async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
+        """Send a cell. If the child is gone or goes, `wait_done` says so."""
+        if self._gone.is_set():
+            return
+        with suppress(BlockingIOError):
+            os.read(self._begun_fd, BEGUN_READ_BYTES)  # the last cell's
+        await self._stdout.begin(stdout)
+        await self._stderr.begin(stderr)
+        self._cell_number += 1
+        await self._send(RunCell(number=self._cell_number, code=code, max_text_bytes=max_text_bytes))
+
+    async def wait_done(self) -> CellDone | None:
+        """Wait for the cell's end, with all its output; return it, None if the child ended. May be called again."""
+        done = await self._receive()
+        while isinstance(done, CellDone) and done.number != self._cell_number:  # of no cell that anybody waits for
+            done = await self._receive()
+        if isinstance(done, CellDone):
+            await self._stdout.finish()
+            await self._stderr.finish()
+            return done
+        await self.kill()
+        await self._gone.wait()
+        return None
+
+    async def interrupt(self) -> None:
+        """Send SIGINT to the child and what it runs in its own process group.
+
+        Waits for the child to have begun with the cell, so that the signal does not come before it.
+        """
+        if not self._gone.is_set():
+            with suppress(trio.ClosedResourceError), trio.move_on_after(BEGIN_GRACE_S):
+                await trio.lowlevel.wait_readable(self._begun_fd)
+        self.child.kill_group(signal.SIGINT)
+
+    async def kill(self) -> None:
+        """Kill (SIGKILL) the child if it runs, with everything in its session or below it; return when all ended."""
+        if self.child.exit_code is not None:
+            return
+        session = self.child.pid
+
+        def members(table: ProcessTable) -> set[ProcessEntry]:
+            return table.with_descendants(lambda entry: entry.session == session)
+
+        self.child.kill_group(signal.SIGKILL)
+        await kill_until_gone(members)
+
+    async def start(self, *, env: dict[str, str], cwd: str) -> bool:
+        """Hand over the environment and wait until the first cell can run; False if the child ended instead."""
+        await self._send(StartChild(env=env, cwd=cwd))
+        return isinstance(await self._receive(), ChildReady)
+
+    def recent_errors(self) -> str:
+        """Return what the child last said on standard error outside of cells."""
+        return self._stderr.recent_text()
+
+    async def serve(self) -> None:
+        """Take the child's output until it ends, then close everything of it. On cancellation it is killed."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._serve_output)
+                await self.child.wait()
+                nursery.cancel_scope.deadline = trio.current_time() + DRAIN_GRACE_S
+        finally:
+            with trio.move_on_after(KILL_DEADLINE_S, shield=True):
+                await self.kill()
+                await self._control.aclose()
+            self._stdout.close()
+            self._stderr.close()
+            trio.lowlevel.notify_closing(self._begun_fd)
+            os.close(self._begun_fd)
+            self._gone.set()
+
+    async def _serve_output(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._stdout.serve)
+            nursery.start_soon(self._stderr.serve)
+
+    async def _send(self, message: StartChild | RunCell) -> None:
+        with suppress(ChannelBroken):  # the child is gone; whoever waits for its answer learns it
+            self._control.send_nowait(_encode(message))
+            if self._control.unsent_bytes:
+                await self._control.flush()
+
+    async def _receive(self) -> ChildReady | CellDone | None:
+        try:
+            return _decoder.decode(await self._control.receive())
+        except (IpcError, *UNDECODABLE):  # gone, or the cell wrote to a socket that is not its own
+            return None
+
+
+@asynccontextmanager
+async def open_kernel(
+    reaper: ChildReaper,
+    *,
+    env: dict[str, str],
+    cwd: str,
+    runtime_env: dict[str, str],
+    limiter: trio.CapacityLimiter,
+    prestarted: list[tuple[Child, KernelEnds]] | None = None,
+) -> AsyncIterator[Kernel]:
+    """Start an IPython child and yield it ready for its first cell; on leaving it is killed with its session.
+
+    A child that ended by itself has no such end made: what it left in the background lives on.
+
+    Args:
+        reaper: starts it, and hears of its end.
+        cwd: the folder that its cells begin in.
+        limiter: of the threads in which blocking work is done.
+        env: what the cells and what they start see.
+        runtime_env: what this daemon's Python needs to start; nothing the cells start sees it.
+        prestarted: children that were started already; one that lives is taken, and no other started.
+
+    Raises:
+        StartFailed: it could not be started, or was not ready within `START_TIMEOUT_S`.
+    """
+    kernel = _take(prestarted or []) or await _spawn(reaper, runtime_env=runtime_env, limiter=limiter)
+    ready = False
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(kernel.serve)
+        with trio.move_on_after(START_TIMEOUT_S):
+            ready = await kernel.start(env=env, cwd=cwd)
+        if ready:
+            yield kernel
+        nursery.cancel_scope.cancel()
+    if not ready:
+        raise StartFailed(f"IPython did not get ready (limit {START_TIMEOUT_S:g} s); it said: {kernel.recent_errors()}")
+
+
+def _take(prestarted: list[tuple[Child, KernelEnds]]) -> Kernel | None:
+    """Return one of those that live, with what is its own; None if there is none."""
+    while prestarted:
+        child, ends = prestarted.pop()
+        if child.exit_code is None:
+            return _kernel(child, ends)
+        ends.close()
+    return None
+
+
+async def _spawn(reaper: ChildReaper, *, runtime_env: dict[str, str], limiter: trio.CapacityLimiter) -> Kernel:
+    with open_kernel_ends() as (ours, theirs):
+        passed = (theirs.control_fd, theirs.begun_fd)
+        argv = [sys.executable, "-P", "-m", "prorl_daemon.ipython_child", *map(str, passed)]
+        streams = (subprocess.DEVNULL, theirs.stdout_fd, theirs.stderr_fd)
+        try:
+            child = await reaper.start(argv, streams, env=runtime_env, pass_fds=passed, limiter=limiter)
+        except OSError as exc:
+            raise StartFailed(f"{sys.executable} could not be started: {exc}") from exc
+    return _kernel(child, ours)
+
+
+def _kernel(child: Child, ends: KernelEnds) -> Kernel:
+    ends.control.setblocking(False)
+    stream = trio.SocketStream(trio.socket.from_stdlib_socket(ends.control))
+    channel = Channel(stream, max_frame_bytes=CONTROL_MAX_FRAME_BYTES)
+    stdout, stderr = OutputPipe("stdout", ends.stdout_fd), OutputPipe("stderr", ends.stderr_fd)
+    return Kernel(child, channel, stdout, stderr, ends.begun_fd)
 
 
 class KernelSessions:

@@ -12,7 +12,7 @@ import trio
 
 from prorl_daemon.children import ChildReaper
 from prorl_daemon.keeper import StartFailed
-from prorl_daemon.kernel import open_kernel
+from prorl_daemon.kernels import open_kernel
 from prorl_ipc.limits import SandboxLimits
 from support.cancel_sweep import cancel_sweep
 
