@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+from prorl_launch.mining.miner import Wanted
 import os
 import textwrap
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-
 import click
 import trio
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
 from prorl_ipc.nursery import single_exception
 from prorl_launch.mining.environments import find_uv
 from prorl_launch.mining.index import normal_name, pip_settings
@@ -20,7 +20,6 @@ from prorl_launch.mining.miner import Miner, MiningLimits, Wanted
 from prorl_launch.mining.nearest import PUBLISHED_ROWS, build_published
 from prorl_launch.mining.rows import Gold, load_tasks, read_gold, read_rows, save_task, write_lines
 from prorl_launch.mining.runs import LocalBench
-from prorl_launch.mining.sets import MINED_SETS
 from prorl_launch.mining.verification import CHECKS, verify_row, verify_rows
 from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
 from prorl_trio.client.terminal import Console, one_line, say
@@ -32,13 +31,27 @@ from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
     from prorl_launch.mining.rows import MinedTask
+
 
 _MIB: Final = 1024 * 1024
 _JOBS: Final = click.IntRange(1, 64)
 GOLD: Final = "gold.jsonl"
 MAX_REASON_CHARS: Final = 400
+
+MINED_SETS: Final[dict[str, tuple[Wanted, ...]]] = {
+    "sdist-swe": (
+        Wanted("xmltodict", 6),
+        Wanted("sqlparse", 6),
+        Wanted("tomlkit", 6, ("pyyaml",)),
+        Wanted("mistune", 6),
+        Wanted("h11", 4),
+        Wanted("cachetools", 6),
+        Wanted("marshmallow", 6),
+        Wanted("humanize", 6),
+        Wanted("inflect", 4),
+    ),
+}
 
 
 @click.group()
