@@ -11,7 +11,7 @@ import trio
 from click.testing import CliRunner
 
 from prorl_launch.mining import commands, verification
-from prorl_launch.mining.hacks import HACKS
+from prorl_launch.mining.verification import HACKS
 from prorl_launch.mining.index import IndexSettings
 from prorl_launch.mining.miner import Wanted
 from prorl_launch.mining.rows import read_rows
