@@ -19,7 +19,7 @@ from prorl_launch.mining.nearest import apply_strictly
 from prorl_launch.mining.rows import MinedTask, choose_tests, overlay_of, read_checks, write_lines
 from prorl_launch.mining.sdist import Entry, Metadata, file_kind, read_metadata, read_sdist, write_tree
 from prorl_launch.mining.statements import changelog_section, hunk_statement
-from prorl_launch.mining.timed_tests import functions_that_read_clocks
+from prorl_launch.mining.miner import functions_that_read_clocks
 from prorl_launch.mining.verification import message_of, verify_rows
 from prorl_trio.cli import main
 from prorl_trio.client.task_sets import open_task_set

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import warnings
+from typing import TYPE_CHECKING, Final
 import tempfile
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
 import msgspec
 import trio
-
 from prorl_launch.mining.candidates import candidates_of, changed_tests, read_releases, refusal, source_folders
 from prorl_launch.mining.changes import imports_patch
 from prorl_launch.mining.environments import environment_variables, make_environment
@@ -19,7 +20,6 @@ from prorl_launch.mining.rows import REPO_DIR, MinedTask, choose_tests, load_tas
 from prorl_launch.mining.runs import payload_of
 from prorl_launch.mining.sdist import Entry, file_kind, write_tree
 from prorl_launch.mining.statements import hunk_statement, release_statement
-from prorl_launch.mining.timed_tests import functions_that_read_clocks
 from prorl_launch.mining.verification import TIMES, message_of, verify_row
 from prorl_trio.grading.repository import Suite
 from prorl_trio.grading.repository_base import RepositoryBase
@@ -30,8 +30,8 @@ from prorl_trio.types.errors import ConfigError, RolloutError
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from collections.abc import Callable, Mapping, Sequence
-
     from prorl_launch.mining.candidates import Candidate
     from prorl_launch.mining.environments import EnvironmentLayer
     from prorl_launch.mining.index import IndexSettings
@@ -41,11 +41,64 @@ if TYPE_CHECKING:
     from prorl_trio.grading.repository import SuiteRun
     from prorl_trio.grading.verdict import TestResult
 
+
 MAX_FAIL_TO_PASS: Final = 200
 MAX_FUNCTIONS: Final = 10
 """Functions of tests that fail before the change: more of them are more than one thing to do."""
 OPTIONS: Final = ("-oaddopts=", "--continue-on-collection-errors")
 """Options of pytest: none of the package's own; and a module that cannot be imported stops no other."""
+
+_CLOCKS: Final = frozenset(
+    f"{clock}{unit}" for clock in ("perf_counter", "process_time", "thread_time", "monotonic") for unit in ("", "_ns")
+) | {"default_timer", "timeit"}
+_WALL_CLOCKS: Final = frozenset({"time", "time_ns"})
+"""Names that alone say little: they count as attributes of the module `time`, and called without arguments."""
+
+
+def functions_that_read_clocks(modules: Iterable[bytes]) -> frozenset[str]:
+    """Return the names of functions in the sources of tests that read a clock, or use a function or fixture that does.
+
+    Functions and methods are told by their names alone, in whatever module: rather one too many. One inside another is
+    a part of that. A module that is no Python has none.
+    """
+    uses: dict[str, set[str]] = {}
+    for module in modules:
+        for function in _functions(module):
+            uses.setdefault(function.name, set()).update(_names(function))
+    timed: set[str] = set()
+    while found := {name for name, used in uses.items() if name not in timed and used & (_CLOCKS | timed)}:
+        timed |= found
+    return frozenset(timed)
+
+
+def _functions(module: bytes) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(module)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    return [
+        node
+        for scope in ast.walk(tree)
+        if isinstance(scope, ast.Module | ast.ClassDef)
+        for node in scope.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def _names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """Return the names that a function uses, arguments (pytest's fixtures) among them; a wall clock is `timeit`."""
+    found: set[str] = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.Attribute(value=ast.Name(id="time"), attr=name) if name in _WALL_CLOCKS:
+                found.add("timeit")
+            case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if name in _WALL_CLOCKS:
+                found.add("timeit")
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.arg(arg=name):
+                found.add(name)
+    return found
 
 
 class Wanted(NamedTuple):
