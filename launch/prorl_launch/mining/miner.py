@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
 import ast
 import warnings
-from typing import TYPE_CHECKING, Final
 import tempfile
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
@@ -15,7 +16,6 @@ import trio
 from prorl_launch.mining.candidates import candidates_of, changed_tests, read_releases, refusal, source_folders
 from prorl_launch.mining.changes import imports_patch
 from prorl_launch.mining.environments import environment_variables, make_environment
-from prorl_launch.mining.likeness import find_leak, find_twin
 from prorl_launch.mining.rows import REPO_DIR, MinedTask, choose_tests, load_tasks, overlay_of, save_task
 from prorl_launch.mining.runs import payload_of
 from prorl_launch.mining.sdist import Entry, file_kind, write_tree
@@ -30,6 +30,9 @@ from prorl_trio.types.errors import ConfigError, RolloutError
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from prorl_launch.mining.rows import MinedTask
+    from prorl_launch.mining.sdist import Tree
     from collections.abc import Iterable
     from collections.abc import Callable, Mapping, Sequence
     from prorl_launch.mining.candidates import Candidate
@@ -37,9 +40,9 @@ if TYPE_CHECKING:
     from prorl_launch.mining.index import IndexSettings
     from prorl_launch.mining.rows import ChosenTests, TestOverlay
     from prorl_launch.mining.runs import LocalBench
-    from prorl_launch.mining.sdist import Tree
     from prorl_trio.grading.repository import SuiteRun
     from prorl_trio.grading.verdict import TestResult
+
 
 
 MAX_FAIL_TO_PASS: Final = 200
@@ -53,6 +56,70 @@ _CLOCKS: Final = frozenset(
 ) | {"default_timer", "timeit"}
 _WALL_CLOCKS: Final = frozenset({"time", "time_ns"})
 """Names that alone say little: they count as attributes of the module `time`, and called without arguments."""
+
+MIN_LINE_CHARS: Final = 20
+"""A shorter line of a gold patch tells nothing."""
+MIN_BLOCK_LINES: Final = 3
+
+
+def find_leak(gold: bytes, statement: str, base: Tree) -> str:
+    """Return where the gold patch could be read off, in words; empty if nowhere.
+
+    The statement has none of the lines that it adds, and no other file of the base has `MIN_BLOCK_LINES` of them in a
+    row: a copy of the module in a folder of a build, say.
+    """
+    said = {line.strip() for line in statement.splitlines()}
+    changed = {found.decode() for found in re.findall(rb"(?m)^\+\+\+ b/(.*?)\t?$", gold)}
+    for block in _added(gold.decode()):
+        told = next((line for line in block if len(line) >= MIN_LINE_CHARS and line in said), None)
+        if told is not None:
+            return f"the statement has a line of the gold patch: {told}"
+        longest = max(block, key=len)
+        if len(block) < MIN_BLOCK_LINES or len(longest) < MIN_LINE_CHARS:
+            continue
+        pattern = re.compile(rb"(?m)^[ \t]*" + rb"[ \t]*\r?\n[ \t]*".join(re.escape(line.encode()) for line in block))
+        for path, entry in base.items():
+            if path not in changed and longest.encode() in entry.content and pattern.search(entry.content):
+                return f"{path} has lines of the gold patch"
+    return ""
+
+
+def _added(patch: str) -> Iterator[list[str]]:
+    """Yield each block of lines that a patch adds, without their indentation."""
+    block: list[str] = []
+    for line, following in pairwise([*patch.splitlines(), ""]):
+        if line.startswith("+") and not line.startswith("+++ "):
+            block.append(line[1:].strip())
+        if block and not following.startswith("+"):
+            yield block
+            block = []
+
+
+def find_twin(task: MinedTask, others: Iterable[MinedTask]) -> str:
+    """Return the name of a verified task that asks for the same, by its statement, change or tests; empty if none.
+
+    Two hunks of a release whose tests are the same are halves of one change.
+    """
+    assert task.row is not None
+    mine = task.row.payload
+    for other in others:
+        if other.row is None:
+            continue
+        payload = other.row.payload
+        same_release = payload["source"]["sha256"] == mine["source"]["sha256"]
+        same_tests = set(payload["tests"]["fail_to_pass"]) == set(mine["tests"]["fail_to_pass"])
+        if (
+            payload["problem_statement"] == mine["problem_statement"]
+            or _substance(other.gold) == _substance(task.gold)
+            or (same_release and same_tests)
+        ):
+            return other.instance_id
+    return ""
+
+
+def _substance(patch: str) -> list[str]:
+    """Return the lines that a patch adds and removes, wherever they stand."""
+    return [line for line in patch.splitlines() if line[:1] in ("+", "-") and line[:4] not in ("+++ ", "--- ")]
 
 
 def functions_that_read_clocks(modules: Iterable[bytes]) -> frozenset[str]:
