@@ -14,7 +14,7 @@ import trio
 from click.testing import CliRunner
 
 from prorl_launch.local import fleet as local_fleet
-from prorl_launch.local.claim import claimed, find_claim
+from prorl_launch.local.commands import claimed, find_claim
 from prorl_launch.local.fleet import run_nodes
 from prorl_launch.local.plan import write_head, write_plan
 from prorl_launch.node import NodeLost
