@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from typing import TYPE_CHECKING, Final
 import hashlib
 import os
 import shutil
@@ -10,12 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-
 import msgspec
 import trio
-
 from prorl_launch.progress import SetupError, run_step
-from prorl_launch.sif import squashfs_offset_bytes
 from prorl_launch.venv import exclusive
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.images.layers import find_layer, folder_digest
@@ -38,9 +37,10 @@ from prorl_trio.sandbox.providers.apptainer import find_apptainer
 from prorl_trio.types.errors import ProrlError
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from collections.abc import Callable
-
     from prorl_trio.sandbox.provider import SandboxProvider
+
 
 _STAGING: Final = ".new-"
 _OFFLINE_HINT: Final = (
@@ -55,6 +55,44 @@ _NON_FATAL: Final = 2
 """unsquashfs's exit code when the files are there but not their owners, devices and attributes: a normal user's lot."""
 _START_TIMEOUT_S: Final = 60.0
 _ACTION_TIMEOUT_S: Final = 20.0
+
+_SQUASHFS_MAGIC: Final = b"hsqs"
+_SIF_MAGIC: Final = b"SIF_MAGIC\0"
+_MAGIC_OFFSET: Final = 32
+_HEADER: Final = struct.Struct("<88x q q 24x")
+"""Descriptors in all, and where they begin."""
+_DESCRIPTOR: Final = struct.Struct("<i ? 12x q 176x i i 376x")
+"""Kind, in use, where the object begins, and of a partition its file system and its use."""
+
+_PARTITION: Final = 0x4004
+_SQUASHFS: Final = 1
+_PRIMARY_SYSTEM: Final = 2
+_MAX_DESCRIPTORS: Final = 1024
+
+
+def squashfs_offset_bytes(path: Path) -> int:
+    """Return where the squashfs of the image at `path` begins: a .sif file, or a plain squashfs. Blocks.
+
+    Raises:
+        ValueError: it is neither, or its root file system is no squashfs (an encrypted one is not).
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        header = file.read(_HEADER.size)
+        if header.startswith(_SQUASHFS_MAGIC):
+            return 0
+        if len(header) < _HEADER.size or header[_MAGIC_OFFSET : _MAGIC_OFFSET + len(_SIF_MAGIC)] != _SIF_MAGIC:
+            raise ValueError(f"{path} is not a .sif file")
+        count, begin = _HEADER.unpack(header)
+        file.seek(begin)
+        for _ in range(min(count, _MAX_DESCRIPTORS)):
+            entry = file.read(_DESCRIPTOR.size)
+            if len(entry) < _DESCRIPTOR.size:
+                break
+            kind, used, offset, file_system, use = _DESCRIPTOR.unpack(entry)
+            if used and (kind, file_system, use) == (_PARTITION, _SQUASHFS, _PRIMARY_SYSTEM):
+                return int(offset)
+    raise ValueError(f"{path} has no root file system that is a squashfs")
 
 
 def pull_sif(reference: str, *, again: bool = False, plain_http: bool = False) -> StoredImage:
