@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 import os
 import secrets
 import shutil
@@ -12,15 +13,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
 import click
 import msgspec
 import trio
-
 from prorl_ipc.clock import RunningClock
 from prorl_launch.slurm import queue
 from prorl_launch.slurm.engine_port import DEFAULT_PORT, PORT_VARIABLE, EnginePort, find_ports, take_port, tell_port
-from prorl_launch.slurm.engine_share import engines_of_node
 from prorl_launch.slurm.fleet_folder import open_fleet_folder, read_job, remove_ended, sole_up, write_job
 from prorl_launch.slurm.leash import run_leashed
 from prorl_launch.slurm.local_folder import find_local_folder
@@ -42,7 +40,9 @@ from prorl_trio.rendezvous.report import look_at_fleet
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from collections.abc import Callable
+
 
 _POLL_S = 1.0
 _SCRIPT = "job.sh"
@@ -72,6 +72,26 @@ _LOCAL = click.option("--local-dir", default="", help="Folder on each machine's 
 _PULSE = click.option(
     "--pulse-timeout-s", type=click.FloatRange(min=1), help="End the command without a pulse so long."
 )
+
+
+def engines_of_node(engines: Sequence[str], machines: Sequence[str], machine: str) -> list[str]:
+    """Return the machines whose engines the node on `machine` uses.
+
+    First each node takes the engine of its own machine. The others go, one after the other, to the node that has
+    fewest, the first of several. A node for which none is left shares one: it takes that of its number, counted round.
+
+    Args:
+        engines: the machines with an engine, the same list for every node.
+        machines: those with a node, the same list for every node.
+        machine: one of `machines`.
+    """
+    shares = {node: [engine for engine in engines if engine == node] for node in machines}
+    for engine in engines:
+        if engine not in shares:
+            min(shares.values(), key=len).append(engine)
+    if engines and not shares[machine]:
+        return [engines[machines.index(machine) % len(engines)]]
+    return shares[machine]
 
 
 class _Group(click.Group):
