@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from prorl_ipc.arena import open_arena
-from prorl_ipc.arena_blocks import Blocks
+from prorl_ipc.arena import Blocks
 from prorl_ipc.errors import ArenaFull, StaleReference
 
 BLOCK_TOKENS = 8
