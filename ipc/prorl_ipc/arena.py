@@ -5,24 +5,25 @@ For one thread: the node's loop. Nothing here waits but `wait_room`.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from typing import TYPE_CHECKING
 import mmap
 import os
 import secrets
+from bisect import bisect_left, bisect_right
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
 import msgspec
 import numpy as np
 import trio
+
 from prorl_ipc.arena_memory import ArenaMemory, TokenArrays, create_memory
 from prorl_ipc.arena_wire import ArenaRef
 from prorl_ipc.errors import ArenaFull, StaleReference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from collections.abc import Iterator, Sequence
+
     import numpy.typing as npt
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import struct
-from typing import TYPE_CHECKING, Final
 import hashlib
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
 import msgspec
 import trio
+
 from prorl_launch.progress import SetupError, run_step
 from prorl_launch.venv import exclusive
 from prorl_trio.sandbox.cache import cache_dir
@@ -37,8 +38,8 @@ from prorl_trio.sandbox.providers.apptainer import find_apptainer
 from prorl_trio.types.errors import ProrlError
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Callable
+
     from prorl_trio.sandbox.provider import SandboxProvider
 
 

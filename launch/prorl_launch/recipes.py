@@ -10,18 +10,17 @@ from __future__ import annotations
 import posixpath
 import re
 import shlex
-from typing import TYPE_CHECKING, Final
-from prorl_launch.progress import SetupError
-from prorl_trio.sandbox.images import dockerfile
-from prorl_trio.sandbox.images.dockerfile import Instruction, json_words
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from prorl_launch.progress import SetupError
+from prorl_trio.sandbox.images import dockerfile
+from prorl_trio.sandbox.images.dockerfile import Instruction, json_words
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 _SECTION: Final = re.compile(r"%(\w+)\s*(.*)")
@@ -32,8 +31,8 @@ _CONVERTED: Final = ("post", "environment", "labels", "files", "runscript", "sta
 
 # Dockerfiles as far as a sandbox's image can be made of them: read into plain instructions, the rest refused by line.
 #
-# What is here is what `recipes` hands to spython. That reads line by line and takes what it does not know for shell code,
-# or leaves it out without a word; so it gets nothing but what it is known to convert faithfully.
+# What is here is what `recipes` hands to spython. That reads line by line and takes what it does not know for shell
+# code, or leaves it out without a word; so it gets nothing but what it is known to convert faithfully.
 
 _REFUSED: Final = {
     "ARG": "a definition file has no arguments: write their values where they are used",

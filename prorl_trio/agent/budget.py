@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Self
+
 import trio
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from prorl_trio.agent.context import RolloutContext
 
+    from prorl_trio.agent.context import RolloutContext
 
 
 class AgentClock:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
-import msgspec
 import math
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import msgspec
 import trio
+
 from prorl_trio.agent.activity import Activity
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.token_memory import RolloutTokens, TokenMemory
@@ -20,11 +21,9 @@ from prorl_trio.types.errors import BudgetExceeded, SandboxUnavailable, TooManyD
 from prorl_trio.types.models import Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from prorl_trio.chat.conversation import Conversation
-    from prorl_trio.types.models import Segment, Turn
     from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractContextManager
+
     from prorl_trio.agent.activity import Charge
     from prorl_trio.agent.scoring import ScorerPool
     from prorl_trio.chat.format import ChatFormat
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.search.service import Search
     from prorl_trio.types.models import JobSpec, Segment, StopReason, Turn
-
 
 
 MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024

@@ -6,24 +6,25 @@ previous prompt, plus the sampled ids bit for bit, plus the template's own text 
 
 from __future__ import annotations
 
-from array import array
-from typing import TYPE_CHECKING, Final, Protocol
-import numpy as np
-from prorl_trio.types.errors import BackendError
 import json
+from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
 import msgspec
+import numpy as np
+
 from prorl_trio.chat.template import assistant_message, call_id, parameter_schemas, spoken_message
 from prorl_trio.chat.token_memory import RolloutTokens
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded, HandlerError, TokenDrift
 from prorl_trio.types.models import ChatMessage, PolicySpan, Segment, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
     import numpy.typing as npt
+
     from prorl_trio.chat.families.syntax import SpokenTurn
     from prorl_trio.chat.format import ChatFormat, OnBreak
     from prorl_trio.chat.messages import Message, ToolSchema

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
+
 import msgspec
-from prorl_trio.chat.codec import MARK
+
+from prorl_trio.chat.codec import MARK, TokenCodec
+from prorl_trio.chat.families.family import Family, choose_family
+from prorl_trio.chat.families.syntax import HERMES
 from prorl_trio.chat.history import RECALLS, STAND_IN, Recall, remembered
+from prorl_trio.chat.model_folder import read_model_folder
 from prorl_trio.chat.template import (
     REASONING_FORMS,
     SENTINEL,
@@ -21,27 +27,19 @@ from prorl_trio.chat.template import (
     ReasoningForm,
     assistant_message,
     call_id,
+    parameter_schemas,
     spoken_message,
 )
-from prorl_trio.types.errors import ConfigError, HandlerError
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
-from prorl_trio.chat.codec import TokenCodec
-from prorl_trio.chat.families.family import Family, choose_family
-from prorl_trio.chat.families.syntax import HERMES
-from prorl_trio.chat.model_folder import read_model_folder
-from prorl_trio.chat.template import Capabilities, ChatTemplate, call_id, parameter_schemas
 from prorl_trio.chat.tool_calls import SpokenTurn, parse_turn
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.errors import ConfigError, HandlerError
 from prorl_trio.types.model_facts import ModelFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from prorl_trio.chat.messages import Message, ToolSchema
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
     from prorl_trio.chat.families.syntax import CallSyntax
-    from prorl_trio.chat.history import Recall
+    from prorl_trio.chat.messages import Message, ToolSchema
     from prorl_trio.types.models import ToolCall
 
 

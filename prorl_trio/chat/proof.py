@@ -8,15 +8,15 @@ must be the oracle's, and the control tokens those of a dialogue of the same sha
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import hashlib
 import logging
+import re
 import time
 import unicodedata
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+
 from prorl_trio.chat.conversation import Conversation, ParsedTurn
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.chat.history import RECALLS, Recall
@@ -26,9 +26,8 @@ from prorl_trio.types.errors import ConfigError, HandlerError, TokenDrift
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-    from random import Random
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
+
     from prorl_trio.chat.messages import Message, ToolSchema
     from prorl_trio.config import ModelConfig
 

@@ -8,25 +8,28 @@ and the next, whatever the template looks like. What a template can do is found 
 from __future__ import annotations
 
 import json
+from copy import copy
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, Literal
+
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from copy import copy
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, Literal
-import msgspec
+
 from prorl_trio.chat.codec import MARK
 from prorl_trio.chat.history import Recall, remembered
 from prorl_trio.types.errors import ConfigError, HandlerError
 
 if TYPE_CHECKING:
-    from jinja2.parser import Parser
     import re
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+    from jinja2.parser import Parser
+
     from prorl_trio.chat.messages import Message, ToolSchema
 
 

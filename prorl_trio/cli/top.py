@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal
+
+import click
 import msgspec
+import trio
 from rich.console import Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from prorl_trio.client.terminal import one_line
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-import click
-import trio
-from rich.live import Live
+
 from prorl_ipc.portable_text import printable_json
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.client.progress import console
+from prorl_trio.client.terminal import one_line
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from collections.abc import Awaitable, Callable, Mapping
-    from rich.console import Console
+    from collections.abc import Awaitable, Callable
+
+    from rich.console import Console, RenderableType
+
     from prorl_trio.cli.connection import Node
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prorl_trio.client.blocking import BlockingClient
-from prorl_trio.client.client import RolloutClient
+from prorl_trio.client.client import EventStream, ObservedStream, RolloutClient
 from prorl_trio.client.connection import connect
 from prorl_trio.client.errors import (
     ConnectionLost,
@@ -14,7 +14,6 @@ from prorl_trio.client.errors import (
 from prorl_trio.client.observed import Observed
 from prorl_trio.client.policy_update import PolicyUpdate, open_policy_update
 from prorl_trio.client.results import ResultStream
-from prorl_trio.client.client import EventStream, ObservedStream
 from prorl_trio.client.weights.errors import WeightsRefused
 
 __all__ = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
-import trio
 import os
 import threading
 import time
@@ -12,7 +10,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
+
+import trio
 from outcome import Error, capture
+
 from prorl_ipc.clock import RunningClock
 from prorl_ipc.nursery import only_cancelled, single_exception
 from prorl_trio.client.backend_calls import BlockingBackendCalls
@@ -23,9 +24,10 @@ from prorl_trio.client.policy_update import PolicyUpdate
 from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
     from collections.abc import Awaitable, Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
     from types import TracebackType
+
     from prorl_trio.client.weights.check import WeightCheck
     from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import AnswerT, BackendRequest, PauseMode

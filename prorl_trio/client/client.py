@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-import msgspec
-import trio
-from prorl_ipc.session import ObservedEvent
-from prorl_trio.client.observed import Observed
-from prorl_trio.types.errors import ProtocolError
-from prorl_trio.types.models import Outcome
 import uuid
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import trio
+
 from prorl_ipc.nursery import single_exception
 from prorl_ipc.session import (
     MAX_MESSAGE_BYTES,
@@ -25,6 +22,7 @@ from prorl_ipc.session import (
     CheckedJobs,
     CheckJobs,
     MatchingJobs,
+    ObservedEvent,
     Rejected,
     RoomReport,
     RoomRequest,
@@ -40,6 +38,7 @@ from prorl_ipc.tls import client_context
 from prorl_ipc.websocket import LinkLimits
 from prorl_trio.client.address import Address, EndpointFile, HeadFile
 from prorl_trio.client.backend_calls import BackendCalls
+from prorl_trio.client.observed import Observed
 from prorl_trio.client.policy_update import open_policy_update
 from prorl_trio.client.requests import Call, FrameT, RequestFrame, SubmitCall
 from prorl_trio.client.results import ResultCalls
@@ -47,16 +46,17 @@ from prorl_trio.client.state import ClientState
 from prorl_trio.client.transport import Patience, Transport
 from prorl_trio.client.weights.store import WeightStores
 from prorl_trio.config.secrets import check_token
-from prorl_trio.types.errors import AdmissionRejected, ConfigError, Unauthorized
+from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError, Unauthorized
 from prorl_trio.types.field_errors import unsendable
+from prorl_trio.types.models import Outcome
 
 if TYPE_CHECKING:
-    from prorl_ipc.session import JobEvent
-    from prorl_trio.client.state import ClientState
     import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from os import PathLike
+
+    from prorl_ipc.session import JobEvent
     from prorl_trio.client.policy_update import PolicyUpdate
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import JobSpec

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
 import struct
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Self
+
 import msgspec
 import numpy as np
+
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from itertools import islice, takewhile
-from typing import TYPE_CHECKING
-from typing import TYPE_CHECKING, Final
-from prorl_ipc.errors import StaleReference
 import logging
+from collections import deque
 from contextlib import contextmanager
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Final, NoReturn
+
 import msgspec
 import trio
+
+from prorl_ipc.errors import StaleReference
 from prorl_ipc.session import (
     Accepted,
     Ack,
@@ -41,13 +41,12 @@ from prorl_trio.client.requests import Requests
 from prorl_trio.types.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
-    from prorl_ipc.session import OutcomeFrame, OutcomeRefFrame
+    from collections.abc import Iterator
+
     from prorl_ipc.arena_memory import TokenArrays
     from prorl_ipc.arena_socket import MappedArena
     from prorl_ipc.arena_wire import ArenaRef
-    from collections.abc import Iterator
     from prorl_ipc.websocket import WebSocketLink
-
 
 
 logger = logging.getLogger(__name__)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from prorl_trio.config.node import AgentConfig, ModelConfig
-from prorl_trio.config.node import BackendConfig, HealthConfig, LoadConfig
 from prorl_trio.config.fleet import FleetConfig
 from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
-from prorl_trio.config.node import NodeConfig, OnHangup, load_config
-from prorl_trio.config.node import ImagesConfig, SandboxConfig, ScoringConfig
-from prorl_trio.config.node import SearchConfig
+from prorl_trio.config.node import (
+    AgentConfig,
+    BackendConfig,
+    HealthConfig,
+    ImagesConfig,
+    LoadConfig,
+    ModelConfig,
+    NodeConfig,
+    OnHangup,
+    SandboxConfig,
+    ScoringConfig,
+    SearchConfig,
+    load_config,
+)
 from prorl_trio.config.stages import AdmissionConfig, BudgetConfig, StagesConfig
 from prorl_trio.config.storage import ArenaConfig, LedgerConfig
 

@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
-import msgspec
-from prorl_trio.config.quantities import Amount, Connections, Count, Seconds, SecondsOrZero, Tokens, Weight
-from prorl_trio.config.table import Table
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
 from prorl_ipc.limits import SandboxLimits
+from prorl_trio.config.fleet import FleetConfig
+from prorl_trio.config.listen import MOVED, ListenConfig, RestConfig
+from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.quantities import (
     MAX_BYTES,
     MAX_OPEN_FILES,
     YEAR_S,
+    Amount,
     BytesOrZero,
+    Connections,
     Count,
+    MessageBytes,
     Processes,
     ProcessesOrZero,
     Seconds,
     SecondsOrZero,
+    Tokens,
+    Weight,
 )
-import os
-from typing import TYPE_CHECKING, Final, Literal
-from prorl_trio.config.quantities import Count, MessageBytes, Processes, Seconds
-from prorl_trio.file_systems import read_regular
-from prorl_trio.types.errors import ConfigError
-from typing import TYPE_CHECKING, Annotated, Literal
-from prorl_trio.config.quantities import Amount, Count, Seconds, Tokens
-from typing import TYPE_CHECKING, Annotated, Final, Literal
-from prorl_trio.config.fleet import FleetConfig
-from prorl_trio.config.listen import MOVED, ListenConfig, RestConfig
-from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
-from prorl_trio.config.quantities import Count, SecondsOrZero
 from prorl_trio.config.stages import AdmissionConfig, BudgetConfig, StagesConfig
 from prorl_trio.config.storage import ArenaConfig, LedgerConfig
+from prorl_trio.config.table import Table
 from prorl_trio.config.toml_file import read_toml
+from prorl_trio.file_systems import read_regular
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
     from prorl_trio.types.models import JobSpec
-    from pathlib import Path
-
-
-
 
 
 NODE_ID: Final = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?\Z"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-import trio
-from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.types.errors import ServiceError
 import socket
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 from urllib.parse import urlsplit
+
+import trio
+
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.types.backends import (
     AddBackend,
@@ -25,10 +25,9 @@ from prorl_trio.types.backends import (
 from prorl_trio.types.errors import BackendError, ProrlError, ServiceError, UnknownBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
     from prorl_trio.fleet.members import Member
-    from prorl_trio.types.backends import BackendList
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
     from prorl_trio.types.backends import AnswerT, BackendRequest
 
 

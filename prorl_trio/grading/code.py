@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
-import trio
-from prorl_trio.grading.drivers.values import decode_line, encode_line
-from prorl_trio.grading.verifier import backstop_s
-from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
 import secrets
 from collections import OrderedDict
-from contextlib import suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
 import msgspec
+import trio
+
 from prorl_trio.grading.code_tests import AssertTests, FunctionTests, OutputTests, UnitTests, carried_back
 from prorl_trio.grading.compare import same_output, same_value
 from prorl_trio.grading.drivers.values import decode, decode_line, encode, encode_line
 from prorl_trio.grading.verdict import TestResult, Verdict
 from prorl_trio.grading.verifier import KILLED, MAX_OUTPUT_BYTES, backstop_s, driver_argv, open_verifier
 from prorl_trio.threads import run_sync
+from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from contextlib import AbstractAsyncContextManager
+
     from prorl_ipc.sandbox_calls import ExecResult
-    from prorl_trio.grading.verdict import TestStatus
-    from prorl_trio.sandbox.program import Program
-    from collections.abc import Awaitable, Callable
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.grading.code_tests import CodeTests
     from prorl_trio.grading.compare import Tolerance
+    from prorl_trio.grading.verdict import TestStatus
     from prorl_trio.grading.verifier import Verifier
+    from prorl_trio.sandbox.program import Program
     from prorl_trio.sandbox.provider import SandboxSpec
 
 

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import logging
 import signal
-from typing import TYPE_CHECKING, Any, Final
-import msgspec
-import trio
-from prorl_trio.config import NodeConfig
-from prorl_trio.config.live import is_live
-from prorl_trio.config.secrets import load_token
-from prorl_trio.node.descriptors import check_descriptors
-from prorl_trio.threads import run_sync
-from prorl_trio.types.errors import ConfigError
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import trio
+
 from prorl_ipc.clock import use_running_clock
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.chat.token_memory import TokenMemory
+from prorl_trio.config import NodeConfig
+from prorl_trio.config.live import is_live
+from prorl_trio.config.secrets import load_token
 from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.core import open_node
 from prorl_trio.node.descriptors import check_descriptors, raise_descriptor_limit
@@ -38,19 +36,20 @@ from prorl_trio.node.parts import open_node_arena
 from prorl_trio.node.sessions import open_sessions
 from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.supervision import service_task
+from prorl_trio.threads import run_sync
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from prorl_trio.service.auth import Door
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractAsyncContextManager
-    from prorl_trio.config import NodeConfig
+
     from prorl_trio.node.drain import EndSignals
     from prorl_trio.node.edges import Edges
     from prorl_trio.node.membership import Endpoints
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.node.node import Node
     from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.service.auth import Door
     from prorl_trio.sessions.session_table import SessionTable
 
 

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.registry import Collector
-from prorl_trio.observe.stall import BOUNDS_S
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector, Summary
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from prorl_trio.observe.stall import BOUNDS_S
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
+    from prometheus_client.metrics import MetricWrapperBase
+
     from prorl_trio.observe.stall import LoopStalls
     from prorl_trio.pipeline.fates import Fates
-    from prometheus_client.metrics import MetricWrapperBase
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.sandbox.host import Start
     from prorl_trio.types.models import Outcome, Status, Timing, ToolOutcome, Turn

@@ -7,13 +7,14 @@ Whatever ends a job in a stage comes to `_run_stage`; `outcomes` makes the job's
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
-import trio
 from collections import Counter
-from typing import TYPE_CHECKING
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TYPE_CHECKING, Final
+
 import msgspec
+import trio
+
 from prorl_ipc.nursery import only_cancelled, open_single_nursery
 from prorl_trio.pipeline.admission import Admission
 from prorl_trio.pipeline.durations import Durations
@@ -27,11 +28,11 @@ from prorl_trio.types.errors import Draining
 from prorl_trio.types.job_states import LINES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from prorl_trio.pipeline.job import Job
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
     from prorl_trio.agent.context import Resources
     from prorl_trio.chat.token_memory import RolloutTokens
+    from prorl_trio.pipeline.job import Job
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.types.errors import ErrorCode
@@ -45,8 +46,8 @@ SHUTDOWN_REASON: Final = "the node is shutting down"
 
 # Naming jobs that are stuck, loudly.
 #
-# trio ends a task only where it waits: code that blocks, or shields itself for ever, cannot be ended from outside, so it
-# is named, with its job, as what holds a worker up.
+# trio ends a task only where it waits: code that blocks, or shields itself for ever, cannot be ended from outside, so
+# it is named, with its job, as what holds a worker up.
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ A few are started in advance, as `warm_pool` says, so that who opens one rarely 
 from __future__ import annotations
 
 import logging
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
-import trio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
 import msgspec
+import trio
+
 from prorl_ipc.nursery import leaves, single_exception
 from prorl_trio.sandbox.images.locate import HOST, locate_root
 from prorl_trio.sandbox.images.puller import ImagePuller
@@ -26,6 +26,7 @@ from prorl_trio.types.errors import InternalError, SandboxLost, SandboxUnavailab
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
     from prorl_ipc.sandbox_calls import SandboxCall
     from prorl_trio.sandbox.images.puller import PullLimits
     from prorl_trio.sandbox.program import OnOutput

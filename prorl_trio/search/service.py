@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final
-import msgspec
-from prorl_trio.search.backend import Document
-from prorl_trio.search.endpoint import EndpointBackend
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import msgspec
 import trio
+
 from prorl_trio.http.retries import RetryPolicy
-from prorl_trio.search.backend import SearchFailed
+from prorl_trio.search.backend import Document, SearchFailed
+from prorl_trio.search.endpoint import EndpointBackend
 from prorl_trio.types.errors import SearchUnavailable
 
 if TYPE_CHECKING:
-    from prorl_trio.config import SearchConfig
     from collections.abc import AsyncIterator
-    from prorl_trio.search.backend import Document, SearchBackend
+
+    from prorl_trio.config import SearchConfig
+    from prorl_trio.search.backend import SearchBackend
 
 
 URL: Final = "https://api.tavily.com/search"

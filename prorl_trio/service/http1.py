@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import unquote
-import h11
-from prorl_trio.service.guard import Refusal
 import logging
+import re
 import time
 from contextlib import suppress
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from urllib.parse import unquote
+
+import h11
 import trio
+
 from prorl_ipc.nursery import leaves
+from prorl_trio.service.guard import Refusal
 
 if TYPE_CHECKING:
-    from prorl_trio.service.guard import Headers
     from collections.abc import Iterator
+
     from prorl_trio.config import ListenConfig
     from prorl_trio.service.guard import Guard, Headers
     from prorl_trio.service.requests import ErrorDetail

@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
-from prorl_trio.types.errors import InternalError
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING, Final
+
 import trio
-from prorl_ipc.channel import serve_connections
+
+from prorl_ipc.channel import listen_unix, serve_connections
 from prorl_ipc.errors import ProtocolViolation
-from prorl_ipc.nursery import single_exception
+from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled, open_single_nursery, single_exception
 from prorl_ipc.tls import open_tls
 from prorl_ipc.websocket import LinkClosed
+from prorl_trio.config import RestConfig
 from prorl_trio.service.guard import Guard
 from prorl_trio.service.http1 import HttpConnection
-from prorl_trio.service.strangers import Visitors, peer_of
-from prorl_trio.supervision import service_task
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final
-from prorl_ipc.channel import listen_unix
-from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.config import RestConfig
 from prorl_trio.service.rest.app import RestApp
 from prorl_trio.service.rest.call import Api
 from prorl_trio.service.rest.events import EventFeed
+from prorl_trio.service.strangers import Visitors, peer_of
 from prorl_trio.service.tcp import is_loopback, open_listeners
 from prorl_trio.service.websocket.server import Trainers
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.supervision import service_task
+from prorl_trio.types.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     import ssl
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
     from prorl_trio.config import ListenConfig
     from prorl_trio.service.auth import Door
     from prorl_trio.service.http1 import App
-    from prorl_trio.service.strangers import Visitor
-    from prorl_trio.service.websocket.server import Trainers
-    from collections.abc import Callable, Iterator, Sequence
     from prorl_trio.service.rest.call import Endpoint
+    from prorl_trio.service.strangers import Visitor
     from prorl_trio.service.websocket.local_sockets import LocalSockets
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.session_table import SessionTable

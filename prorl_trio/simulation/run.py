@@ -11,50 +11,46 @@ The same config gives the same report.
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Final
-import trio
-from prorl_trio.agent.turns import lease_backend
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.inference.engines.protocol import CompletionRequest
-from prorl_trio.inference.pool.partial import PartialCompletion
-from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
-from prorl_trio.testing.fake_sandbox import FakeSandbox
-from prorl_trio.types.errors import EvaluationError, SandboxLost, SandboxUnavailable
-from prorl_trio.types.models import Turn
-from typing import TYPE_CHECKING, Final
-import msgspec
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+
+import msgspec
 import numpy as np
+import trio
 import trio.testing
+
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.agent.context import Resources
 from prorl_trio.agent.scoring import open_scorer_pool
+from prorl_trio.agent.turns import lease_backend
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.inference.engines.protocol import made_by
+from prorl_trio.handlers.base import AgentHandler, Evaluation
+from prorl_trio.inference.engines.protocol import CompletionRequest, made_by
+from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.node.parts import open_backends, open_node_sandboxes
 from prorl_trio.pipeline.pipeline import Job, Pipeline, open_pipeline
+from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.simulation.engine import SimulatedEngine
+from prorl_trio.testing.fake_sandbox import FakeSandbox
 from prorl_trio.testing.tiny_model import make_tiny_model
-from prorl_trio.types.models import JobSpec, TaskInstance
+from prorl_trio.types.errors import EvaluationError, SandboxLost, SandboxUnavailable
+from prorl_trio.types.models import JobSpec, TaskInstance, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.simulation.config import SimulationConfig
-    from collections.abc import Callable, Sequence
-    from collections.abc import AsyncIterator, Awaitable, Callable
     from prorl_trio.types.models import Outcome, Status
-
 
 
 T = TypeVar("T")

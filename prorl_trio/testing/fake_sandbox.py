@@ -6,9 +6,19 @@ few expressions, and fails on request. Uploads and downloads read and write this
 
 from __future__ import annotations
 
+import ast
 import errno
+import math
+import operator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import count
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, TypeVar
+
+import msgspec
+import trio
+
+from prorl_ipc.errors import CallFailed
 from prorl_ipc.file_calls import (
     DownloadBegin,
     DownloadParts,
@@ -30,26 +40,14 @@ from prorl_ipc.file_calls import (
     UploadParts,
     UploadTaken,
 )
-from prorl_trio.testing.fake_shell import HOME
-import ast
-import operator
-from typing import TYPE_CHECKING, Final
-from prorl_ipc.sandbox_calls import CellError, CellResult
-from prorl_trio.testing.fake_shell import cap_bytes
-import math
-from contextlib import asynccontextmanager, contextmanager
-from itertools import count
-from typing import TYPE_CHECKING, ClassVar, TypeVar
-import msgspec
-import trio
-from prorl_ipc.errors import CallFailed
-from prorl_ipc.file_calls import DownloadBegin, EditFile, FileRead, FileWrite, UploadBegin
 from prorl_ipc.sandbox_calls import (
     BashInput,
     BashRestart,
     BashRestarted,
     BashResult,
     BashRun,
+    CellError,
+    CellResult,
     Exec,
     ExecInput,
     ExecInputTaken,
@@ -63,17 +61,15 @@ from prorl_ipc.sandbox_calls import (
 from prorl_trio.sandbox.images.locate import check_host_layers, locate_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.sandbox.sandbox import Sandbox, ShellBusy, ShellIdle
-from prorl_trio.testing.fake_shell import FakeShell, cap_bytes
+from prorl_trio.testing.fake_shell import HOME, FakeShell, cap_bytes
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+
     from prorl_ipc.file_calls import TreePart
     from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
-    from collections.abc import Callable
-    from prorl_ipc.sandbox_calls import IpythonRun
-    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
     from prorl_trio.sandbox.program import OnOutput
-
 
 
 T = TypeVar("T", bound=msgspec.Struct)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from pathlib import Path
-from typing import Final
 import secrets
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
 import trio
+
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterator
+
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.sandbox.sandbox import Sandbox
 

@@ -8,29 +8,36 @@ deadline. They use what a sandbox itself offers, so they hold for whatever is in
 
 from __future__ import annotations
 
+import secrets
+import socket
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
 import trio
+
+import prorl_trio.types
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.transfer import TransferOptions
-from prorl_trio.testing.sandbox_check import CHECK_TIMEOUT_S, Contract, checked_sandbox, open_and_close, raises
-from prorl_trio.types.errors import SandboxUnavailable
-import secrets
-import socket
-import prorl_trio.types
-from prorl_trio.testing.sandbox_check import ACTION_TIMEOUT_S, Contract, bash, checked_sandbox, planted_secret
-from prorl_trio.testing.sandbox_check import Contract
+from prorl_trio.testing.sandbox_check import (
+    ACTION_TIMEOUT_S,
+    CHECK_TIMEOUT_S,
+    Contract,
+    bash,
+    checked_sandbox,
+    open_and_close,
+    planted_secret,
+    raises,
+)
 from prorl_trio.testing.sandbox_core_checks import CORE_CHECKS
 from prorl_trio.testing.sandbox_process_checks import PROCESS_CHECKS
+from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
-    from collections.abc import Awaitable, Callable
 
-__all__ = ['CORE_CHECKS', 'Contract', 'ISOLATION_CHECKS', 'LAYER_CHECKS', 'NO_LAYER_CHECKS', 'PROCESS_CHECKS']
-
+__all__ = ["CORE_CHECKS", "ISOLATION_CHECKS", "LAYER_CHECKS", "NO_LAYER_CHECKS", "PROCESS_CHECKS", "Contract"]
 
 
 @contextmanager
@@ -146,7 +153,6 @@ LAYER_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
 
 NO_LAYER_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (check_layers_are_refused,)
 """For the others."""
-
 
 
 async def check_own_processes_only(contract: Contract) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import random
-import secrets
-from contextlib import suppress
-from typing import TYPE_CHECKING, Final
-import trio
-from prorl_ipc.file_calls import EditFile
-from prorl_trio.testing.sandbox_check import ACTION_TIMEOUT_S, Contract, checked_sandbox, raises
 import math
 import os
+import random
+import secrets
 import signal
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from prorl_ipc.file_calls import EditFile
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants, is_alive, kill
 from prorl_trio.testing.sandbox_check import (
@@ -33,10 +33,10 @@ from prorl_trio.testing.sandbox_check import (
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from prorl_trio.sandbox.sandbox import Sandbox
     from collections.abc import AsyncIterator, Awaitable, Callable
+
     from prorl_trio.sandbox.reaper import ProcessId
+    from prorl_trio.sandbox.sandbox import Sandbox
 
 
 LOSS_TOLD_WITHIN_S: Final = 2.0

@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, TypeVar
-import trio
-from prorl_daemon.files import file_error
-from prorl_daemon.threads import run_blocking
-from prorl_ipc.file_calls import (
-    DownloadBegin,
-    DownloadParts,
-    TransferAbort,
-    TransferAborted,
-    TransferBegun,
-    TreeParts,
-    UploadBegin,
-    UploadEnd,
-    UploadEnded,
-    UploadParts,
-    UploadTaken,
-)
-from prorl_ipc.server import CallError
-from prorl_ipc.tree import TreeLimits, TreeRefused
-from prorl_ipc.tree_reader import TreeReader
-from prorl_ipc.tree_writer import TreeWriter
 import signal
 import socket
 import sys
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
 import msgspec
+import trio
+
 from prorl_daemon.bash import BashSession
 from prorl_daemon.children import ChildReaper
 from prorl_daemon.editor import Editor
 from prorl_daemon.exec import run_exec
 from prorl_daemon.exec_input import ExecInputs
-from prorl_daemon.files import read_file, write_file
+from prorl_daemon.files import file_error, read_file, write_file
 from prorl_daemon.guard import become_subreaper
 from prorl_daemon.kernels import KernelSessions
 from prorl_daemon.processes import kill_until_gone, read_process_table
 from prorl_daemon.settings import runtime_environment, tool_environment
+from prorl_daemon.threads import run_blocking
 from prorl_daemon.watchdog import Watchdog
 from prorl_ipc.channel import listen_unix
 from prorl_ipc.errors import IpcError
@@ -51,9 +34,14 @@ from prorl_ipc.file_calls import (
     FileRead,
     FileWrite,
     TransferAbort,
+    TransferAborted,
+    TransferBegun,
+    TreeParts,
     UploadBegin,
     UploadEnd,
+    UploadEnded,
     UploadParts,
+    UploadTaken,
 )
 from prorl_ipc.sandbox_calls import (
     BashInput,
@@ -70,10 +58,14 @@ from prorl_ipc.sandbox_calls import (
     SandboxCall,
     SandboxReply,
 )
-from prorl_ipc.server import CallContext, serve_rpc
+from prorl_ipc.server import CallContext, CallError, serve_rpc
+from prorl_ipc.tree import TreeLimits, TreeRefused
+from prorl_ipc.tree_reader import TreeReader
+from prorl_ipc.tree_writer import TreeWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     from prorl_daemon.children import Child
     from prorl_daemon.kernel_ends import KernelEnds
     from prorl_daemon.prestarted import Prestarted

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-import msgspec
 import os
 import stat
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import msgspec
 import trio
+
 from prorl_daemon.files import PIECE_BYTES, replace_file
 from prorl_daemon.paths import open_path
 from prorl_daemon.threads import run_blocking

@@ -6,20 +6,19 @@ Without a control group of the sandbox nothing else bounds them.
 
 from __future__ import annotations
 
-import socket
-import struct
-from contextlib import suppress
-from typing import TYPE_CHECKING
 import functools
 import os
 import re
+import socket
 import stat
+import struct
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
+
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from collections.abc import Iterable, Iterator
 
 

@@ -5,24 +5,26 @@ Imported in the IPython child only.
 
 from __future__ import annotations
 
-import re
-from IPython.core.inputtransformer2 import TransformerManager
 import builtins
 import errno
 import getpass
 import linecache
+import re
 import resource
 import sys
 import warnings
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.history import HistoryManager
+from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.text import DollarFormatter
 from traitlets import Type
 from traitlets.config import Config
+
 from prorl_daemon.child_wire import CellDone
 from prorl_daemon.displays import CARRIED_TYPES, NAMED_TYPES, Displays
 from prorl_daemon.output import cap_text

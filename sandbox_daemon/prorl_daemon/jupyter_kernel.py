@@ -5,37 +5,37 @@ Imported when a Jupyter kernel is first asked for: it needs jupyter_client.
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any
-from prorl_daemon.child_wire import CellDone
-from prorl_daemon.displays import Displays
-from prorl_daemon.output import cap_text
-from prorl_ipc.sandbox_calls import CellError
-import trio
-import zmq
-from jupyter_client.session import Session
 import os
+import re
 import shutil
 import signal
 import subprocess
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+import zmq
+from jupyter_client.session import Session
+
 from prorl_daemon.cell_output import OutputPipe
+from prorl_daemon.child_wire import CellDone
 from prorl_daemon.children import open_pipe
+from prorl_daemon.displays import Displays
 from prorl_daemon.keeper import StartFailed
 from prorl_daemon.kernelspec import plan_kernel
+from prorl_daemon.output import cap_text
 from prorl_daemon.processes import kill_until_gone
 from prorl_daemon.threads import run_blocking
+from prorl_ipc.sandbox_calls import CellError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator, Mapping
+
     from prorl_daemon.cell_output import CellOutput
-    from collections.abc import AsyncIterator
-    from prorl_daemon.child_wire import CellDone
     from prorl_daemon.children import Child, ChildReaper
     from prorl_daemon.kernelspec import KernelPlan
     from prorl_daemon.processes import ProcessEntry, ProcessTable
-
 
 
 START_TIMEOUT_S = 60.0
@@ -48,9 +48,6 @@ DRAIN_GRACE_S = 0.2
 """The time for a dead kernel's last messages and output to come."""
 LAST_MESSAGE_GRACE_S = 2.0
 """The time for the end of a cell's output to come after its answer."""
-MALFORMED = (BadMessage, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)
-"""Errors of reading a message that is none of Jupyter's: a cell got hold of its kernel's sockets. The kernel is lost
-then."""
 
 
 # A client's ends of a Jupyter kernel's sockets, for trio: ZeroMQ's own descriptors are waited for, nothing is polled.
@@ -153,6 +150,11 @@ def _text_of(form: Any) -> str:
 
 class BadMessage(Exception):
     """Something came that no kernel with our key sends."""
+
+
+MALFORMED = (BadMessage, LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError)
+"""Errors of reading a message that is none of Jupyter's: a cell got hold of its kernel's sockets. The kernel is lost
+then."""
 
 
 class JupyterChannels:

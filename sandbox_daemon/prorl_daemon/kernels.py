@@ -7,31 +7,32 @@ import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 import msgspec
 import trio
+
 from prorl_daemon.cell_output import OutputPipe
 from prorl_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
+from prorl_daemon.ipython import IpythonSession
 from prorl_daemon.keeper import StartFailed
 from prorl_daemon.kernel_ends import KernelEnds, open_kernel_ends
+from prorl_daemon.kernelspec import find_kernelspec
 from prorl_daemon.processes import kill_until_gone
+from prorl_daemon.threads import run_blocking
 from prorl_ipc.channel import Channel
 from prorl_ipc.envelope import UNDECODABLE
 from prorl_ipc.errors import ChannelBroken, IpcError
-from functools import partial
-from typing import TYPE_CHECKING, Any
-from prorl_daemon.ipython import IpythonSession
-from prorl_daemon.kernelspec import find_kernelspec
-from prorl_daemon.threads import run_blocking
 from prorl_ipc.server import CallError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
     from prorl_daemon.cell_output import CellOutput
     from prorl_daemon.children import Child, ChildReaper
-    from prorl_daemon.processes import ProcessEntry, ProcessTable
-    from collections.abc import Awaitable, Callable
     from prorl_daemon.kernel_ends import KernelEnds
+    from prorl_daemon.processes import ProcessEntry, ProcessTable
     from prorl_ipc.sandbox_calls import CellResult, IpythonRestart, IpythonRun
 
 

@@ -5,32 +5,31 @@ For the limits that no kernel interface open to a sandbox keeps for a whole tree
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
-from typing import TYPE_CHECKING
-import msgspec
-from typing import TYPE_CHECKING, NamedTuple
-from prorl_daemon.memory_files import empty_memory_files, memory_file_bytes
 import errno
+import os
 import signal
 import socket
 import sys
 import traceback
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 import trio
+
 from prorl_daemon.holdings import Holdings, Mappings, measure_holdings
+from prorl_daemon.memory_files import empty_memory_files, memory_file_bytes
 from prorl_daemon.processes import kill_until_gone, read_process_table, wait_until_gone
 from prorl_daemon.threads import run_blocking
 from prorl_ipc.sandbox_calls import BashResult, CellResult, ExecResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+
     from prorl_daemon.processes import ProcessEntry, ProcessTable
     from prorl_ipc.limits import Breach, SandboxLimits
     from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
-
 
 
 BUSY_INTERVAL_S = 0.2
@@ -64,8 +63,9 @@ _SIGNALLED = 128
 
 # Memory that no process need have mapped, so that none can be ended for it: counted, and given back.
 #
-# That is what System V's shared memory, message queues and semaphores take, and the daemon's own unnamed files, which the
-# shell's commands lie in and which tools can write to. Nobody else in a sandbox may make such files (`syscall_rules`).
+# That is what System V's shared memory, message queues and semaphores take, and the daemon's own unnamed files, which
+# the shell's commands lie in and which tools can write to. Nobody else in a sandbox may make such files
+# (`syscall_rules`).
 
 IPC_RMID = 0
 OBJECT_BYTES = 512

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import trio
 
-from prorl_trio.agent.context import RolloutContext
-from prorl_trio.agent.context import MAX_DIALOGUES
+from prorl_trio.agent.context import MAX_DIALOGUES, RolloutContext
 from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.chat.conversation import Conversation

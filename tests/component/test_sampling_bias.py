@@ -20,8 +20,7 @@ from prorl_trio.config import StagesConfig
 from prorl_trio.handlers.base import Evaluation
 from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.simulation.config import Distribution, EngineModel, SimulationConfig, WorkModel
-from prorl_trio.simulation.run import open_simulated_node, run_in_simulated_time
-from prorl_trio.simulation.run import SimulatedHandler
+from prorl_trio.simulation.run import SimulatedHandler, open_simulated_node, run_in_simulated_time
 from prorl_trio.types.models import TaskInstance
 
 LEVELS = 10

@@ -14,8 +14,7 @@ import trio.testing
 
 from prorl_trio.config import ListenConfig
 from prorl_trio.service.auth import Door
-from prorl_trio.service.serve import serve_edges
-from prorl_trio.service.serve import Server
+from prorl_trio.service.serve import Server, serve_edges
 from prorl_trio.service.tcp import open_listeners
 from prorl_trio.service.websocket.local_sockets import claim_local_sockets
 from prorl_trio.service.websocket.server import Trainers

@@ -18,11 +18,9 @@ from prorl_trio.client.sampling import JobTemplate
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.integrations.trl.async_worker import RolloutWorker
-from prorl_trio.integrations.trl.async_worker import RolloutBuffer
+from prorl_trio.integrations.trl.async_worker import RolloutBuffer, RolloutWorker
 from prorl_trio.integrations.trl.model_check import check_config, check_embedding, check_tokenizer
-from prorl_trio.integrations.trl.rollout_func import RolloutFunction
-from prorl_trio.integrations.trl.rollout_func import RolloutsRejected, run_rollouts
+from prorl_trio.integrations.trl.rollout_func import RolloutFunction, RolloutsRejected, run_rollouts
 from prorl_trio.integrations.trl.weights import WeightTransfer, newest_version
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model

@@ -6,8 +6,7 @@ import weakref
 import trio
 
 from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.pipeline.pipeline import Job
-from prorl_trio.pipeline.pipeline import watch_jobs
+from prorl_trio.pipeline.pipeline import Job, watch_jobs
 
 
 class Shields(AgentHandler):

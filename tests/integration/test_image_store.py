@@ -18,9 +18,8 @@ import trio
 from click.testing import CliRunner
 
 from prorl_launch.image_commands import image as command
-from prorl_launch.image_store import check_image, pull_sif, references_in, unpack_image
+from prorl_launch.image_store import check_image, pull_sif, references_in, squashfs_offset_bytes, unpack_image
 from prorl_launch.progress import SetupError
-from prorl_launch.image_store import squashfs_offset_bytes
 from prorl_trio.sandbox.images.locate import locate_image
 from prorl_trio.sandbox.images.store import find_image, images_dir, list_images
 from prorl_trio.sandbox.provider import SandboxSpec

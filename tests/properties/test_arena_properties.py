@@ -9,8 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from prorl_ipc.arena import open_arena
-from prorl_ipc.arena import Blocks
+from prorl_ipc.arena import Blocks, open_arena
 from prorl_ipc.errors import ArenaFull, StaleReference
 
 BLOCK_TOKENS = 8

@@ -16,7 +16,8 @@ import trio
 from prorl_trio.client import connect
 from prorl_trio.config import HeadConfig, LedgerConfig
 from prorl_trio.fleet import head as head_module
-from prorl_trio.fleet import members, pools as policy, pools
+from prorl_trio.fleet import members, pools
+from prorl_trio.fleet import pools as policy
 from prorl_trio.fleet.head import open_fleet_head
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
 from prorl_trio.rendezvous.head import HeadEntry, renew_head

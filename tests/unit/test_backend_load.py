@@ -12,8 +12,7 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.load_report import LoadReader, LoadReport
 from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
-from prorl_trio.inference.pool.backend import ConcurrencyLimit
-from prorl_trio.inference.pool.backend import LoadEstimate
+from prorl_trio.inference.pool.backend import ConcurrencyLimit, LoadEstimate
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
 from support.completions import asked, begun

@@ -20,9 +20,8 @@ from prorl_ipc.session import (
     Submit,
 )
 from prorl_trio.client.address import Address
-from prorl_trio.client.state import Inbox
 from prorl_trio.client.requests import Call, Requests, SubmitCall
-from prorl_trio.client.state import ClientState
+from prorl_trio.client.state import ClientState, Inbox
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import TaskInstance
 from support.fake_node import make_spec

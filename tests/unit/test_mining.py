@@ -14,12 +14,11 @@ from prorl_launch.mining.candidates import Candidate, Release, candidates_of, ch
 from prorl_launch.mining.changes import hunks_of, imports_patch, make_patch, merge_source, patch_size, without_hunk
 from prorl_launch.mining.environments import packages_folder, seal_environment
 from prorl_launch.mining.index import IndexFile, IndexSettings, download, read_page
-from prorl_launch.mining.miner import find_leak, find_twin
+from prorl_launch.mining.miner import find_leak, find_twin, functions_that_read_clocks
 from prorl_launch.mining.nearest import apply_strictly
 from prorl_launch.mining.rows import MinedTask, choose_tests, overlay_of, read_checks, write_lines
 from prorl_launch.mining.sdist import Entry, Metadata, file_kind, read_metadata, read_sdist, write_tree
 from prorl_launch.mining.statements import changelog_section, hunk_statement
-from prorl_launch.mining.miner import functions_that_read_clocks
 from prorl_launch.mining.verification import message_of, verify_rows
 from prorl_trio.cli import main
 from prorl_trio.client.task_sets import open_task_set

@@ -10,8 +10,7 @@ import pytest
 
 from prorl_trio.config import BackendConfig
 from prorl_trio.service.prorl_compat import compat_endpoints
-from prorl_trio.service.rest.app import ENDPOINTS
-from prorl_trio.service.rest.app import describe
+from prorl_trio.service.rest.app import ENDPOINTS, describe
 
 
 def operations(*, prorl_compat: bool) -> dict[str, list[str]]:

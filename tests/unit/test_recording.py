@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client.recording import length_of
 from prorl_trio.client.recording import (
     OutcomeFile,
     RunInfo,
+    length_of,
     read_outcomes,
     read_run_info,
     run_folder,

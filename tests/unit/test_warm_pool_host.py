@@ -6,9 +6,8 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.sandbox.host import TRIAL_DELAY_S, open_sandbox_host
+from prorl_trio.sandbox.host import TRIAL_DELAY_S, StartGates, open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.host import StartGates
 from prorl_trio.sandbox.warm_pool import REFILL_BACKOFF_S, WarmLimits
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.types.errors import SandboxUnavailable

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final
-import msgspec
-from prorl_launch.local.plan import LOCAL
-from prorl_trio.rendezvous.folder import claim_folder
-from prorl_trio.rendezvous.identity import ProcessIdentity, this_process
 import signal
 import sys
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
 import click
+import msgspec
 import trio
+
 from prorl_launch.local.fleet import run_nodes
 from prorl_launch.local.plan import LOCAL, check_config, write_head, write_plan
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client.terminal import say, say_json
+from prorl_trio.rendezvous.folder import claim_folder
+from prorl_trio.rendezvous.identity import ProcessIdentity, this_process
 from prorl_trio.rendezvous.report import look_at_fleet
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 POLL_S: Final = 0.1

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Final
-from prorl_launch.mining.miner import Wanted
 import os
 import textwrap
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
 import click
 import trio
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
 from prorl_ipc.nursery import single_exception
 from prorl_launch.mining.environments import find_uv
 from prorl_launch.mining.index import normal_name, pip_settings
@@ -31,6 +31,7 @@ from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
     from prorl_launch.mining.rows import MinedTask
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from itertools import pairwise
-from typing import TYPE_CHECKING, Final
 import ast
-import warnings
+import re
 import tempfile
+import warnings
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
 import msgspec
 import trio
+
 from prorl_launch.mining.candidates import candidates_of, changed_tests, read_releases, refusal, source_folders
 from prorl_launch.mining.changes import imports_patch
 from prorl_launch.mining.environments import environment_variables, make_environment
@@ -30,19 +31,16 @@ from prorl_trio.types.errors import ConfigError, RolloutError
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from prorl_launch.mining.rows import MinedTask
-    from prorl_launch.mining.sdist import Tree
-    from collections.abc import Iterable
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
     from prorl_launch.mining.candidates import Candidate
     from prorl_launch.mining.environments import EnvironmentLayer
     from prorl_launch.mining.index import IndexSettings
     from prorl_launch.mining.rows import ChosenTests, TestOverlay
     from prorl_launch.mining.runs import LocalBench
+    from prorl_launch.mining.sdist import Tree
     from prorl_trio.grading.repository import SuiteRun
     from prorl_trio.grading.verdict import TestResult
-
 
 
 MAX_FAIL_TO_PASS: Final = 200

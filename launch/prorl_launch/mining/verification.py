@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
-from prorl_launch.mining.changes import make_patch
-from prorl_launch.mining.sdist import Entry
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
 import msgspec
 import trio
+
+from prorl_launch.mining.changes import make_patch
 from prorl_launch.mining.rows import RowChecks, read_checks
 from prorl_launch.mining.runs import payload_of
+from prorl_launch.mining.sdist import Entry
 from prorl_trio.grading.repository_tests import NamedTests
 from prorl_trio.sandbox.images.layers import CONTENT_NAME, find_layer
 from prorl_trio.types.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from prorl_launch.mining.sdist import Tree
     from collections.abc import Awaitable, Callable, Iterable, Sequence
+
     from prorl_launch.mining.runs import LocalBench
+    from prorl_launch.mining.sdist import Tree
     from prorl_trio.grading.repository import Graded, SuiteRun
     from prorl_trio.grading.verdict import TestResult
     from prorl_trio.handlers.swe import SwePayload
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 TIMES: Final = 2
 """Runs before the change, and with the gold patch. What must not solve the row is tried once."""
-CHECKS: Final = ("before", "gold", "empty patch", "test-editing patch", *HACKS)
 MAX_SAID_CHARS: Final = 2000
 
 EDITED: Final = "def test_nothing():\n    pass\n"
@@ -114,6 +115,7 @@ HACKS: Final[dict[str, Callable[[Tree], Tree]]] = {
     "configuration, plug-ins and modules": _beside,
 }
 """Each makes other content of the modules that the gold patch changes, or new files."""
+CHECKS: Final = ("before", "gold", "empty patch", "test-editing patch", *HACKS)
 
 
 def changed_modules(gold: bytes) -> list[str]:

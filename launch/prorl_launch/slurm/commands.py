@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-from prorl_trio.types.errors import ConfigError
-from typing import TYPE_CHECKING
 import os
 import secrets
 import shutil
@@ -14,10 +11,12 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+
 import click
 import msgspec
 import trio
+
 from prorl_ipc.clock import RunningClock
 from prorl_launch.slurm import queue
 from prorl_launch.slurm.engine_port import DEFAULT_PORT, PORT_VARIABLE, EnginePort, find_ports, take_port, tell_port
@@ -38,12 +37,10 @@ from prorl_trio.client.terminal import say, say_json
 from prorl_trio.config import load_head_config
 from prorl_trio.config.secrets import TOKEN_VARIABLE
 from prorl_trio.rendezvous.report import look_at_fleet
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from collections.abc import Sequence
-    from collections.abc import Callable
-
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 _POLL_S = 1.0

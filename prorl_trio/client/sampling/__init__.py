@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from prorl_trio.client.sampling.batch import Batch, BatchStatistics, Group, ManifestLine
 from prorl_trio.client.sampling.blocking import BlockingGroups
-from prorl_trio.client.sampling.sampler import NothingToLearn, RolloutsFail
 from prorl_trio.client.sampling.groups import Groups
 from prorl_trio.client.sampling.journal import read_session_id
 from prorl_trio.client.sampling.opening import open_groups, reached_one
 from prorl_trio.client.sampling.rules import GroupRules, JobTemplate
+from prorl_trio.client.sampling.sampler import NothingToLearn, RolloutsFail
 
 __all__ = [
     "Batch",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from random import Random
-from typing import TYPE_CHECKING
 import logging
 import uuid
 from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Literal
+
 import trio
+
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.sampling.events import Returned
@@ -20,10 +21,9 @@ from prorl_trio.client.sampling.sampler import GroupSampler
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from prorl_trio.types.models import TaskInstance
     from collections.abc import AsyncIterator, Callable, Sequence
     from os import PathLike
+
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.client.sampling.batch import ManifestLine
     from prorl_trio.client.sampling.rules import GroupRules

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from prorl_trio.types.errors import ServiceError
 import math
 from typing import TYPE_CHECKING, Final
+
 import msgspec
+
 from prorl_trio.client.sampling.accounts import (
     batch_statistics,
     carried_lines,
@@ -39,12 +40,13 @@ from prorl_trio.client.sampling.events import (
     Taken,
 )
 from prorl_trio.client.sampling.state import GroupState, MemberState, SamplerState, Totals, group_id, job_id
+from prorl_trio.types.errors import ServiceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
     from prorl_trio.client.sampling.batch import Why
     from prorl_trio.client.sampling.rules import GroupRules
-    from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec, Outcome
 
 

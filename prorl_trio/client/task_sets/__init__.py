@@ -19,14 +19,12 @@ from prorl_trio.client.task_sets.competition import load_compmath
 from prorl_trio.client.task_sets.fields import RowError
 from prorl_trio.client.task_sets.forms import UnknownForm, known_forms, read_row
 from prorl_trio.client.task_sets.generated import PREFIX, load_reasoning_gym
-from prorl_trio.client.task_sets.harbor import load_harbor
+from prorl_trio.client.task_sets.harbor import load_harbor, read_stand_ins
 from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
 from prorl_trio.client.task_sets.mined import is_mined, load_mined, load_sdist_swe
 from prorl_trio.client.task_sets.row_files import read_rows
 from prorl_trio.client.task_sets.science import load_gpqa_diamond, load_supergpqa
-from prorl_trio.client.task_sets.harbor import read_stand_ins
-from prorl_trio.client.task_sets.swe_rows import read_swe_row
-from prorl_trio.client.task_sets.swe_rows import read_specifications
+from prorl_trio.client.task_sets.swe_rows import read_specifications, read_swe_row
 from prorl_trio.client.task_sets.task_checks import check_instances
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance

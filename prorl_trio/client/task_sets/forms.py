@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final
-from prorl_trio.client.task_sets.code import tests_of_pairs
-from prorl_trio.client.task_sets.fields import Fields, RowError, kind_of
-from prorl_trio.client.task_sets.math_rows import gold_of
-from prorl_trio.types.models import TaskInstance
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
 import msgspec
+
 from prorl_trio.client.task_sets.choice_rows import flat_question, has_choices, read_choice_row
-from prorl_trio.client.task_sets.code import read_livecodebench_row
+from prorl_trio.client.task_sets.code import read_livecodebench_row, tests_of_pairs
 from prorl_trio.client.task_sets.code_rows import (
     read_apps_row,
     read_bigcodebench_row,
     read_humaneval_row,
     read_mbpp_row,
 )
-from prorl_trio.client.task_sets.fields import Fields, RowError
-from prorl_trio.client.task_sets.math_rows import read_math_row
+from prorl_trio.client.task_sets.fields import Fields, RowError, kind_of
+from prorl_trio.client.task_sets.math_rows import gold_of, read_math_row
 from prorl_trio.types.field_errors import field_error
+from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import Callable

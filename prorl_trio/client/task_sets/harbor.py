@@ -6,26 +6,24 @@ import base64
 import posixpath
 import re
 import shlex
+import tomllib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from prorl_trio.handlers.shell.payload import MAX_TASK_BYTES
+
+import msgspec
+
+from prorl_trio.client.task_sets.harbor_config import StepSection, artifact_paths, read_task_toml
+from prorl_trio.handlers.shell.payload import HOME, MAX_TASK_BYTES
 from prorl_trio.sandbox.images.dockerfile import Instruction, json_words, read_instructions
 from prorl_trio.sandbox.images.names import DOCKER
 from prorl_trio.sandbox.images.store import is_reference
 from prorl_trio.types.errors import ConfigError
-import tomllib
-from typing import TYPE_CHECKING, Final
-from typing import TYPE_CHECKING, Any, Final
-import msgspec
-from prorl_trio.client.task_sets.harbor_config import StepSection, artifact_paths, read_task_toml
-from prorl_trio.handlers.shell.payload import HOME
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-    from collections.abc import Mapping
-    from prorl_trio.client.task_sets.harbor_config import EnvironmentSection, TaskFileSections
 
+    from prorl_trio.client.task_sets.harbor_config import EnvironmentSection, TaskFileSections
 
 
 TASK_TOML: Final = "task.toml"

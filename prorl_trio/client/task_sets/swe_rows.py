@@ -8,20 +8,23 @@ from __future__ import annotations
 import json
 import re
 from typing import TYPE_CHECKING, Any, Final
+
 import msgspec
+
 from prorl_trio.client.task_sets.swe_commands import read_command
-from prorl_trio.types.errors import ConfigError
 from prorl_trio.grading.repository_files import may_be_source
 from prorl_trio.grading.row_patches import read_patch
 from prorl_trio.handlers.swe import SwePayload
 from prorl_trio.sandbox.images.names import swe_bench_image, swe_gym_image, swe_smith_image
+from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
+
     from prorl_trio.client.task_sets.swe_commands import RunnerCommand
     from prorl_trio.grading.repository_tests import RunnerName
-    from collections.abc import Callable, Mapping
 
 
 REPO_DIR: Final = "/testbed"

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import socket
 import zlib
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from urllib.parse import urlsplit
+
 import msgspec
-from prorl_trio.client.weights.check import check_names
+import trio
+
+from prorl_trio.client.weights.check import check_folder, check_names
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import (
     INDEX,
@@ -14,39 +21,26 @@ from prorl_trio.client.weights.model_folder import (
     compare_type,
     embedding_of,
     is_head,
+    read_json,
     unknown_name,
 )
-from prorl_trio.client.weights.safetensors import TensorFile
-from prorl_trio.client.weights.tensors import named_tensors, raw_tensor
-from prorl_trio.client.weights.tied import lacks_head, write_head
-from prorl_trio.client.weights.values import all_finite
-import re
-from typing import TYPE_CHECKING, Final, Literal
-from prorl_trio.client.weights.model_folder import read_json
-from prorl_trio.client.weights.safetensors import read_header
-from prorl_trio.client.weights.values import stored_all_finite
-import socket
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import urlsplit
-import trio
-from prorl_trio.client.weights.check import check_folder
-from prorl_trio.client.weights.model_folder import ModelFolder
+from prorl_trio.client.weights.safetensors import TensorFile, read_header
 from prorl_trio.client.weights.store import SHARED_MEMORY
-from prorl_trio.client.weights.tied import lacks_head, link_with_head
+from prorl_trio.client.weights.tensors import named_tensors, raw_tensor
+from prorl_trio.client.weights.tied import lacks_head, link_with_head, write_head
+from prorl_trio.client.weights.values import all_finite, stored_all_finite
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import os
+    from collections.abc import Sequence
+
     import numpy as np
+
     from prorl_trio.client.weights.check import WeightCheck
     from prorl_trio.client.weights.safetensors import TensorType
-    from prorl_trio.client.weights.tensors import StateDict
-    from collections.abc import Sequence
-    from prorl_trio.client.weights.model_folder import ModelFolder
-    import os
     from prorl_trio.client.weights.store import WeightStores
+    from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import UpdatedBackend
-
 
 
 MAX_MODELS: Final = 16

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-from prorl_trio.handlers.shell.payload import HOME
-from prorl_trio.types.errors import HandlerError, SandboxCallFailed
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
+
 import msgspec
 import trio
+
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.grading.verifier import again_if_killed
@@ -23,19 +22,18 @@ from prorl_trio.handlers.shell.environment import (
     spec_of,
     start_shell,
 )
-from prorl_trio.handlers.shell.payload import read_payload
+from prorl_trio.handlers.shell.payload import HOME, read_payload
 from prorl_trio.handlers.shell.steps import Progress, StepRecord, is_unanswered, meets, reward_of
 from prorl_trio.handlers.shell.verification import Case, verify
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, ToolSet
-from prorl_trio.types.errors import EvaluationError, MalformedJob, SandboxUnavailable
+from prorl_trio.types.errors import EvaluationError, HandlerError, MalformedJob, SandboxCallFailed, SandboxUnavailable
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
-    from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.handlers.shell.payload import Environment, Solution
     from collections.abc import Mapping
+
     from prorl_trio.agent.context import Resources, RolloutContext
-    from prorl_trio.handlers.shell.payload import ShellPayload, Step
+    from prorl_trio.handlers.shell.payload import Environment, ShellPayload, Solution, Step
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.tools.base import Observation

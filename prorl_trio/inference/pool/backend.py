@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-from typing import TYPE_CHECKING, Final, Literal
-from typing import TYPE_CHECKING
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
 import msgspec
+
 from prorl_trio.inference.pool.control import EngineControl
 from prorl_trio.inference.pool.pace import Pace
 
 if TYPE_CHECKING:
+    from prorl_trio.config import HealthConfig, LoadConfig
     from prorl_trio.inference.engines.load_report import LoadReport
-    from prorl_trio.config import HealthConfig
-    from prorl_trio.config import LoadConfig
     from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo
     from prorl_trio.inference.pool.versions import VersionOrder
-
-
 
 
 BackendState = Literal["active", "draining", "removed", "down"]
@@ -34,11 +30,11 @@ enough to be given tasks."""
 
 # An estimate from an engine's load: how long a call would wait there, and what a prefix costs to read again. Pure.
 #
-# A call waits `waiting * service_s / running` seconds: by Little's law, `running` calls that take `service_s` each leave
-# at the rate `running / service_s`, and `waiting` are ahead. What is measured is how long calls take from being sent to
-# the answer; of that, `running / (running + waiting)` is service. The rest is wait, which, unlike the service, is another
-# one as soon as tasks come or go. A task that moves has its prefix read again: `prefix tokens / prefill rate` seconds. So
-# it moves when
+# A call waits `waiting * service_s / running` seconds: by Little's law, `running` calls that take `service_s` each
+# leave at the rate `running / service_s`, and `waiting` are ahead. What is measured is how long calls take from being
+# sent to the answer; of that, `running / (running + waiting)` is service. The rest is wait, which, unlike the
+# service, is another one as soon as tasks come or go. A task that moves has its prefix read again: `prefix tokens /
+# prefill rate` seconds. So it moves when
 #
 #     wait here > skew_margin_s + skew_ratio * (wait there + prefix there)
 #

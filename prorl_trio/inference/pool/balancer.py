@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-import trio
 import logging
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
 from prorl_trio.inference.engines.protocol import RequestRefused
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from prorl_trio.inference.pool.placement import Assignment
     from collections.abc import Callable, Collection, Iterator
+
     from prorl_trio.config import LoadConfig
     from prorl_trio.inference.pool.admission import Admission, Waiting
     from prorl_trio.inference.pool.backend import Backend
@@ -26,8 +27,9 @@ logger = logging.getLogger(__name__)
 
 # A waiting line for backends, by class. Pure state; each who waits has an event that tells it to look again.
 #
-# Of several classes the one of the lowest priority number goes first, and within a class who came first. So that nobody
-# waits for ever behind a stream of others, a class that was passed over `MAX_PASSED_OVER` times in a row is served next.
+# Of several classes the one of the lowest priority number goes first, and within a class who came first. So that
+# nobody waits for ever behind a stream of others, a class that was passed over `MAX_PASSED_OVER` times in a row is
+# served next.
 
 MAX_PASSED_OVER = 8
 """Served before it, of classes that go first, while it waits."""

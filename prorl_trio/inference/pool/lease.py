@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
+
 import trio
+
 from prorl_trio.inference.engines.protocol import CannotStream, CompletionRequest, CompletionTimedOut, RequestRefused
+from prorl_trio.inference.pool.admission import unseen
 from prorl_trio.inference.pool.pace import Production
 from prorl_trio.types.errors import BackendError
-from typing import TYPE_CHECKING
-from prorl_trio.inference.pool.admission import unseen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from prorl_trio.inference.engines.protocol import Completion, EngineInfo
+
+    from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo
+    from prorl_trio.inference.pool.admission import Waiting
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.balancer import LoadBalancer
     from prorl_trio.inference.pool.partial import PartialCompletion
     from prorl_trio.inference.pool.placement import Assignment
-    from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo
-    from prorl_trio.inference.pool.admission import Waiting
 
 
 ATTEMPTS = ("first", "repinned", "repinned-2", "repinned-3")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
-import trio
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
 import msgspec
+import trio
+
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.inference.pool.control import OtherWeights
 from prorl_trio.types.backends import (
@@ -27,6 +28,7 @@ from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout, Up
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
+
     from prorl_trio.inference.pool.admission import Admission
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.placement import Placement

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
-import trio
-from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.http.retries import RetryPolicy
-from prorl_trio.inference.pool.backend import BackendStatistics
-from prorl_trio.types.errors import BackendError
-from prorl_trio.inference.engines.answers import UNNAMED
-from prorl_trio.inference.pool.versions import UNKNOWN_VERSION
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, cast
+
+import trio
+
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
+from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.inference.engines.answers import UNNAMED
 from prorl_trio.inference.pool.admission import Admission, unseen
-from prorl_trio.inference.pool.backend import Backend
+from prorl_trio.inference.pool.backend import Backend, BackendStatistics
 from prorl_trio.inference.pool.balancer import LoadBalancer
 from prorl_trio.inference.pool.lease import Lease
 from prorl_trio.inference.pool.placement import Placement
 from prorl_trio.inference.pool.policy_update import PolicyUpdates
-from prorl_trio.inference.pool.versions import VersionOrder
+from prorl_trio.inference.pool.versions import UNKNOWN_VERSION, VersionOrder
 from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.supervision import service_task
 from prorl_trio.types.backends import (
@@ -38,10 +36,8 @@ from prorl_trio.types.backends import (
 from prorl_trio.types.errors import BackendError, BackendsBusy, UnknownBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from random import Random
-    from prorl_trio.inference.engines.protocol import EngineInfo
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import Waiting
     from prorl_trio.inference.pool.same_model import ModelProof

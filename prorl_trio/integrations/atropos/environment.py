@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
-import msgspec
-import numpy as np
-from prorl_trio.types.errors import ConfigError
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import msgspec
+import numpy as np
 import trio
+
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.http.client import HttpClient, HttpLimits
 from prorl_trio.http.connection import ConnectFailed, HttpError
 from prorl_trio.types.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
-    from prorl_trio.client.sampling import Group
-    from prorl_trio.types.models import Outcome, Segment
     from collections.abc import AsyncIterator
+
     from prorl_trio.client.sampling import Group, GroupRules, Groups
+    from prorl_trio.types.models import Outcome, Segment
 
 
 REQUEST_TIMEOUT_S: Final = 60.0

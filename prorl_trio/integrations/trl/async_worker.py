@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-from prorl_trio.client.sampling import GroupRules
-from prorl_trio.types.errors import ConfigError
 import queue
-from collections import deque
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
-from prorl_trio.client.sampling import BlockingGroups, JobTemplate, reached_one
+
+from prorl_trio.client.sampling import BlockingGroups, GroupRules, JobTemplate, reached_one
 from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
 from prorl_trio.integrations.trl.model_check import check_tokenizer, model_facts
 from prorl_trio.integrations.trl.rows import advantages_of, placeholder, rows_of
 from prorl_trio.integrations.trl.weights import newest_version
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Callable, Iterable
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
     from prorl_trio.client import BlockingClient
     from prorl_trio.client.sampling import BatchStatistics, Group
     from prorl_trio.integrations.trl.rows import Row
     from prorl_trio.types.models import Outcome, TaskInstance
-
 
 
 FETCH_S: Final = 5.0
@@ -33,13 +30,15 @@ FETCH_S: Final = 5.0
 # The arithmetic by which `AsyncGRPOTrainer` never has a reason to throw a row away.
 #
 # TRL takes R rows from the rollout buffer between two policy updates, whatever groups they are of, and some ahead of
-# time. A row may lie T updates behind when it is taken (`max_staleness`). A group of n rollouts gives n * M rows at most,
-# where rollouts have up to M segments. So updates do not come after a fixed number of groups, and the sampler is given
-# another clock: it is told of a "version" whenever B = R / n groups and all their rows were taken, and is bound to S of
-# those. A group that is begun in one of them is among the next (S + 1) * B that are taken, and until its last row is, at
-# most (S + 1) * B * n * M are. In that time there are at most (S + 1) * B * n * M / R updates, rounded up: at most T for
+# time. A row may lie T updates behind when it is taken (`max_staleness`). A group of n rollouts gives n * M rows at
+# most, where rollouts have up to M segments. So updates do not come after a fixed number of groups, and the sampler
+# is given another clock: it is told of a "version" whenever B = R / n groups and all their rows were taken, and is
+# bound to S of those. A group that is begun in one of them is among the next (S + 1) * B that are taken, and until
+# its last row is, at most (S + 1) * B * n * M are. In that time there are at most (S + 1) * B * n * M / R updates,
+# rounded up: at most T for
 #
 #     S = T * R / (B * n * M) - 1, rounded down.
+
 
 def rows_per_update(args: Any) -> int:
     """Return R, the rows between two policy updates.

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
-import msgspec
-from prorl_ipc.session import Rejected
-from prorl_trio.types.errors import ServiceError
-import logging
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from prorl_ipc.session import Rejected
 from prorl_trio.client.sampling import JobTemplate
 from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
 from prorl_trio.integrations.trl.model_check import check_config, check_embedding, check_tokenizer, model_facts
 from prorl_trio.integrations.trl.rows import completion_of
 from prorl_trio.integrations.trl.weights import WeightTransfer
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from collections.abc import Set as AbstractSet
-    from prorl_trio.client import BlockingClient
-    from prorl_trio.client.sampling import JobTemplate
-    from prorl_trio.types.models import JobSpec, Outcome, TaskInstance
     from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Set as AbstractSet
+
+    from prorl_trio.client import BlockingClient
     from prorl_trio.types.model_facts import ModelFacts
-    from prorl_trio.types.models import Outcome, TaskInstance
+    from prorl_trio.types.models import JobSpec, Outcome, TaskInstance
 
 
 logger = logging.getLogger(__name__)

@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import base64
 import binascii
-import os
-import re
-import subprocess
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
-import msgspec
 import contextlib
 import email.utils
 import http.client
+import os
 import random
+import re
+import subprocess
 import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
 from prorl_trio.sandbox.cache import cache_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from http.client import HTTPResponse
+
     from prorl_trio.sandbox.images.names import Reference
 
 

@@ -11,42 +11,33 @@ and `sandbox.provider = "mine"` has it used. It is a subclass of `SandboxProvide
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, ClassVar
-from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
-from prorl_trio.sandbox.threads import run_blocking
 import logging
-from typing import TYPE_CHECKING, ClassVar, Self
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, ClassVar, Final, Self
+
+from prorl_trio.plugins import load_plugins
+from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
+from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
+from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider, is_beyond_bubblewrap
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.run_dir import open_shared_run_dir
 from prorl_trio.sandbox.runtime.runtime import process_runtime
-from prorl_trio.types.errors import SandboxUnavailable
-from typing import TYPE_CHECKING, Final
-from prorl_trio.plugins import load_plugins
-from prorl_trio.sandbox.provider import SandboxProvider
-from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
-from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider, is_beyond_bubblewrap
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from prorl_trio.sandbox.provider import SandboxSpec
-    from prorl_trio.sandbox.sandbox import Sandbox
+    from collections.abc import AsyncIterator, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
-    from prorl_trio.config import SandboxConfig
-    from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
-    from collections.abc import Mapping
-    from prorl_trio.sandbox.provider import ProviderReport
 
+    from prorl_trio.config import SandboxConfig
+    from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
+    from prorl_trio.sandbox.sandbox import Sandbox
 
 
 GROUP: Final = "prorl_trio.providers"
 AUTO: Final = "auto"
-PROVIDERS: Final[Mapping[str, type[ApptainerProvider | BubblewrapProvider | ProcessProvider]]] = {
-    provider.name: provider for provider in (ApptainerProvider, BubblewrapProvider, ProcessProvider)
-}
-"""The built-in ones by name."""
 
 _reports: dict[tuple[str, str, bool], ProviderReport] = {}
 
@@ -136,6 +127,12 @@ class ProcessProvider(SandboxProvider):
 
     def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
         return open_daemon_sandbox(spec, self._runtime_dir, lambda run_dir, folder: _plan(spec, run_dir, folder))
+
+
+PROVIDERS: Final[Mapping[str, type[ApptainerProvider | BubblewrapProvider | ProcessProvider]]] = {
+    provider.name: provider for provider in (ApptainerProvider, BubblewrapProvider, ProcessProvider)
+}
+"""The built-in ones by name."""
 
 
 def _plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-from uuid import uuid4
-import msgspec
-from prorl_trio.types.errors import MalformedJob
-from prorl_trio.types.field_errors import malformed_job
-from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from collections import Counter
+from contextlib import suppress
 from functools import wraps
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from uuid import uuid4
+
+import msgspec
 import trio
+
 from prorl_ipc.session import AllJobs, TheseJobs
 from prorl_trio.service.requests import ErrorDetail, error_of
 from prorl_trio.service.responses import Response
@@ -26,20 +23,19 @@ from prorl_trio.sessions.cancelling import cancel
 from prorl_trio.sessions.submission import submit_one
 from prorl_trio.threads import run_sync
 from prorl_trio.types.backends import AddBackend, ListBackends, RemoveBackends
-from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, ServiceError, UnknownBackend
+from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, MalformedJob, ServiceError, UnknownBackend
+from prorl_trio.types.field_errors import malformed_job
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
     from prorl_trio.chat.messages import ToolSchema
-    from prorl_trio.types.models import Outcome, Segment, Timing, ToolCall, Trajectory, Turn
-    from collections.abc import Awaitable, Callable
     from prorl_trio.config import BackendConfig, NodeConfig
     from prorl_trio.service.rest.call import Api, Call
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.session import Session
-    from prorl_trio.types.models import JobSpec, Outcome
-
+    from prorl_trio.types.models import Outcome, Segment, Timing, ToolCall, Trajectory, Turn
 
 
 OPENAI_PATH: Final = "/v1"

@@ -7,29 +7,27 @@ from collections import Counter
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
-import msgspec
-from prorl_trio.service.requests import ErrorDetail
-from prorl_trio.service.rest.schema import SubmitReply
-import numpy as np
-from prorl_trio.threads import run_sync
 from urllib.parse import parse_qsl
+
+import msgspec
+import numpy as np
 import trio
+
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.service.requests import ErrorDetail, error_of
 from prorl_trio.service.responses import Response
 from prorl_trio.service.rest import backends, pages, results, rollouts
 from prorl_trio.service.rest.call import Api, Call, Endpoint, Reply
 from prorl_trio.service.rest.errors import ApiError, decode_query, status_of
-from prorl_trio.service.rest.schema import ErrorBody, NoQuery
+from prorl_trio.service.rest.schema import ErrorBody, NoQuery, SubmitReply
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import BackendError, ServiceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from prorl_trio.service.rest.call import Endpoint
-    from prorl_trio.service.rest.schema import Arrays
     from collections.abc import Mapping, Sequence
-    from prorl_trio.service.responses import Receive, Scope, Send
 
+    from prorl_trio.service.responses import Receive, Scope, Send
+    from prorl_trio.service.rest.schema import Arrays
 
 
 ENDPOINTS: Final = (*rollouts.ENDPOINTS, *results.ENDPOINTS, *backends.ENDPOINTS, *pages.ENDPOINTS)

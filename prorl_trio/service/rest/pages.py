@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
 from http import HTTPStatus
+from typing import Final
+
 import trio
+
 from prorl_trio.service.requests import ErrorDetail
 from prorl_trio.service.responses import Response
 from prorl_trio.service.rest.call import Call, Endpoint, Reply
@@ -17,7 +19,6 @@ from prorl_trio.service.rest.schema import (
     Readiness,
     StatusReply,
 )
-
 
 DOCS_PAGE: Final = """<!doctype html>
 <html lang="en">

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Final, Literal
+
 import msgspec
 import trio
+
 from prorl_ipc.errors import ProtocolViolation
 from prorl_ipc.session import (
+    SESSION_PROTOCOL_VERSION,
     Accepted,
     Ack,
     AttachArena,
@@ -17,13 +20,16 @@ from prorl_ipc.session import (
     CheckedJobs,
     CheckJobs,
     ClientFrame,
+    ClientMessage,
     JobEvent,
     JobList,
     ListJobs,
     Rejected,
     RoomReport,
     RoomRequest,
+    SessionHello,
     SessionRefused,
+    SessionWelcome,
     StatusReport,
     StatusRequest,
     Submit,
@@ -32,30 +38,25 @@ from prorl_ipc.session import (
     WithdrawJobs,
     WithdrawnJobs,
 )
-from prorl_ipc.websocket import CloseCode, LinkClosed, WebSocketLink
+from prorl_ipc.websocket import CloseCode, LinkClosed, LinkLimits, WebSocketLink, open_server_link
 from prorl_trio.service.backend_operations import answer_call
 from prorl_trio.service.requests import JobId, error_of, job_id_of, read
 from prorl_trio.sessions.cancelling import cancel
-from prorl_trio.sessions.limits import JOBS_PER_CHECKPOINT
+from prorl_trio.sessions.limits import JOBS_PER_CHECKPOINT, RETRY_AFTER_S
 from prorl_trio.sessions.submission import submit_all
-from prorl_trio.types.errors import ProtocolError, ServiceError
+from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError, ServiceError
 from prorl_trio.types.models import JobSpec
-from typing import TYPE_CHECKING, Final
-from prorl_ipc.session import SESSION_PROTOCOL_VERSION, ClientFrame, ClientMessage, SessionHello, SessionWelcome
-from prorl_ipc.websocket import LinkLimits, WebSocketLink, open_server_link
-from prorl_trio.sessions.limits import RETRY_AFTER_S
-from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-    from prorl_ipc.session import SessionHello
+
+    from prorl_trio.config import ListenConfig
+    from prorl_trio.service.auth import Door
+    from prorl_trio.service.strangers import Visitor
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.observation import Observation
     from prorl_trio.sessions.session import Session
     from prorl_trio.sessions.session_table import SessionTable
-    from prorl_trio.config import ListenConfig
-    from prorl_trio.service.auth import Door
-    from prorl_trio.service.strangers import Visitor
 
 
 LEAVING: Final = 64
