@@ -27,8 +27,8 @@ from perf.peers.process import free_port, open_peer_server
 from perf.processes import open_child
 from perf.training import ENGINE
 from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.http.client import HttpClient, HttpLimits
-from prorl_trio.http.connection import HttpError
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import HttpError, HttpLimits
 from prorl_trio.inference.engines.protocol import Completion, CompletionRequest, EngineClient, EngineInfo
 from prorl_trio.simulation.config import Distribution, EngineModel
 from prorl_trio.simulation.engine import SimulatedEngine

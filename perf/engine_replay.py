@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_trio.http.client import HttpClient, HttpLimits
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import HttpLimits
 from prorl_trio.inference.engines.vllm_api import COMPLETIONS, AnswerPart, CompletionsBody, tokens_of
 
 if TYPE_CHECKING:

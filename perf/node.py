@@ -34,7 +34,8 @@ from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import free_port, open_peer_server
 from perf.processes import Child, open_child
 from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.http.client import HttpClient, HttpLimits
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import HttpLimits
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.client import RolloutClient
-    from prorl_trio.testing.fake_engine import FakeEngine, Script
+    from prorl_trio.testing.fake_engine import FakeEngine
+    from prorl_trio.testing.fake_sampling import Script
 
 TOKEN: Final = "a-token-of-the-benchmark"
 VOCABULARY: Final = 259

@@ -27,7 +27,7 @@ from perf.harness import Finding, Line, Lines, Rows, rows_of, run_benchmark, tel
 from perf.node_rig import measure_crowd, open_node_rig
 from perf.training import NO_BUDGETS, DrawnWork, lognormal, simulate_all
 from prorl_trio.config import SandboxConfig, StagesConfig
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.simulation.config import Distribution, EngineModel, SimulationConfig, WorkModel
 from prorl_trio.simulation.run import SimulatedHandler, open_simulated_node, run_in_simulated_time
 from prorl_trio.types.models import JobSpec, TaskInstance

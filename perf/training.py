@@ -33,7 +33,7 @@ from prorl_trio.config import BackendConfig, BudgetConfig, SandboxConfig, Stages
 from prorl_trio.handlers.base import Evaluation
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.node.parts import open_backends
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.simulation.config import Distribution, EngineModel, SimulationConfig, WorkModel
 from prorl_trio.simulation.run import SimulatedHandler, UseMeter, UseSource, open_simulated_node, run_in_simulated_time
 from prorl_trio.types.models import TaskInstance

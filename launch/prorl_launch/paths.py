@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from prorl_launch.environments import EngineKind, Environment, TrainerKind, engine_environment, trainer_environment
-from prorl_trio.sandbox.cache import cache_dir
+from prorl_trio.sandbox.cache import cache_dir as cache_dir
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 

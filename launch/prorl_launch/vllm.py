@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 import trio
 
-from prorl_launch.paths import cache_dir, default_engine
+from prorl_launch.paths import default_engine
 from prorl_launch.supervised import Supervised, open_supervised
 from prorl_trio.http.client import HttpClient
 from prorl_trio.http.connection import HttpError
 from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import msgspec
 
 from prorl_trio.chat.codec import MARK, TokenCodec
 from prorl_trio.chat.families.family import Family, choose_family
-from prorl_trio.chat.families.syntax import HERMES
+from prorl_trio.chat.families.syntax import HERMES, SpokenTurn
 from prorl_trio.chat.history import RECALLS, STAND_IN, Recall, remembered
 from prorl_trio.chat.model_folder import read_model_folder
 from prorl_trio.chat.template import (
@@ -30,7 +30,7 @@ from prorl_trio.chat.template import (
     parameter_schemas,
     spoken_message,
 )
-from prorl_trio.chat.tool_calls import SpokenTurn, parse_turn
+from prorl_trio.chat.tool_calls import parse_turn
 from prorl_trio.types.errors import ConfigError, HandlerError
 from prorl_trio.types.model_facts import ModelFacts
 

@@ -12,7 +12,7 @@ import trio
 
 from prorl_trio.handlers.gold_checks import GoldChecks, validate_payload
 from prorl_trio.pipeline.admission import Load
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.sessions.node_api import Room
 from prorl_trio.supervision import vanished_task
 from prorl_trio.types.errors import Draining, DuplicateJob, MalformedJob, UnknownHandler, UnknownJob

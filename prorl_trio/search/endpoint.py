@@ -10,15 +10,15 @@ import msgspec
 import trio
 
 from prorl_ipc.envelope import UNDECODABLE
-from prorl_trio.http.client import HttpClient, HttpLimits, TooManyWaiting
-from prorl_trio.http.connection import HttpError
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import HttpError, HttpLimits, TooManyWaiting
 from prorl_trio.http.retries import RETRYABLE_STATUSES
 from prorl_trio.search.backend import SearchBackend, SearchFailed
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from prorl_trio.config import SearchConfig
-    from prorl_trio.http.client import Response
+    from prorl_trio.http.connection import Response
     from prorl_trio.search.backend import Document
 
 MAX_SHOWN_CHARS: Final = 300

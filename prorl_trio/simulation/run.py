@@ -35,7 +35,8 @@ from prorl_trio.inference.engines.protocol import CompletionRequest, made_by
 from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.node.parts import open_backends, open_node_sandboxes
-from prorl_trio.pipeline.pipeline import Job, Pipeline, open_pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import Pipeline, open_pipeline
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.testing.fake_sandbox import FakeSandbox

@@ -12,11 +12,11 @@ import pytest
 import trio
 
 from prorl_launch import venv
-from prorl_launch.paths import cache_dir
 from prorl_launch.progress import SetupError
 from prorl_launch.supervised import open_supervised
 from prorl_trio.http.client import HttpClient
 from prorl_trio.http.connection import HttpError
+from prorl_trio.sandbox.cache import cache_dir
 from support.skips import because
 
 if TYPE_CHECKING:

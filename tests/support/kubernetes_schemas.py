@@ -12,8 +12,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from prorl_launch.paths import cache_dir
 from prorl_launch.venv import exclusive
+from prorl_trio.sandbox.cache import cache_dir
 from support.skips import because
 
 if TYPE_CHECKING:

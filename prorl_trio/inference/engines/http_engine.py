@@ -11,8 +11,17 @@ from urllib.parse import quote
 import msgspec
 import trio
 
-from prorl_trio.http.client import ConnectionLost, HttpClient, HttpLimits, RequestTimedOut, Response
-from prorl_trio.http.connection import ConnectFailed, HttpError, ResponseMalformed, ResponseTooLarge
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import (
+    ConnectFailed,
+    ConnectionLost,
+    HttpError,
+    HttpLimits,
+    RequestTimedOut,
+    Response,
+    ResponseMalformed,
+    ResponseTooLarge,
+)
 from prorl_trio.http.retries import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.inference.engines.answers import (
     ContractBroken,

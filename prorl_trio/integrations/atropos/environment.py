@@ -10,8 +10,8 @@ import numpy as np
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.http.client import HttpClient, HttpLimits
-from prorl_trio.http.connection import ConnectFailed, HttpError
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import ConnectFailed, HttpError, HttpLimits
 from prorl_trio.types.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:
