@@ -54,11 +54,12 @@ async def deliver(fleet, count, nodes):
         with trio.move_on_after(1):
             async for outcome in client.results(follow=True):
                 seen[outcome.job_id] += 1
-        done = {}
         with trio.fail_after(stretched(30.0)):
-            while sum(done.values()) < count:  # the head asks its members every few seconds
+            while True:  # the head asks its members every few seconds
                 reports = (await client.status())["members"]
                 done = {name: completed_by(report) for name, report in reports.items()}
+                if sum(done.values()) >= count:
+                    break
                 await trio.sleep(0.2)
     assert set(done) == set(nodes)
     assert min(done.values()) > 0, f"the work was not spread: {done}"

@@ -13,7 +13,20 @@ import pytest
 from msgspec import inspect as shapes
 
 import prorl_ipc
-from prorl_ipc import arena_memory, arena_socket, arena_wire, file_calls, fork_calls, rpc, sandbox_calls, session, wire
+from prorl_ipc import (
+    arena_memory,
+    arena_socket,
+    arena_wire,
+    client,
+    file_calls,
+    fork_calls,
+    handshake,
+    outbox,
+    sandbox_calls,
+    server,
+    session,
+    wire,
+)
 from prorl_ipc.channel import MAX_SOCKET_PATH_BYTES
 from prorl_ipc.envelope import encode_envelope
 from prorl_ipc.framing import encode_frame
@@ -135,9 +148,9 @@ def test_each_operation_returns_what_its_type_says(row: Row[Any]):
 def test_every_request_has_a_row_and_every_client_a_method_of_its_own():
     requests = {struct for struct in structs(backends) if hasattr(struct, "operation")}
     assert {row.request for row in TABLE} == requests
-    for client in (RolloutClient, BlockingClient):
+    for each in (RolloutClient, BlockingClient):
         assert {vars(backend_calls._BackendVerbs)[name].__doc__ for name in VERBS} == {r.__doc__ for r in requests}
-        assert all(getattr(client, name) is vars(backend_calls._BackendVerbs)[name] for name in VERBS)
+        assert all(getattr(each, name) is vars(backend_calls._BackendVerbs)[name] for name in VERBS)
 
 
 def test_the_answers_of_engines_are_on_the_page():
@@ -301,10 +314,10 @@ def test_the_codes_are_described():
         f"{wire.MAX_FRAME_BYTES:,} bytes of payload",
         f"{session.MAX_MESSAGE_BYTES:,} bytes",
         f"at most {MAX_SOCKET_PATH_BYTES} bytes",
-        f"At most {rpc.MAX_CONCURRENT_CALLS} (default)",
-        f"waits {rpc.HANDSHAKE_TIMEOUT_S:g} s (default)",
-        f"to {rpc.CANCEL_GRACE_S:g} s for the answer",
-        f"at most {rpc.MAX_OUTBOX_BYTES // 2**20} MiB and one frame",
+        f"At most {server.MAX_CONCURRENT_CALLS} (default)",
+        f"waits {handshake.HANDSHAKE_TIMEOUT_S:g} s (default)",
+        f"to {client.CANCEL_GRACE_S:g} s for the answer",
+        f"at most {outbox.MAX_OUTBOX_BYTES // 2**20} MiB and one frame",
         f"{observation.MAX_OBSERVED_FRAMES:,} frames or {observation.MAX_OBSERVED_BYTES // 2**20} MiB",
         f"at most {feed.MAX_UNACKED_OUTCOMES} outcomes or {feed.MAX_UNACKED_BYTES // 2**20} MiB",
     ],

@@ -46,13 +46,13 @@ OUTSIDE = {
     "sandbox/images/pull.py": "frames to the node",
     "observe/logs.py": "formatters make records printable",
     "client/task_sets/task_checks.py": "a bar without words of others",
-    "launch/prorl_launch/bundle.py": "words of its own, without any package",
-    "launch/prorl_launch/slurm/commands.py": "the batch script, exactly, for a file",
-    "launch/prorl_launch/image_commands.py": "a definition file, exactly, for a file",
-    "launch/prorl_launch/slurm/pulse.py": "words of its own, without any package",
-    "launch/prorl_launch/slurm/leash.py": "words of its own, without any package",
-    "launch/prorl_launch/supervisor.py": "words of its own, without any package",
-    "launch/prorl_launch/progress.py": "made printable there, without any package",
+    "prorl_launch/bundle.py": "words of its own, without any package",
+    "prorl_launch/slurm/commands.py": "the batch script, exactly, for a file",
+    "prorl_launch/image_commands.py": "a definition file, exactly, for a file",
+    "prorl_launch/slurm/pulse.py": "words of its own, without any package",
+    "prorl_launch/slurm/leash.py": "words of its own, without any package",
+    "prorl_launch/supervisor.py": "words of its own, without any package",
+    "prorl_launch/progress.py": "made printable there, without any package",
 }
 """Where something is printed in another way than by `client.terminal`, and why that is fine."""
 
