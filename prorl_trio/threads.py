@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeVar
+import trio
+from trio.lowlevel import RunVar
 import errno
 import logging
 from typing import TYPE_CHECKING, Final, TypeVar
 
-import trio
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +20,21 @@ FIRST_DELAY_S: Final = 0.05
 MAX_DELAY_S: Final = 2.0
 MAX_WAIT_S: Final = 10.0
 
+MAX_THREADS = 16
+
 T = TypeVar("T")
+
+_limiter: RunVar[trio.CapacityLimiter] = RunVar("prorl_trio.threads")
+
+
+async def run_blocking(function: Callable[..., T], *args: object) -> T:
+    """Run `function(*args)` in a thread. Not abandoned on cancellation: it ends first, so it must be bounded."""
+    try:
+        limiter = _limiter.get()
+    except LookupError:
+        limiter = trio.CapacityLimiter(MAX_THREADS)
+        _limiter.set(limiter)
+    return await run_sync(function, *args, limiter=limiter)
 
 
 async def run_sync(

@@ -24,7 +24,7 @@ from prorl_ipc.fork_calls import MAX_FORK_BYTES, Forked, ForkSandbox
 from prorl_trio.sandbox.limits.pid_limit import namespace_limits
 from prorl_trio.sandbox.process_tree import open_process_tree
 from prorl_trio.sandbox.reaper import descendants
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import trio
 
 from prorl_ipc.client import SILENCE_S
 from prorl_trio.sandbox.reaper import children, stat_fields
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,7 +26,7 @@ from prorl_ipc.file_calls import (
 from prorl_ipc.tree import TreeLimits, TreeRefused
 from prorl_ipc.tree_reader import TreeReader
 from prorl_ipc.tree_writer import TreeWriter
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

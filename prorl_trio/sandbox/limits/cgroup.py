@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import trio
 
 from prorl_trio.sandbox.reaper import CGROUP_PREFIX, remove_cgroup, write_cgroup_record
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider, is_beyon
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.run_dir import open_shared_run_dir
 from prorl_trio.sandbox.runtime.runtime import process_runtime
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from prorl_trio.sandbox.limits.cgroup import open_cgroup, own_site
 from prorl_trio.sandbox.process_tree import open_process_tree, start_program
 from prorl_trio.sandbox.run_dir import open_run_dir
 from prorl_trio.sandbox.silence import Silence
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
