@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import msgspec
 import trio
 
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import RetryPolicy
 from prorl_trio.search.backend import Document, SearchFailed
 from prorl_trio.search.endpoint import EndpointBackend
 from prorl_trio.types.errors import SearchUnavailable

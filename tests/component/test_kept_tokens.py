@@ -14,7 +14,7 @@ import trio
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.config import BackendConfig
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import RetryPolicy
 from prorl_trio.inference.engines.protocol import CompletionTimedOut, made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pace import MAX_FIRST_SCOUTS, PACE_VALID_S, Pace

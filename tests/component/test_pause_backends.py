@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from prorl_trio.handlers.math import MathHandler
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import RetryPolicy
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import RetryPolicy
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine

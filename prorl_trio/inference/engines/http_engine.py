@@ -22,7 +22,7 @@ from prorl_trio.http.connection import (
     ResponseMalformed,
     ResponseTooLarge,
 )
-from prorl_trio.http.retries import RETRYABLE_STATUSES, RetryPolicy
+from prorl_trio.http.client import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.inference.engines.answers import (
     ContractBroken,
     NotStreamed,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from random import Random
     from typing import Unpack
 
-    from prorl_trio.http.retries import RetryPolicy
+    from prorl_trio.http.client import RetryPolicy
     from prorl_trio.inference.engines.http_engine import OnCall
 
 GROUP: Final = "prorl_trio.engines"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 import msgspec
 
-from prorl_trio.http.retries import RETRYABLE_STATUSES
+from prorl_trio.http.client import RETRYABLE_STATUSES
 from prorl_trio.inference.engines.answers import (
     UNNAMED,
     ContractBroken,

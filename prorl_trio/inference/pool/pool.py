@@ -12,7 +12,7 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import RetryPolicy
 from prorl_trio.inference.engines.answers import UNNAMED
 from prorl_trio.inference.pool.admission import Admission, unseen
 from prorl_trio.inference.pool.backend import Backend, BackendStatistics
