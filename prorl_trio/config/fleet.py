@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prorl_trio.config.quantities import Seconds, SecondsOrZero
-from prorl_trio.config.table import Table
+from prorl_trio.config.quantities import Table
 
 
 class FleetConfig(Table, frozen=True):

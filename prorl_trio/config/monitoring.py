@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero
-from prorl_trio.config.table import Table
+from prorl_trio.config.quantities import Table
 
 
 class MonitoringConfig(Table, frozen=True):

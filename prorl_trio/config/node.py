@@ -32,7 +32,7 @@ from prorl_trio.config.quantities import (
 )
 from prorl_trio.config.stages import AdmissionConfig, BudgetConfig, StagesConfig
 from prorl_trio.config.storage import ArenaConfig, LedgerConfig
-from prorl_trio.config.table import Table
+from prorl_trio.config.quantities import Table
 from prorl_trio.config.toml_file import read_toml
 from prorl_trio.file_systems import read_regular
 from prorl_trio.types.errors import ConfigError

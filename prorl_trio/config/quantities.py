@@ -7,9 +7,9 @@ bound is the smallest that can.
 
 from __future__ import annotations
 
+import msgspec
 from typing import Annotated, Final
 
-import msgspec
 
 YEAR_S: Final = 366 * 24 * 3600.0
 MIN_S: Final = 0.001
@@ -46,3 +46,7 @@ Weight = Annotated[float, msgspec.Meta(gt=0, le=MAX_WEIGHT)]
 """A share relative to 1: one side gets a million times as much at most."""
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 """0: any that is free."""
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of a configuration file: immutable; an unknown key is an error."""

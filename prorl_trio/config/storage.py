@@ -9,7 +9,7 @@ import msgspec
 
 from prorl_ipc.arena_socket import MAX_ARENA_READERS
 from prorl_trio.config.quantities import MAX_BYTES, Bytes, BytesOrZero, Connections, Count, SecondsOrZero
-from prorl_trio.config.table import Table
+from prorl_trio.config.quantities import Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

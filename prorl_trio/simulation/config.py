@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from prorl_trio.config import AgentConfig, BackendConfig, BudgetConfig, SandboxConfig, StagesConfig
-from prorl_trio.config.table import Table
+from prorl_trio.config.quantities import Table
 from prorl_trio.config.toml_file import read_toml
 from prorl_trio.types.models import RetryPolicy
 
