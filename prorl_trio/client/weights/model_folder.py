@@ -8,7 +8,7 @@ import msgspec
 
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.safetensors import read_header
-from prorl_trio.types.architecture import architecture_of, differing_field
+from prorl_trio.types.model_facts import architecture_of, differing_field
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

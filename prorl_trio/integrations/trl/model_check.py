@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from prorl_trio.chat.codec import vocabulary_digest
-from prorl_trio.types.architecture import architecture_of, differing_field
+from prorl_trio.types.model_facts import architecture_of, differing_field
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.model_facts import ModelFacts
 
