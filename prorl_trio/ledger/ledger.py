@@ -20,7 +20,7 @@ from prorl_trio.ledger.operations import (
     size_of,
 )
 from prorl_trio.types.errors import ProrlError
-from prorl_trio.types.job_states import StoredState
+from prorl_trio.types.models import StoredState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prorl_trio.ledger.operations import Accept, Acknowledge, BeginAttempt, Finish
-    from prorl_trio.types.job_states import StoredState
+    from prorl_trio.types.models import StoredState
 
 
 class StoredJob(Protocol):
@@ -39,7 +39,7 @@ JobT = TypeVar("JobT", bound=StoredJob)
 
 
 def state_of(job: StoredJob) -> StoredState:
-    """Return the state of a job that the ledger has, as its session knows it. See `prorl_trio.types.job_states`."""
+    """Return the state of a job that the ledger has, as its session knows it. See `prorl_trio.types.models`."""
     return "stored" if job.cursor is None else "offered"
 
 

@@ -9,7 +9,7 @@ import trio
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.pipeline.observer import JobView
 from prorl_trio.types.errors import InternalError
-from prorl_trio.types.job_states import TERMINAL, may_follow
+from prorl_trio.types.models import TERMINAL, may_follow
 from prorl_trio.types.models import PRIORITY, Timing
 
 if TYPE_CHECKING:

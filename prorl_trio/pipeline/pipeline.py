@@ -25,7 +25,7 @@ from prorl_trio.pipeline.outcomes import check_evaluation, completed, finalise, 
 from prorl_trio.pipeline.stages import WorkStage
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import Draining
-from prorl_trio.types.job_states import LINES
+from prorl_trio.types.models import LINES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence

@@ -17,7 +17,7 @@ import msgspec
 import trio
 
 from prorl_trio.types.errors import InternalError, ServiceError
-from prorl_trio.types.job_states import STAGES, TERMINAL, JobState
+from prorl_trio.types.models import STAGES, TERMINAL, JobState
 from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, Status, TaskInstance
 
 
@@ -133,7 +133,7 @@ class Job(msgspec.Struct, eq=False):
         job_id: its id.
         fingerprint: a hash of its spec, to tell it from another job of the same id.
         attempt: number of attempts that have begun, on this node or another, in this process or a former one.
-        state: see `prorl_trio.types.job_states`.
+        state: see `prorl_trio.types.models`.
         spec: what was submitted. It is let go with the outcome, see `compact`.
         submitted_s: when it was submitted.
         offered_s: when its outcome was offered.

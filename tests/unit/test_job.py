@@ -24,7 +24,7 @@ from prorl_trio.sessions.job import (
     Withdrawn,
 )
 from prorl_trio.types.errors import Draining, InternalError
-from prorl_trio.types.job_states import STAGES, TERMINAL, JobState, may_follow
+from prorl_trio.types.models import STAGES, TERMINAL, JobState, may_follow
 from prorl_trio.types.models import EncodedOutcome
 
 WHY = Draining("the node has ended")

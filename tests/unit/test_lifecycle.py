@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from prorl_trio.pipeline.job import Lifecycle
 from prorl_trio.types.errors import InternalError
-from prorl_trio.types.job_states import TERMINAL
+from prorl_trio.types.models import TERMINAL
 
 LINE = ["queued", "init", "ready", "run", "ran", "eval", "completed"]
 ALL = sorted({*LINE, *TERMINAL})
