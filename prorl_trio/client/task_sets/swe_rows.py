@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from prorl_trio.client.task_sets.swe_commands import read_command
-from prorl_trio.grading.repository_files import may_be_source
+from prorl_trio.grading.repository import may_be_source
 from prorl_trio.grading.row_patches import read_patch
 from prorl_trio.handlers.swe import SwePayload
 from prorl_trio.sandbox.images.names import swe_bench_image, swe_gym_image, swe_smith_image
