@@ -10,7 +10,7 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from prorl_trio.pipeline.durations import Durations
+    from prorl_trio.pipeline.pipeline import Durations
 
 POLL_S: Final = 1.0
 """Interval between two looks at the durations, which grow."""

@@ -6,18 +6,18 @@ Whatever ends a job in a stage comes to `_run_stage`; `outcomes` makes the job's
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from typing import Final
 import logging
 from collections import Counter
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
-
 import msgspec
 import trio
-
 from prorl_ipc.nursery import only_cancelled, open_single_nursery
 from prorl_trio.pipeline.admission import Admission
-from prorl_trio.pipeline.durations import Durations
 from prorl_trio.pipeline.fates import Fates
 from prorl_trio.pipeline.groups import GroupTable
 from prorl_trio.pipeline.observer import Observers
@@ -29,7 +29,6 @@ from prorl_trio.types.models import LINES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-
     from prorl_trio.agent.context import Resources
     from prorl_trio.chat.token_memory import RolloutTokens
     from prorl_trio.pipeline.job import Job
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.types.errors import ErrorCode
     from prorl_trio.types.models import Outcome, Stage, Status, TerminalStatus
+
 
 
 CLEANUP_TIMEOUT_S: Final = 30.0
@@ -54,6 +54,41 @@ logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S: Final = 5.0
 """Time between two looks, and so the time that a job may take to answer a cancel, or the end of a budget, before it is
 named."""
+
+KEPT: Final = 512
+"""Durations of one kind that are remembered, the latest ones."""
+SHARE: Final = 0.99
+
+
+class Durations:
+    """The durations of jobs that came to their own end. A kind is a handler's name, so there are few."""
+
+    def __init__(self) -> None:
+        self._took_s: dict[str, deque[float]] = {}
+
+    def ended(self, kind: str, took_s: float) -> None:
+        """Count a job, with its waits in queues."""
+        self._took_s.setdefault(kind, deque(maxlen=KEPT)).append(took_s)
+
+    def p99_s(self, kind: str) -> float:
+        """Return the 99th percentile of a kind, by nearest rank; the longest of all kinds while none of it has ended.
+
+        0 while no job has ended.
+        """
+        took_s = self._took_s.get(kind)
+        return self.longest_p99_s() if took_s is None else _p99_s(took_s)
+
+    def longest_p99_s(self) -> float:
+        """Return the 99th percentile of the kind that has the longest; 0 while no job has ended."""
+        return max(map(_p99_s, self._took_s.values()), default=0.0)
+
+    def shortest_p99_s(self) -> float:
+        """Return the 99th percentile of the kind that has the shortest; 0 while no job has ended."""
+        return min(map(_p99_s, self._took_s.values()), default=0.0)
+
+
+def _p99_s(took_s: deque[float]) -> float:
+    return sorted(took_s)[math.ceil(SHARE * len(took_s)) - 1]
 
 
 async def watch_jobs(jobs: Callable[[], Iterable[Job]], interval_s: float = WATCH_INTERVAL_S) -> None:
