@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from prorl_trio.client.sampling import GroupRules, JobTemplate
-from prorl_trio.client.sampling.durations import ks_distance
+from prorl_trio.client.sampling.accounts import ks_distance
 from prorl_trio.client.sampling.events import Advanced, Arrived, Opened, Taken
 from prorl_trio.client.sampling.sampler import GroupSampler
 from prorl_trio.config import StagesConfig

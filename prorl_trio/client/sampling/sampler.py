@@ -25,7 +25,7 @@ from prorl_trio.client.sampling.admission import (
     pick,
 )
 from prorl_trio.client.sampling.batch import Batch, ManifestLine
-from prorl_trio.client.sampling.durations import keep_latest
+from prorl_trio.client.sampling.accounts import keep_latest
 from prorl_trio.client.sampling.events import (
     Advanced,
     Arrived,
