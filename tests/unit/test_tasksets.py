@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.competition import COMPMATH
+from prorl_trio.client.task_sets.math_rows import COMPMATH
 from prorl_trio.handlers.math import MathHandler
 from prorl_trio.handlers.stem.payload import read_payload
 from prorl_trio.types.errors import ConfigError

@@ -15,7 +15,7 @@ from prorl_trio.client.task_sets.code import (
     load_dataframebench_test,
     load_humaneval,
 )
-from prorl_trio.client.task_sets.competition import load_compmath
+from prorl_trio.client.task_sets.math_rows import load_compmath
 from prorl_trio.client.task_sets.fields import RowError
 from prorl_trio.client.task_sets.forms import UnknownForm, known_forms, read_row
 from prorl_trio.client.task_sets.generated import PREFIX, load_reasoning_gym
