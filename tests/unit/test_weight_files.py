@@ -20,7 +20,7 @@ from prorl_trio.client.weights.safetensors import TensorFile, TensorType, read_h
 from prorl_trio.client.weights.source import check_adapter, is_this_host, write_model
 from prorl_trio.client.weights.store import WeightStore
 from prorl_trio.client.weights.tensors import raw_tensor
-from prorl_trio.client.weights.values import all_finite, stored_all_finite
+from prorl_trio.client.weights.check import all_finite, stored_all_finite
 from support.tiny_weights import CONFIG, LORA_A, LORA_B, make_adapter, make_model, pair, tensors
 
 EMBEDDING = "model.embed_tokens.weight"

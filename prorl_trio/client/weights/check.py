@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Final
+import numpy as np
 import zlib
 from typing import TYPE_CHECKING, Literal
-
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import (
     ModelFolder,
@@ -15,17 +16,57 @@ from prorl_trio.client.weights.model_folder import (
     missing_names,
     unknown_name,
 )
-from prorl_trio.client.weights.values import CHUNK_BYTES, stored_all_finite
 
 if TYPE_CHECKING:
+    from prorl_trio.client.weights.safetensors import StoredTensor
     from collections.abc import Sequence
     from pathlib import Path
 
-    from prorl_trio.client.weights.safetensors import StoredTensor
 
 WeightCheck = Literal["values", "headers", "none"]
 """The effort of a check: all elements are looked at for NaN and infinity; or names, shapes and dtypes alone, from the
 headers; or nothing, as for a folder that the trainer's process does not see."""
+
+CHUNK_BYTES: Final = 8 * 1024 * 1024
+"""Bytes looked at at once: the memory that a check takes."""
+
+_EXPONENTS: Final[dict[str, tuple[np.dtype[Any], int]]] = {
+    "F64": (np.dtype("<u8"), 0x7FF0_0000_0000_0000),
+    "F32": (np.dtype("<u4"), 0x7F80_0000),
+    "F16": (np.dtype("<u2"), 0x7C00),
+    "BF16": (np.dtype("<u2"), 0x7F80),
+    "F8_E5M2": (np.dtype("u1"), 0x7C),
+    "F8_E4M3": (np.dtype("u1"), 0x7F),
+}
+"""By dtype: bits that are all set in NaN and infinity, and in nothing else (IEEE 754; E4M3 has a NaN alone). Integers,
+and the scales of E8M0, are always finite here."""
+
+
+def all_finite(dtype: str, flat: np.ndarray) -> bool:
+    """Return whether no element is NaN or infinite. `flat` is the tensor's bytes, uint8, in row-major order."""
+    if dtype not in _EXPONENTS:
+        return True
+    unsigned, mask = _EXPONENTS[dtype]
+    for begin in range(0, flat.nbytes, CHUNK_BYTES):
+        masked = flat[begin : begin + CHUNK_BYTES].view(unsigned) & unsigned.type(mask)
+        if bool((masked == mask).any()):
+            return False
+    return True
+
+
+def stored_all_finite(tensor: StoredTensor) -> bool:
+    """Return whether no element of a tensor in a file is NaN or infinite. Raises OSError: it cannot be read."""
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        left = tensor.type.size_bytes
+        while left:
+            chunk = file.read(min(CHUNK_BYTES, left))
+            if not chunk:
+                raise OSError(f"{tensor.path} ends too early")
+            if not all_finite(tensor.type.dtype, np.frombuffer(chunk, np.uint8)):
+                return False
+            left -= len(chunk)
+    return True
 
 
 def check_folder(path: Path, bases: Sequence[ModelFolder], check: Literal["values", "headers"] = "values") -> None:

@@ -28,7 +28,7 @@ from prorl_trio.client.weights.safetensors import TensorFile, read_header
 from prorl_trio.client.weights.store import SHARED_MEMORY
 from prorl_trio.client.weights.tensors import named_tensors, raw_tensor
 from prorl_trio.client.weights.tied import lacks_head, link_with_head, write_head
-from prorl_trio.client.weights.values import all_finite, stored_all_finite
+from prorl_trio.client.weights.check import all_finite, stored_all_finite
 
 if TYPE_CHECKING:
     import os
