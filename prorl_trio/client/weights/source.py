@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
+import msgspec
+import numpy as np
+from prorl_trio.client.weights.model_folder import INDEX, embedding_of, is_head
+from prorl_trio.client.weights.safetensors import TensorFile
 import re
 import shutil
 import socket
@@ -9,10 +14,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
-
-import msgspec
 import trio
-
 from prorl_trio.client.weights.check import check_folder, check_names
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import (
@@ -27,20 +29,20 @@ from prorl_trio.client.weights.model_folder import (
 from prorl_trio.client.weights.safetensors import TensorFile, read_header
 from prorl_trio.client.weights.store import SHARED_MEMORY
 from prorl_trio.client.weights.tensors import named_tensors, raw_tensor
-from prorl_trio.client.weights.tied import lacks_head, link_with_head, write_head
 from prorl_trio.client.weights.check import all_finite, stored_all_finite
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
-
+    from pathlib import Path
+    from prorl_trio.client.weights.model_folder import ModelFolder
+    import os
     import numpy as np
-
     from prorl_trio.client.weights.check import WeightCheck
     from prorl_trio.client.weights.safetensors import TensorType
     from prorl_trio.client.weights.store import WeightStores
     from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import UpdatedBackend
+
 
 
 MAX_MODELS: Final = 16
@@ -55,6 +57,50 @@ SHARD_BYTES: Final = 4 * 1024**3
 MAX_COPIED_BYTES: Final = 256 * 1024 * 1024
 """Size from which a file of the model's folder is not taken for configuration or a tokenizer."""
 _WEIGHTS: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"})
+
+HEAD: Final = "lm_head.weight"
+HEAD_FILE: Final = "model-tied-head.safetensors"
+_EMBEDDING: Final = "model.embed_tokens.weight"
+"""The name whose output layer is `HEAD`, in every model that has it."""
+
+
+def lacks_head(found: ModelFolder, bases: Sequence[ModelFolder]) -> bool:
+    """Return whether the model ties its output layer to the embedding, and the folder has the embedding alone."""
+    tied = found.tied or any(base.tied for base in bases)
+    return tied and embedding_of(found.tensors) == _EMBEDDING and not any(map(is_head, found.tensors))
+
+
+def link_with_head(found: ModelFolder, folder: Path) -> None:
+    """Fill the empty `folder` with links to all files of `found`, and its embedding again, as the output layer.
+
+    Blocks; for worker threads.
+
+    Raises:
+        OSError: the embedding cannot be read, or the disk is full.
+    """
+    for file in found.path.iterdir():
+        if file.name != INDEX:
+            (folder / file.name).symlink_to(file)
+    write_head(found, folder)
+
+
+def write_head(found: ModelFolder, folder: Path) -> None:
+    """Write the embedding of `found` again, as the output layer, into `folder`, which has the files of `found`.
+
+    Blocks, and raises OSError, as `link_with_head`.
+    """
+    embedding = found.tensors[_EMBEDDING]
+    flat = np.fromfile(embedding.path, np.uint8, embedding.type.size_bytes, offset=embedding.offset)
+    head = TensorFile(folder / HEAD_FILE)
+    try:
+        head.add(HEAD, embedding.type, flat)
+        head.close()
+    except BaseException:
+        head.abandon()
+        raise
+    if len({tensor.path for tensor in found.tensors.values()}) > 1:  # engines may read what an index names alone
+        weight_map = {name: tensor.path.name for name, tensor in found.tensors.items()} | {HEAD: HEAD_FILE}
+        (folder / INDEX).write_bytes(msgspec.json.encode({"metadata": {}, "weight_map": weight_map}))
 
 
 def write_model(state: StateDict, folder: Path, base: ModelFolder, check: WeightCheck = "values") -> None:
