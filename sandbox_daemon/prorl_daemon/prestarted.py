@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
-
-from prorl_daemon.command_line import show_command_line
 from prorl_daemon.descriptors import close_all_but
 from prorl_daemon.ipython_child import main
 from prorl_daemon.kernel_ends import open_kernel_ends
@@ -15,7 +15,21 @@ from prorl_daemon.seccomp import confine
 if TYPE_CHECKING:
     from prorl_daemon.kernel_ends import ChildEnds, KernelEnds
 
+
 FAILED = 2
+
+ARG_START, ARG_END = 45, 46
+"""In /proc/PID/stat, counted from the state on: where a process has its arguments in memory."""
+
+
+def show_command_line(*arguments: str) -> None:
+    """Show this interpreter with these `arguments` to whoever looks; what there is no room for is left out."""
+    sys.orig_argv[1:] = arguments
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[ARG_START]), int(fields[ARG_END])
+    text = b"".join(os.fsencode(word) + b"\0" for word in sys.orig_argv)
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 class Prestarted(NamedTuple):
