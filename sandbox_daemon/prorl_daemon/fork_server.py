@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from prorl_daemon.prestarted import show_command_line
-from prorl_daemon.descriptors import place
+from prorl_daemon.prestarted import place
 from prorl_daemon.ipython_child import preload_shell
 from prorl_daemon.namespaces import end_with_parent, fork_apart, settle
 from prorl_daemon.prestarted import fork_kernel

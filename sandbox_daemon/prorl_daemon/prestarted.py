@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
+import fcntl
 import os
+from itertools import pairwise
+import ctypes
 import sys
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
-from prorl_daemon.descriptors import close_all_but
 from prorl_daemon.ipython_child import main
 from prorl_daemon.kernel_ends import open_kernel_ends
 from prorl_daemon.privileges import drop_privileges
@@ -16,10 +17,28 @@ if TYPE_CHECKING:
     from prorl_daemon.kernel_ends import ChildEnds, KernelEnds
 
 
+
 FAILED = 2
 
 ARG_START, ARG_END = 45, 46
 """In /proc/PID/stat, counted from the state on: where a process has its arguments in memory."""
+
+
+def close_all_but(kept: set[int]) -> None:
+    """Close every descriptor of this process but `kept`, which are not empty. Those that are not open do not matter."""
+    bounds = [-1, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+    for before, after in pairwise(bounds):
+        if before + 1 < after:  # `closerange(0, 0)` closes all
+            os.closerange(before + 1, after)
+
+
+def place(fds: list[int], numbers: list[int]) -> None:
+    """Give `fds` these `numbers`, in their order, and close all others of this process."""
+    above = max((*fds, *numbers)) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in fds]
+    for fd, number in zip(moved, numbers, strict=True):
+        os.dup2(fd, number)
+    close_all_but(set(numbers))
 
 
 def show_command_line(*arguments: str) -> None:
