@@ -12,7 +12,7 @@ import trio
 
 from prorl_daemon.accounts import ONE_USER, find_account
 from prorl_daemon.children import open_pipe
-from prorl_daemon.marks import has_mark, new_mark
+from prorl_daemon.children import has_mark, new_mark
 from prorl_daemon.output import OutputBuffer
 from prorl_daemon.own_time import OwnTime
 from prorl_daemon.processes import kill_until_gone, read_process_table

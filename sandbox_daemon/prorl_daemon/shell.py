@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from prorl_daemon.keeper import StartFailed
-from prorl_daemon.marks import born_with
+from prorl_daemon.children import born_with
 from prorl_daemon.output import BarrierSplitter, OutputBuffer
 from prorl_daemon.plain_text import CommandOutput
 from prorl_daemon.processes import kill_until_gone
