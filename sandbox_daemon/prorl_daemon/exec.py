@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from prorl_daemon.accounts import ONE_USER, find_account
+from prorl_daemon.children import ONE_USER, find_account
 from prorl_daemon.children import open_pipe
 from prorl_daemon.children import has_mark, new_mark
 from prorl_daemon.output import OutputBuffer
@@ -24,7 +24,7 @@ from prorl_ipc.wire import MAX_FRAME_BYTES
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from prorl_daemon.accounts import Account
+    from prorl_daemon.children import Account
     from prorl_daemon.children import Child, ChildReaper
     from prorl_daemon.exec_input import ExecInputs, Pieces
     from prorl_daemon.processes import ProcessEntry, ProcessTable
