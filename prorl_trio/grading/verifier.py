@@ -8,7 +8,7 @@ Who killed a program (SIGKILL) that ran into no limit cannot be told: the candid
 the answer is graded once more, in fresh sandboxes; who is killed there as well has failed.
 
 The machine's load is not the candidate's doing either. A program is judged by its own time: the time that passes
-without that in which it waits for a CPU (`prorl_daemon.own_time`). Its wall time is a backstop, `BACKSTOP_FACTOR`
+without that in which it waits for a CPU (`prorl_daemon.exec`). Its wall time is a backstop, `BACKSTOP_FACTOR`
 times as long; a program that reaches it had no CPU, and there is no verdict. Unless its CPU time alone shows that a
 program is too slow, the answer is graded once more, with one such second try at a time: if the program was idle for
 most of its time, or if it was right and late on a CPU that it shared.

@@ -6,7 +6,7 @@ agent has kept its verifier from a verdict, and the reward is 0.
 
 Who killed the script (SIGKILL), where no limit says so, cannot be told either: it is run once more.
 
-The script's time is its own (`prorl_daemon.own_time`): where it waits for a CPU that the machine's load keeps from
+The script's time is its own (`prorl_daemon.exec`): where it waits for a CPU that the machine's load keeps from
 it, its limit stands still, and it may take up to twice as long. Wall time is a backstop; a script that reaches it had
 no CPU, and there is no verdict.
 
