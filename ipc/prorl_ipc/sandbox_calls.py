@@ -12,7 +12,7 @@ Sizes are bytes, times are seconds. Times on the wire are relative (a budget, no
 from __future__ import annotations
 
 import msgspec
-
+from prorl_ipc.limits import NamespaceLimits
 from prorl_ipc.file_calls import (
     DownloadBegin,
     DownloadParts,
@@ -34,8 +34,42 @@ from prorl_ipc.file_calls import (
 )
 from prorl_ipc.limits import Breach
 
+
 OWN_ERROR_EXIT = 70
 """Exit code of a daemon that an error of its own ended, and nothing that its tools can do: EX_SOFTWARE of sysexits."""
+
+MAX_FORK_BYTES = 4096
+"""Size of a packet."""
+MAX_FORK_FDS = 16
+"""Descriptors that may travel with one."""
+
+
+class ForkSandbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
+    """Start a sandbox.
+
+    Attributes:
+        fds: the numbers by which its first process is to have the descriptors that come along, in their order.
+        disk_bytes: of each of its file systems in memory: /tmp, /dev/shm and the home directory.
+        limits: of its namespaces.
+        prestart_ipython: fork its IPython as well.
+    """
+
+    fds: list[int]
+    disk_bytes: int
+    limits: NamespaceLimits
+    prestart_ipython: bool = False
+
+
+class Forked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
+    """The answer.
+
+    Attributes:
+        pid: the sandbox's first process, a child of the node; 0 where there is none.
+        problem: why there is none; empty if there is.
+    """
+
+    pid: int = 0
+    problem: str = ""
 
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):

@@ -20,7 +20,7 @@ import msgspec
 import trio
 
 from prorl_ipc.channel import wait_or_sleep
-from prorl_ipc.fork_calls import MAX_FORK_BYTES, Forked, ForkSandbox
+from prorl_ipc.sandbox_calls import MAX_FORK_BYTES, Forked, ForkSandbox
 from prorl_trio.sandbox.limits.pid_limit import namespace_limits
 from prorl_trio.sandbox.process_tree import open_process_tree
 from prorl_trio.sandbox.reaper import descendants

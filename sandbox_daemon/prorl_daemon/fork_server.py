@@ -26,7 +26,7 @@ from prorl_daemon.namespaces import end_with_parent, fork_apart, settle
 from prorl_daemon.prestarted import fork_kernel
 from prorl_daemon.run import USAGE_ERROR, run_daemon, say_ready
 from prorl_daemon.seccomp import filter_code
-from prorl_ipc.fork_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
+from prorl_ipc.sandbox_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
 from prorl_ipc.limits import NamespaceLimits
 
 TRIAL_DISK_BYTES = 1024 * 1024
