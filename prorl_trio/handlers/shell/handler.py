@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
+import posixpath
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
-
-import msgspec
+from typing import TYPE_CHECKING, Final, NamedTuple
 import trio
-
+from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
+from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, backstop_s, check_end
+from prorl_trio.handlers.shell.artifacts import NotTaken, collect, pack, put, unpack
+from prorl_trio.handlers.shell.environment import CLEAR, make_ready, noticing_kills
+from prorl_trio.handlers.shell.payload import HOME
+from prorl_trio.threads import run_sync
+from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+import msgspec
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.grading.verifier import again_if_killed
@@ -24,25 +32,344 @@ from prorl_trio.handlers.shell.environment import (
 )
 from prorl_trio.handlers.shell.payload import HOME, read_payload
 from prorl_trio.handlers.shell.steps import Progress, StepRecord, is_unanswered, meets, reward_of
-from prorl_trio.handlers.shell.verification import Case, verify
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, ToolSet
 from prorl_trio.types.errors import EvaluationError, HandlerError, MalformedJob, SandboxCallFailed, SandboxUnavailable
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from prorl_trio.agent.context import Resources, RolloutContext
-    from prorl_trio.handlers.shell.payload import Environment, ShellPayload, Solution, Step
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.handlers.shell.payload import Environment, Verification
+    from prorl_trio.handlers.shell.steps import StepRecord
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
+    from collections.abc import Mapping
+    from prorl_trio.agent.context import Resources, RolloutContext
+    from prorl_trio.handlers.shell.payload import Environment, ShellPayload, Solution, Step
     from prorl_trio.tools.base import Observation
     from prorl_trio.types.models import Recorded
 
 
+
 NUDGE: Final = "Go on with the tools. When the task is done, call finish."
 
+
+# The verifier of a task in a shell: the task's own script, where the agent was, or where it has never been.
+#
+# That the script leaves no reward may be the task's fault, or the agent's. Only a control run tells: of the same script,
+# in a fresh sandbox in which nothing of the agent's is. If that has no reward either, there is no verdict. If it has, the
+# agent has kept its verifier from a verdict, and the reward is 0.
+#
+# Who killed the script (SIGKILL), where no limit says so, cannot be told either: it is run once more.
+#
+# The script's time is its own (`prorl_daemon.exec`): where it waits for a CPU that the machine's load keeps from
+# it, its limit stands still, and it may take up to twice as long. Wall time is a backstop; a script that reaches it had
+# no CPU, and there is no verdict.
+#
+# A script that runs the agent's programs may leave a reward that is theirs. Signs of that are processes that outlive the
+# script (they are killed before the reward is read) or write the reward after its end, a signal that ended it, a
+# `reward.json` beside `reward.txt`, a reward that cannot be written any more, and a file of the tests that was changed.
+# The script may do such things by itself. So a reward with such a sign counts only if the control run has the same sign;
+# else it is 0.
+
+VERIFIER_DIR: Final = "/logs/verifier"
+FIRST_SHARE: Final = 0.6
+"""Share of the time that is left for the evaluation; the rest is for a control run."""
+EVAL_MARGIN_S: Final = 10.0
+STEP_TIMEOUT_S: Final = 60.0
 MAX_LOG_BYTES: Final = 64 * 1024
+LINGER_S: Final = 0.5
+"""For what the script left to end with it, such as the `tee` of its output."""
+
+KILL_OTHERS: Final = """\
+for round in 1 2 3 4 5; do
+    left=
+    for entry in /proc/[0-9]*; do
+        pid=${entry#/proc/}
+        [ "$pid" = 1 ] || [ "$pid" = $$ ] || [ "$pid" = "$PPID" ] || { kill -9 "$pid" 2>/dev/null && left=1; }
+    done
+    [ -n "$left" ] || exit 0
+done
+exit 0
+"""
+"""Ends all but the sandbox's own processes, by what is built into the shell."""
+
+LIST: Final = "cd /proc && echo [0-9]*"
+AFTER: Final = """\
+before=" 1 $$ $PPID $1 "
+for round in 1 2 3 4 5; do
+    found=
+    for entry in /proc/[0-9]*; do
+        pid=${entry#/proc/}
+        case $before in *" $pid "*) continue;; esac
+        { read -r stat <"$entry/stat"; } 2>/dev/null || continue
+        case ${stat##*) } in [ZX]*) continue;; esac
+        kill -9 "$pid" 2>/dev/null && found=1 left=1
+    done
+    [ -n "$found" ] || break
+done
+[ -z "$left" ] || echo outlived
+cd /logs/verifier 2>/dev/null || exit 0
+if [ -e reward.json ] && [ -e reward.txt ]; then echo both; fi
+for path in . reward.json reward.txt; do
+    if [ -e $path ] && [ ! -w $path ]; then echo sealed; break; fi
+done
+exit 0
+"""
+"""Ends the processes that are not in the list `$1`, and prints signs that the reward is not the script's own."""
+SIGNS: Final = {
+    "outlived": "a process outlived the verifier's script, or wrote the reward after its end",
+    "killed": "a signal ended the verifier's script",
+    "both": "there is a reward.json beside reward.txt",
+    "sealed": "the reward cannot be written any more",
+    "altered": "a file of the tests was changed while they ran",
+}
+
+
+class Case(NamedTuple):
+    """A step to be graded: its verifier, the agent's environment, and the sandboxes of the agent and the verifier.
+
+    `max_kept_chars` is what its artefacts may take in the record of the rollout. `is_counted`: its rewards are part of
+    the task's, so one of them has to be the reward.
+    """
+
+    verifier: Verification
+    environment: Environment
+    agents: SandboxSpec
+    own: SandboxSpec
+    max_kept_chars: int
+    is_counted: bool = True
+
+    @property
+    def where(self) -> Environment:
+        """The environment that the verifier runs in."""
+        return self.verifier.environment or self.environment
+
+
+class _NoVerdict(Exception):
+    """The verifier has left no reward. The message says how."""
+
+
+class _Verdict(NamedTuple):
+    """The rewards of a run of the verifier, and the `SIGNS` that they are not its own."""
+
+    rewards: dict[str, float]
+    signs: frozenset[str]
+
+
+async def verify(context: RolloutContext, case: Case, record: StepRecord) -> None:
+    """Run a step's verifier on what the agent has done, and put its verdict into `record`.
+
+    Where artefacts are recorded, they are looked at in place of the agent's sandbox.
+
+    Raises:
+        EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+    """
+
+    async def grade(*, last_try: bool) -> _Verdict:
+        if case.verifier.separate:
+            return await _in_own_sandbox(context, case, record, last_try=last_try)
+        return await _in_agents_sandbox(context, case, record.answer, last_try=last_try)
+
+    try:
+        verdict = await again_if_killed(context, grade)
+    except _NoVerdict as exc:
+        context.log_evaluation(f"no reward: {exc}\n")
+        await _control(context, case, str(exc))
+        record.spoilt = str(exc)
+        return
+    signs = verdict.signs
+    if signs and any(value > 0 for value in verdict.rewards.values()):
+        signs -= await _signs_of_control(context, case)
+    else:
+        signs = frozenset()
+    if signs:
+        record.spoilt = "; ".join(SIGNS[sign] for sign in sorted(signs))
+        context.log_evaluation(f"the reward does not count: {record.spoilt}, and not so without the agent\n")
+    else:
+        record.rewards = verdict.rewards
+
+
+async def _in_agents_sandbox(context: RolloutContext, case: Case, answer: str | None, *, last_try: bool) -> _Verdict:
+    sandbox = context.sandbox
+    assert sandbox is not None
+    with context.waiting("the verifier, where the agent was", "agent_budget"):
+        try:
+            await sandbox.restart_bash()
+            ended = await sandbox.exec(["/bin/sh", "-c", KILL_OTHERS], timeout_s=STEP_TIMEOUT_S)
+        except (OSError, SandboxCallFailed) as exc:
+            raise _NoVerdict(f"the agent's processes cannot be ended: {exc}") from exc
+        if not last_try:
+            check_end("sh", ended)
+        if ended.exit_code != 0:
+            raise _NoVerdict(f"the agent's processes cannot be ended: {ended.exit_code}")
+        return await _run(context, sandbox, case, answer, last_try=last_try)
+
+
+async def _in_own_sandbox(context: RolloutContext, case: Case, record: StepRecord, *, last_try: bool) -> _Verdict:
+    with tempfile.TemporaryDirectory(prefix="artifacts-") as folder:
+        if record.artifacts is None:
+            carried = await collect(context, case.verifier, case.environment, Path(folder))
+            record.artifacts = await run_sync(pack, carried, case.max_kept_chars)
+        else:
+            carried = await run_sync(unpack, record.artifacts, Path(folder))
+        async with context.open_sandbox(case.own) as sandbox:
+            with context.waiting("the verifier's environment", "evaluator"), noticing_kills(last_try=last_try):
+                await make_ready(sandbox, case.where)
+            try:
+                with context.waiting("the verifier", "agent_budget"):
+                    for remote, local in carried:
+                        await put(sandbox, local, remote)
+                    return await _run(context, sandbox, case, record.answer, last_try=last_try)
+            except SandboxLost as exc:
+                if not exc.from_inside:
+                    raise
+                raise _NoVerdict(f"the verifier's sandbox was ended from inside: {exc}") from exc
+            except (NotTaken, ProgramKilled) as exc:
+                if isinstance(exc, ProgramKilled) and not last_try:
+                    raise
+                raise _NoVerdict(str(exc)) from exc
+
+
+async def _signs_of_control(context: RolloutContext, case: Case) -> frozenset[str]:
+    """Return the signs of a run where nothing of the agent's is. A run without a reward has none.
+
+    Raises:
+        SandboxUnavailable, SandboxLost: its sandbox does not start. There is no verdict.
+    """
+    with context.waiting("the verifier's control run", "evaluator"):
+        async with context.open_sandbox(case.own if case.verifier.separate else case.agents) as sandbox:
+            await make_ready(sandbox, case.where)
+            try:
+                return (await _run(context, sandbox, case, "", is_control=True)).signs
+            except _NoVerdict:
+                return frozenset()
+
+
+async def _control(context: RolloutContext, case: Case, problem: str) -> None:
+    """Run the verifier where nothing of the agent's is.
+
+    Raises:
+        EvaluationError: it has no reward there either. There is no verdict.
+        SandboxUnavailable, SandboxLost: its sandbox does not start, or is lost. There is no verdict.
+    """
+    with context.waiting("the verifier's control run", "evaluator"):
+        try:
+            async with context.open_sandbox(case.own if case.verifier.separate else case.agents) as sandbox:
+                await make_ready(sandbox, case.where)
+                await _run(context, sandbox, case, "", is_control=True)
+        except _NoVerdict as exc:
+            raise EvaluationError(f"{problem}; nor is there a reward without the agent: {exc}") from exc
+
+
+async def _run(
+    context: RolloutContext,
+    sandbox: Sandbox,
+    case: Case,
+    answer: str | None,
+    *,
+    is_control: bool = False,
+    last_try: bool = True,
+) -> _Verdict:
+    """Place the tests, run the script, read its reward. Raises _NoVerdict, and ProgramKilled but at the last try."""
+    verifier = case.verifier
+    try:
+        await _place(sandbox, verifier, answer)
+        isolated = context.resources.config.sandbox.provider != "process"  # which has the processes of the machine
+        before = await _say(sandbox, LIST)
+        limit_s = _time_for(context, verifier.timeout_s, 1.0 if is_control else FIRST_SHARE)
+        most_s = backstop_s(limit_s)
+        with context.standing_in_line("the verifier's script", "agent_budget", at_most_s=most_s + STEP_TIMEOUT_S):
+            result = await sandbox.exec(
+                ["/bin/sh", "-c", 'exec "$0"', verifier.script],
+                timeout_s=most_s,
+                own_limit_s=limit_s,
+                lenient=True,
+                cwd=case.where.workdir or HOME,
+                env=verifier.env,
+                max_output_bytes=MAX_LOG_BYTES,
+                linger_s=LINGER_S,
+                watch=[f"{VERIFIER_DIR}/{name}" for name in REWARD_FILES],
+            )
+        context.leave_uncharged(-min(result.own_s, limit_s))  # its own time is the budget's; the load is nobody's
+        if not is_control:
+            context.log_evaluation(result.stdout.decode(errors="replace"))
+            context.log_evaluation(result.stderr.decode(errors="replace"))
+        if result.timed_out:
+            if result.own_s <= limit_s and not result.breach:
+                raise EvaluationError(f"the machine had no CPU for {verifier.script} in {result.duration_s:.0f} s")
+            raise _NoVerdict(f"{verifier.script} has no end in {limit_s:g} s")
+        check_end(verifier.script, result)
+        signs = set((await _say(sandbox, AFTER, before)).split() if isolated else ()) & set(SIGNS)
+        signs |= {"killed"} if result.was_killed else set()
+        signs |= {"outlived"} if result.outlived else set()
+        rewards = await _read_rewards(sandbox, is_counted=case.is_counted)
+        if (is_control or any(value > 0 for value in rewards.values())) and await _is_altered(sandbox, verifier):
+            signs.add("altered")
+        return _Verdict(rewards, frozenset(signs))
+    except ProgramKilled as exc:
+        if not last_try:
+            raise
+        raise _NoVerdict(str(exc)) from exc
+    except (OSError, SandboxCallFailed) as exc:
+        raise _NoVerdict(f"the sandbox does not do what the verifier needs: {exc}") from exc
+
+
+async def _say(sandbox: Sandbox, script: str, *arguments: str) -> str:
+    """Return what a script of ours prints. Raises ProgramKilled; _NoVerdict if it fails."""
+    result = await sandbox.exec(["/bin/sh", "-c", script, "sh", *arguments], timeout_s=STEP_TIMEOUT_S)
+    check_end("sh", result)
+    if result.exit_code != 0:
+        raise _NoVerdict(f"the sandbox cannot be looked at: {result.stderr.decode(errors='replace').strip()}")
+    return result.stdout.decode(errors="replace").strip()
+
+
+async def _is_altered(sandbox: Sandbox, verifier: Verification) -> bool:
+    """Return whether a file of the tests is not what was placed: a shell reads its script while it runs."""
+    for path, file in verifier.files.items():
+        try:
+            if await sandbox.read_file(path, max_bytes=len(file.content) + 1) != file.content:
+                return True
+        except (OSError, ValueError, SandboxCallFailed):
+            return True
+    return False
+
+
+def _time_for(context: RolloutContext, wanted_s: float, share: float) -> float:
+    if context.stage_scope is None:
+        return wanted_s
+    left_s = context.stage_scope.deadline - trio.current_time() - EVAL_MARGIN_S
+    return max(1.0, min(wanted_s, left_s * share))
+
+
+async def _place(sandbox: Sandbox, verifier: Verification, answer: str | None) -> None:
+    """Put the tests where the agent may have left others, after old rewards and links to elsewhere are gone."""
+    await _say(sandbox, CLEAR)
+    for path, file in verifier.files.items():
+        await sandbox.write_file(path, file.content, mode=file.mode | 0o111 if path == verifier.script else file.mode)
+    if verifier.answer_path and answer is not None:
+        await sandbox.write_file(verifier.answer_path, answer.encode(errors="replace"))
+
+
+async def _read_rewards(sandbox: Sandbox, *, is_counted: bool) -> dict[str, float]:
+    paths = [f"{VERIFIER_DIR}/{name}" for name in REWARD_FILES]
+    links = " || ".join(f"[ -h {path} ]" for path in (VERIFIER_DIR, *paths))
+    looked = await sandbox.exec(["/bin/sh", "-c", links], timeout_s=STEP_TIMEOUT_S)
+    check_end("sh", looked)
+    if looked.exit_code != 1:
+        raise _NoVerdict(
+            "the reward file is a link" if looked.exit_code == 0 else "the reward file cannot be looked at"
+        )
+    for path in paths:
+        try:
+            found = parse_rewards(posixpath.basename(path), await sandbox.read_file(path, max_bytes=MAX_REWARD_BYTES))
+            if is_counted:
+                scalar_reward(found)
+            return found
+        except FileNotFoundError:
+            continue
+        except ValueError as exc:
+            raise _NoVerdict(str(exc)) from exc
+    raise _NoVerdict(f"the verifier has written neither {' nor '.join(paths)}")
 
 
 async def run_solution(context: RolloutContext, solution: Solution, environment: Environment) -> None:
