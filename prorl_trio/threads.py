@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
-import trio
-from trio.lowlevel import RunVar
 import errno
 import logging
 from typing import TYPE_CHECKING, Final, TypeVar
+
+import trio
+from trio.lowlevel import RunVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,19 +20,23 @@ FIRST_DELAY_S: Final = 0.05
 MAX_DELAY_S: Final = 2.0
 MAX_WAIT_S: Final = 10.0
 
-MAX_THREADS = 16
+SANDBOX_THREADS: Final = 16
+"""Of the sandboxes' blocking calls: their own, so that no other work delays a clean-up."""
 
 T = TypeVar("T")
 
-_limiter: RunVar[trio.CapacityLimiter] = RunVar("prorl_trio.threads")
+_limiter: RunVar[trio.CapacityLimiter] = RunVar("prorl_trio.threads.sandboxes")
 
 
 async def run_blocking(function: Callable[..., T], *args: object) -> T:
-    """Run `function(*args)` in a thread. Not abandoned on cancellation: it ends first, so it must be bounded."""
+    """Run `function(*args)` in one of the sandboxes' threads.
+
+    Not abandoned on cancellation: it ends first, so it must be bounded.
+    """
     try:
         limiter = _limiter.get()
     except LookupError:
-        limiter = trio.CapacityLimiter(MAX_THREADS)
+        limiter = trio.CapacityLimiter(SANDBOX_THREADS)
         _limiter.set(limiter)
     return await run_sync(function, *args, limiter=limiter)
 

@@ -12,7 +12,7 @@ Sizes are bytes, times are seconds. Times on the wire are relative (a budget, no
 from __future__ import annotations
 
 import msgspec
-from prorl_ipc.limits import NamespaceLimits
+
 from prorl_ipc.file_calls import (
     DownloadBegin,
     DownloadParts,
@@ -32,8 +32,7 @@ from prorl_ipc.file_calls import (
     UploadParts,
     UploadTaken,
 )
-from prorl_ipc.limits import Breach
-
+from prorl_ipc.limits import Breach, NamespaceLimits
 
 OWN_ERROR_EXIT = 70
 """Exit code of a daemon that an error of its own ended, and nothing that its tools can do: EX_SOFTWARE of sysexits."""

@@ -8,24 +8,25 @@ caller never leaves half a frame behind. Closing is a request (`end`): it is car
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-import trio
 import logging
 from collections import deque
 from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Generic, TypeVar, cast
+
 import h11
 import msgspec
+import trio
 import trio_websocket
 import wsproto.utilities
+
 from prorl_ipc.errors import ChannelBroken, ProtocolViolation
 from prorl_ipc.nursery import single_exception
 from prorl_ipc.session import MAX_MESSAGE_BYTES, HeartbeatPing, HeartbeatPong
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from types import TracebackType
 
 
 logger = logging.getLogger(__name__)

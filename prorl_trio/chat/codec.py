@@ -10,17 +10,17 @@ vocabulary has no added tokens at all.
 from __future__ import annotations
 
 import hashlib
-from operator import itemgetter
-from typing import TYPE_CHECKING
 import re
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
+
 import msgspec
 from tokenizers import Tokenizer
+
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
 

@@ -38,11 +38,10 @@ from prorl_ipc.tls import client_context
 from prorl_ipc.websocket import LinkLimits
 from prorl_trio.client.address import Address, EndpointFile, HeadFile
 from prorl_trio.client.backend_calls import BackendCalls
-from prorl_trio.client.state import Observed
 from prorl_trio.client.policy_update import open_policy_update
 from prorl_trio.client.requests import Call, FrameT, RequestFrame, SubmitCall
 from prorl_trio.client.results import ResultCalls
-from prorl_trio.client.state import ClientState
+from prorl_trio.client.state import ClientState, Observed
 from prorl_trio.client.transport import Patience, Transport
 from prorl_trio.client.weights.store import WeightStores
 from prorl_trio.config.secrets import check_token

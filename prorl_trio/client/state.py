@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
-from prorl_ipc.session import ObservedOutcome
 import logging
+from collections import deque
 from contextlib import contextmanager
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+
 import msgspec
 import trio
+
 from prorl_ipc.errors import StaleReference
 from prorl_ipc.session import (
     Accepted,
@@ -40,14 +40,13 @@ from prorl_trio.client.requests import Requests
 from prorl_trio.types.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
-    from prorl_ipc.session import ObservedEvent
-    from prorl_trio.types.models import Outcome
     from collections.abc import Iterator
+
     from prorl_ipc.arena_memory import TokenArrays
     from prorl_ipc.arena_socket import MappedArena
     from prorl_ipc.arena_wire import ArenaRef
     from prorl_ipc.websocket import WebSocketLink
-
+    from prorl_trio.types.models import Outcome
 
 
 logger = logging.getLogger(__name__)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from prorl_trio.config.quantities import Seconds, SecondsOrZero
-from prorl_trio.config.quantities import Table
+from prorl_trio.config.quantities import Seconds, SecondsOrZero, Table
 
 
 class FleetConfig(Table, frozen=True):

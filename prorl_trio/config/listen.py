@@ -15,8 +15,8 @@ from prorl_trio.config.quantities import (
     ProcessesOrZero,
     Seconds,
     SecondsOrZero,
+    Table,
 )
-from prorl_trio.config.quantities import Table
 
 HostName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")]
 """A host name without scheme and port."""

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero
-from prorl_trio.config.quantities import Table
+from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero, Table
 
 
 class MonitoringConfig(Table, frozen=True):

@@ -27,12 +27,12 @@ from prorl_trio.config.quantities import (
     ProcessesOrZero,
     Seconds,
     SecondsOrZero,
+    Table,
     Tokens,
     Weight,
 )
 from prorl_trio.config.stages import AdmissionConfig, BudgetConfig, StagesConfig
 from prorl_trio.config.storage import ArenaConfig, LedgerConfig
-from prorl_trio.config.quantities import Table
 from prorl_trio.config.toml_file import read_toml
 from prorl_trio.file_systems import read_regular
 from prorl_trio.types.errors import ConfigError

@@ -7,9 +7,9 @@ bound is the smallest that can.
 
 from __future__ import annotations
 
-import msgspec
 from typing import Annotated, Final
 
+import msgspec
 
 YEAR_S: Final = 366 * 24 * 3600.0
 MIN_S: Final = 0.001

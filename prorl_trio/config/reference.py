@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Final
 import inspect
 import re
 import sys
 from typing import TYPE_CHECKING, Any, Final
+
 import msgspec
 from msgspec import inspect as types
+
 from prorl_trio.config.node import NodeConfig
 from prorl_trio.config.quantities import YEAR_S
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from prorl_trio.config.quantities import Bytes, Count, Processes, Seconds, Workers
-from prorl_trio.config.quantities import Table
+from prorl_trio.config.quantities import Bytes, Count, Processes, Seconds, Table, Workers
 
 if TYPE_CHECKING:
     from prorl_trio.types.models import Budgets

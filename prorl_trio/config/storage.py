@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from prorl_ipc.arena_socket import MAX_ARENA_READERS
-from prorl_trio.config.quantities import MAX_BYTES, Bytes, BytesOrZero, Connections, Count, SecondsOrZero
-from prorl_trio.config.quantities import Table
+from prorl_trio.config.quantities import MAX_BYTES, Bytes, BytesOrZero, Connections, Count, SecondsOrZero, Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

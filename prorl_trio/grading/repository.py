@@ -9,15 +9,16 @@ caught, but one that spares the canary would still win.
 
 from __future__ import annotations
 
-import re
-from typing import Final
 import hashlib
 import json
+import re
 import secrets
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
 import msgspec
 import trio
+
 from prorl_trio.grading.drivers.report import read_report
 from prorl_trio.grading.repository_base import (
     BASE,
@@ -39,6 +40,7 @@ from prorl_trio.types.errors import EvaluationError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
     from prorl_trio.grading.repository_base import RepositoryBase
     from prorl_trio.grading.repository_tests import RepositoryTests, RunnerName
     from prorl_trio.grading.verdict import TestStatus

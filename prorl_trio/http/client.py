@@ -6,13 +6,15 @@ proxy, no redirect, no cookie, no compression: an engine on the cluster's networ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-import msgspec
 import ssl
 from collections import deque
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
 import h11
+import msgspec
 import trio
+
 from prorl_trio.http.connection import (
     ClientClosed,
     ConnectionLost,
@@ -25,8 +27,8 @@ from prorl_trio.http.connection import (
 )
 
 if TYPE_CHECKING:
-    from random import Random
     from collections.abc import Callable, Iterable
+    from random import Random
 
 
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})

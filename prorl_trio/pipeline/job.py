@@ -9,8 +9,7 @@ import trio
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.pipeline.observer import JobView
 from prorl_trio.types.errors import InternalError
-from prorl_trio.types.models import TERMINAL, may_follow
-from prorl_trio.types.models import PRIORITY, Timing
+from prorl_trio.types.models import PRIORITY, TERMINAL, Timing, may_follow
 
 if TYPE_CHECKING:
     from prorl_trio.agent.context import Resources

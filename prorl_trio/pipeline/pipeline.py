@@ -6,16 +6,16 @@ Whatever ends a job in a stage comes to `_run_stage`; `outcomes` makes the job's
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from typing import Final
 import logging
-from collections import Counter
+import math
+from collections import Counter, deque
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
+
 import msgspec
 import trio
+
 from prorl_ipc.nursery import only_cancelled, open_single_nursery
 from prorl_trio.pipeline.admission import Admission
 from prorl_trio.pipeline.fates import Fates
@@ -29,6 +29,7 @@ from prorl_trio.types.models import LINES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
     from prorl_trio.agent.context import Resources
     from prorl_trio.chat.token_memory import RolloutTokens
     from prorl_trio.pipeline.job import Job
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.types.errors import ErrorCode
     from prorl_trio.types.models import Outcome, Stage, Status, TerminalStatus
-
 
 
 CLEANUP_TIMEOUT_S: Final = 30.0

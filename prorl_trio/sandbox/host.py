@@ -19,9 +19,9 @@ from prorl_trio.sandbox.images.puller import ImagePuller
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.run_dir import remains_count
 from prorl_trio.sandbox.sandbox import Sandbox
-from prorl_trio.threads import run_blocking
 from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
 from prorl_trio.supervision import contained, service_task
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import InternalError, SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from prorl_trio.sandbox.reaper import (
     wait_gone,
     write_record,
 )
-from prorl_trio.threads import run_blocking
-from prorl_trio.threads import run_sync
+from prorl_trio.threads import run_blocking, run_sync
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from prorl_trio.sandbox.process_tree import reap_leaders
 from prorl_trio.sandbox.runtime.interpreter import own_python
 from prorl_trio.sandbox.runtime.runtime import LIB_DIR
 from prorl_trio.sandbox.runtime.skeleton import build_skeleton
-from prorl_trio.threads import run_blocking
 from prorl_trio.supervision import service_task
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:

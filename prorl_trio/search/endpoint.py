@@ -10,9 +10,8 @@ import msgspec
 import trio
 
 from prorl_ipc.envelope import UNDECODABLE
-from prorl_trio.http.client import HttpClient
+from prorl_trio.http.client import RETRYABLE_STATUSES, HttpClient
 from prorl_trio.http.connection import HttpError, HttpLimits, TooManyWaiting
-from prorl_trio.http.client import RETRYABLE_STATUSES
 from prorl_trio.search.backend import SearchBackend, SearchFailed
 from prorl_trio.types.errors import ConfigError
 

@@ -17,8 +17,7 @@ import msgspec
 import trio
 
 from prorl_trio.types.errors import InternalError, ServiceError
-from prorl_trio.types.models import STAGES, TERMINAL, JobState
-from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, Status, TaskInstance
+from prorl_trio.types.models import STAGES, TERMINAL, EncodedOutcome, JobSpec, JobState, Outcome, Status, TaskInstance
 
 
 class Stored(msgspec.Struct, frozen=True):

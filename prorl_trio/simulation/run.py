@@ -11,21 +11,20 @@ The same config gives the same report.
 
 from __future__ import annotations
 
-from itertools import product
-from typing import TYPE_CHECKING, Any, Final
-import msgspec
-from prorl_trio.simulation.config import SimulationConfig
-from prorl_trio.types.errors import ConfigError
 import tempfile
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+
+import msgspec
 import numpy as np
 import trio
 import trio.testing
+
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.agent.context import Resources
 from prorl_trio.agent.scoring import open_scorer_pool
@@ -40,21 +39,20 @@ from prorl_trio.node.parts import open_backends, open_node_sandboxes
 from prorl_trio.pipeline.job import Job
 from prorl_trio.pipeline.pipeline import Pipeline, open_pipeline
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
+from prorl_trio.simulation.config import SimulationConfig
 from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.testing.fake_sandbox import FakeSandbox
 from prorl_trio.testing.tiny_model import make_tiny_model
-from prorl_trio.types.errors import EvaluationError, SandboxLost, SandboxUnavailable
+from prorl_trio.types.errors import ConfigError, EvaluationError, SandboxLost, SandboxUnavailable
 from prorl_trio.types.models import JobSpec, TaskInstance, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.sandbox.sandbox import Sandbox
-    from prorl_trio.simulation.config import SimulationConfig
     from prorl_trio.types.models import Outcome, Status
-
 
 
 T = TypeVar("T")

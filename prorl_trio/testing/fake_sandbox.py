@@ -6,18 +6,19 @@ few expressions, and fails on request. Uploads and downloads read and write this
 
 from __future__ import annotations
 
-from collections import deque
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Final, Literal
-import trio
 import ast
 import errno
 import math
 import operator
+from collections import deque
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, TypeVar
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple, TypeVar
+
 import msgspec
+import trio
+
 from prorl_ipc.errors import CallFailed
 from prorl_ipc.file_calls import (
     DownloadBegin,
@@ -64,12 +65,11 @@ from prorl_trio.sandbox.sandbox import Sandbox, ShellBusy, ShellIdle
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+
     from prorl_ipc.file_calls import TreePart
     from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
     from prorl_trio.sandbox.program import OnOutput
-
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -83,11 +83,11 @@ _BINARY: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
     ast.Mod: operator.mod,
 }
 
+HOME: Final = "/home/agent"
 _FOLDERS: Final = {PurePosixPath("/"), PurePosixPath("/tmp"), PurePosixPath(HOME)}
 _FOLDER_MODE: Final = 0o755
 _FILE_MODE: Final = 0o644
 
-HOME: Final = "/home/agent"
 INTERRUPTED: Final = 130
 _INTERRUPT_KEY: Final = b"\x03"
 

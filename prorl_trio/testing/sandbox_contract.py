@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
 import trio
+
+import prorl_trio.types
 from prorl_ipc.file_calls import EditFile
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants
@@ -28,33 +33,19 @@ from prorl_trio.testing.sandbox_check import (
     checked_sandbox,
     command_of,
     open_and_close,
+    planted_secret,
     raises,
     traces,
 )
-from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
-import socket
-from contextlib import contextmanager
-import prorl_trio.types
-from prorl_trio.testing.sandbox_check import (
-    ACTION_TIMEOUT_S,
-    CHECK_TIMEOUT_S,
-    Contract,
-    bash,
-    checked_sandbox,
-    open_and_close,
-    planted_secret,
-    raises,
-)
 from prorl_trio.testing.sandbox_process_checks import PROCESS_CHECKS
-from prorl_trio.types.errors import SandboxUnavailable
+from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from prorl_trio.sandbox.sandbox import Sandbox
     from collections.abc import Awaitable, Callable, Iterator
 
-__all__ = ['CORE_CHECKS', 'Contract', 'ISOLATION_CHECKS', 'LAYER_CHECKS', 'NO_LAYER_CHECKS', 'PROCESS_CHECKS']
+    from prorl_trio.sandbox.sandbox import Sandbox
 
+__all__ = ["CORE_CHECKS", "ISOLATION_CHECKS", "LAYER_CHECKS", "NO_LAYER_CHECKS", "PROCESS_CHECKS", "Contract"]
 
 
 async def check_bash_keeps_state(contract: Contract) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
-from typing import Any
+
 import msgspec
 
 if TYPE_CHECKING:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import trio
 
-from prorl_daemon.bash_protocol import Bash
+from prorl_daemon.bash_protocol import Bash, PosixShell
 from prorl_daemon.keeper import Keeper, StartFailed, Turn
 from prorl_daemon.plain_text import CommandOutput
-from prorl_daemon.bash_protocol import PosixShell
 from prorl_daemon.shell import STREAM_BUFFER_CHUNKS, RunningCommand, Shell, open_shell
 from prorl_ipc.sandbox_calls import BashInput, BashResult, BashRun
 from prorl_ipc.server import CallError

@@ -25,11 +25,11 @@ command under `extdebug` refuses our lines as well: such a shell is replaced whe
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, ClassVar
-from prorl_daemon.shell_protocol import Dialect, replace_content
 import os
+import re
 from typing import TYPE_CHECKING, ClassVar, Final
+
+from prorl_daemon.shell_protocol import Dialect, replace_content
 
 if TYPE_CHECKING:
     from prorl_daemon.shell_protocol import CommandEnd, ShellFiles
@@ -147,15 +147,15 @@ _CLOSE_ON_EXEC = "".join(
 # /proc/self. (The daemon's own descriptors cannot be opened from another process: see `limits.hide_self`.)
 #
 # 1. The trigger writes `BEGUN_MARK`, sets `PS1` and sources the command's file.
-# 2. `PS1` has a command substitution that sources the hook: at each prompt it sends `PROMPT_MARK` and the record, writes
-#    the nonce to the terminal, and passes the gate. It runs in a subshell, so it cannot remember what it did: later
-#    prompts repeat it. Where a command has made `PS1` read-only, the end of the trigger sources the hook; after a command
-#    that changes `PS1` and never comes to that end (C-c), the daemon types a line that does. busybox shows our next
-#    trigger after a command that left the terminal's echo on.
+# 2. `PS1` has a command substitution that sources the hook: at each prompt it sends `PROMPT_MARK` and the record,
+#    writes the nonce to the terminal, and passes the gate. It runs in a subshell, so it cannot remember what it did:
+#    later prompts repeat it. Where a command has made `PS1` read-only, the end of the trigger sources the hook; after a
+#    command that changes `PS1` and never comes to that end (C-c), the daemon types a line that does. busybox shows our
+#    next trigger after a command that left the terminal's echo on.
 #
-# Our lines in the shell itself are special builtins and syntax, which no function can hide, and backslashes keep aliases
-# out; the hook's subshell drops functions of its names. `set -v` is off between commands. `set -n`, which dash
-# obeys, ends the shell when the command's time is up.
+# Our lines in the shell itself are special builtins and syntax, which no function can hide, and backslashes keep
+# aliases out; the hook's subshell drops functions of its names. `set -v` is off between commands. `set -n`, which
+# dash obeys, ends the shell when the command's time is up.
 
 _HOOK = r"""__prorl_status=${{__prorl_status:-$?}} __prorl_flags=$-
 \trap "" INT

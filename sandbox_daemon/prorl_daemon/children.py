@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import os
 import pwd
-import msgspec
-from prorl_ipc.server import CallError
 import re
 import resource
-import threading
-from contextlib import contextmanager, suppress
-from itertools import count
-from typing import TYPE_CHECKING
-from prorl_daemon.seccomp import prlimit
-from prorl_daemon.syscall_rules import RLIMIT_LOCKS
 import signal
 import subprocess
+import threading
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 import trio
+
 from prorl_daemon.limits import limit_process, limit_this
 from prorl_daemon.paths import open_path
+from prorl_daemon.seccomp import prlimit
+from prorl_daemon.syscall_rules import RLIMIT_LOCKS
 from prorl_daemon.threads import run_blocking
+from prorl_ipc.server import CallError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import ExitStack
-    from prorl_ipc.limits import SandboxLimits
 
+    from prorl_ipc.limits import SandboxLimits
 
 
 SIGNAL_EXIT_BASE = 128

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import heapq
 import os
 import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
-import trio
-from prorl_daemon.processes import read_process_table
-import errno
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING
-from prorl_daemon.children import ONE_USER, find_account
-from prorl_daemon.children import open_pipe
-from prorl_daemon.children import has_mark, new_mark
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
+from prorl_daemon.children import ONE_USER, find_account, has_mark, new_mark, open_pipe
 from prorl_daemon.output import OutputBuffer
 from prorl_daemon.processes import kill_until_gone, read_process_table
 from prorl_daemon.threads import run_blocking
@@ -24,12 +21,11 @@ from prorl_ipc.server import CallError
 from prorl_ipc.wire import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from prorl_daemon.processes import ProcessEntry, ProcessTable
     from collections.abc import Awaitable, Callable, Mapping
-    from prorl_daemon.children import Account
-    from prorl_daemon.children import Child, ChildReaper
+
+    from prorl_daemon.children import Account, Child, ChildReaper
     from prorl_daemon.exec_input import ExecInputs, Pieces
+    from prorl_daemon.processes import ProcessEntry, ProcessTable
     from prorl_ipc.sandbox_calls import Exec
 
 
@@ -53,19 +49,19 @@ _CODES = {
 
 # The own time of a command: the time that has passed, less the time in which its processes waited for a CPU.
 #
-# A busy machine makes a program late, and must not make it too slow. Every interval counts as `min(real, max(cpu, wall -
-# waited))`. There `real` is the time that has passed, and `wall` what this process's clock shows of it: that one stands
-# while the process does not run (`prorl_ipc.clock`). So a program that was stopped with it is charged for nothing, and
-# one that keeps it from running for what it computes. `cpu` is the CPU time of all processes of the sandbox in that
-# interval, also of those that have detached themselves, and `waited` the time in which the command's threads could have
-# run and had no CPU (/proc/PID/task/TID/schedstat). So a program that sleeps is charged for its sleep, and one that
-# computes for what it computes, in however many processes.
+# A busy machine makes a program late, and must not make it too slow. Every interval counts as `min(real, max(cpu,
+# wall - waited))`. There `real` is the time that has passed, and `wall` what this process's clock shows of it: that
+# one stands while the process does not run (`prorl_ipc.clock`). So a program that was stopped with it is charged for
+# nothing, and one that keeps it from running for what it computes. `cpu` is the CPU time of all processes of the
+# sandbox in that interval, also of those that have detached themselves, and `waited` the time in which the command's
+# threads could have run and had no CPU (/proc/PID/task/TID/schedstat). So a program that sleeps is charged for its
+# sleep, and one that computes for what it computes, in however many processes.
 #
 # An interval counts in full where the evidence has gaps: processes were born and had ended before they were looked at
-# (the PID namespace's last number says so), or the kernel keeps no such times. The wait of a thread does not count that
-# has brought it upon itself: one with another priority, policy or set of CPUs than this process was started with. Nor do
-# the waits of more than `WAITERS` threads add up: many that are woken at once wait for each other, for far longer
-# together than they compute.
+# (the PID namespace's last number says so), or the kernel keeps no such times. The wait of a thread does not count
+# that has brought it upon itself: one with another priority, policy or set of CPUs than this process was started
+# with. Nor do the waits of more than `WAITERS` threads add up: many that are woken at once wait for each other, for
+# far longer together than they compute.
 
 INTERVAL_S = 0.2
 """Between two looks. A look takes some 20 us for each process of the sandbox."""

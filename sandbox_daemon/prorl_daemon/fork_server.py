@@ -19,15 +19,13 @@ from typing import NoReturn
 
 import msgspec
 
-from prorl_daemon.prestarted import show_command_line
-from prorl_daemon.prestarted import place
 from prorl_daemon.ipython_child import preload_shell
 from prorl_daemon.namespaces import end_with_parent, fork_apart, settle
-from prorl_daemon.prestarted import fork_kernel
+from prorl_daemon.prestarted import fork_kernel, place, show_command_line
 from prorl_daemon.run import USAGE_ERROR, run_daemon, say_ready
 from prorl_daemon.seccomp import filter_code
-from prorl_ipc.sandbox_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
 from prorl_ipc.limits import NamespaceLimits
+from prorl_ipc.sandbox_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
 
 TRIAL_DISK_BYTES = 1024 * 1024
 TRIAL_LIMITS = NamespaceLimits(0, 0, 1, 1, 1)

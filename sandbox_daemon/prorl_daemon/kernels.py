@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import signal
-from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
-import trio
-from prorl_daemon.cell_output import CellOutput
-from prorl_daemon.child_wire import NO_MEMORY_EXIT
-from prorl_daemon.children import SIGNAL_EXIT_BASE
-from prorl_daemon.keeper import Keeper, StartFailed, Turn
-from prorl_ipc.nursery import single_exception
-from prorl_ipc.sandbox_calls import CellError, CellResult, IpythonRun
-from prorl_ipc.server import CallError
 import os
+import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
 import msgspec
-from prorl_daemon.cell_output import OutputPipe
-from prorl_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, CellDone, ChildReady, RunCell, StartChild
-from prorl_daemon.keeper import StartFailed
+import trio
+
+from prorl_daemon.cell_output import CellOutput, OutputPipe
+from prorl_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, NO_MEMORY_EXIT, CellDone, ChildReady, RunCell, StartChild
+from prorl_daemon.children import SIGNAL_EXIT_BASE
+from prorl_daemon.keeper import Keeper, StartFailed, Turn
 from prorl_daemon.kernel_ends import KernelEnds, open_kernel_ends
 from prorl_daemon.kernelspec import find_kernelspec
 from prorl_daemon.processes import kill_until_gone
@@ -30,19 +24,18 @@ from prorl_daemon.threads import run_blocking
 from prorl_ipc.channel import Channel
 from prorl_ipc.envelope import UNDECODABLE
 from prorl_ipc.errors import ChannelBroken, IpcError
+from prorl_ipc.nursery import single_exception
+from prorl_ipc.sandbox_calls import CellError, CellResult, IpythonRun
+from prorl_ipc.server import CallError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from contextlib import AbstractAsyncContextManager
-    from prorl_daemon.child_wire import CellDone
-    from prorl_daemon.children import Child
     from collections.abc import AsyncIterator, Awaitable, Callable
-    from prorl_daemon.cell_output import CellOutput
+    from contextlib import AbstractAsyncContextManager
+
     from prorl_daemon.children import Child, ChildReaper
     from prorl_daemon.kernel_ends import KernelEnds
     from prorl_daemon.processes import ProcessEntry, ProcessTable
-    from prorl_ipc.sandbox_calls import CellResult, IpythonRestart, IpythonRun
-
+    from prorl_ipc.sandbox_calls import IpythonRestart, IpythonRun
 
 
 MAX_JUPYTER_KERNELS = 4

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
-from itertools import pairwise
-import ctypes
 import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
 from prorl_daemon.ipython_child import main
 from prorl_daemon.kernel_ends import open_kernel_ends
 from prorl_daemon.privileges import drop_privileges
@@ -15,7 +16,6 @@ from prorl_daemon.seccomp import confine
 
 if TYPE_CHECKING:
     from prorl_daemon.kernel_ends import ChildEnds, KernelEnds
-
 
 
 FAILED = 2

@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
-import termios
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
-import trio
 import re
 import secrets
+import signal
+import termios
 from contextlib import ExitStack, asynccontextmanager, suppress
-from typing import TYPE_CHECKING
-from prorl_daemon.keeper import StartFailed
+from typing import TYPE_CHECKING, Any
+
+import trio
+
 from prorl_daemon.children import born_with
+from prorl_daemon.keeper import StartFailed
 from prorl_daemon.output import BarrierSplitter, OutputBuffer
 from prorl_daemon.plain_text import CommandOutput
 from prorl_daemon.processes import kill_until_gone
@@ -23,8 +23,8 @@ from prorl_daemon.shell_protocol import BEGUN_MARK, NONCE_MARK, PROMPT_MARK, Com
 from prorl_daemon.threads import run_blocking
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
+
     from prorl_daemon.children import Child, ChildReaper
     from prorl_daemon.output import CappedOutput
     from prorl_daemon.processes import ProcessEntry, ProcessTable

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.http.client import HttpClient, HttpLimits
-from prorl_trio.http.client import RetryPolicy
+from prorl_trio.http.client import HttpClient, HttpLimits, RetryPolicy
 from prorl_trio.inference.engines.completion_stream import EventLines
 from prorl_trio.inference.engines.load_report import LoadReader, LoadReport
 from prorl_trio.inference.engines.protocol import EnginePaused, RequestRefused

@@ -11,8 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.http.client import HttpClient
-from prorl_trio.http.client import RetryPolicy
+from prorl_trio.http.client import HttpClient, RetryPolicy
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.testing.fake_engine import (
     FakeEngineConfig,

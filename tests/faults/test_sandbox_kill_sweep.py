@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from prorl_trio.sandbox import threads
+from prorl_trio import threads
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider

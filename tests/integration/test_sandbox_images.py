@@ -16,8 +16,9 @@ from prorl_trio.sandbox.provider import SandboxProvider, SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.reaper import descendants, is_alive
+from prorl_trio.testing import sandbox_contract as sandbox_core_checks
 from prorl_trio.testing import sandbox_contract as sandbox_isolation_checks
-from prorl_trio.testing import sandbox_contract as sandbox_core_checks, sandbox_process_checks
+from prorl_trio.testing import sandbox_process_checks
 from prorl_trio.testing.sandbox_contract import Contract
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 from support.programs import find_busybox

@@ -24,8 +24,7 @@ from prorl_trio.sessions.job import (
     Withdrawn,
 )
 from prorl_trio.types.errors import Draining, InternalError
-from prorl_trio.types.models import STAGES, TERMINAL, JobState, may_follow
-from prorl_trio.types.models import EncodedOutcome
+from prorl_trio.types.models import STAGES, TERMINAL, EncodedOutcome, JobState, may_follow
 
 WHY = Draining("the node has ended")
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.swe_rows import read_command
-from prorl_trio.client.task_sets.swe_rows import read_eval_script
+from prorl_trio.client.task_sets.swe_rows import read_command, read_eval_script
 from prorl_trio.handlers.swe import SweHandler, SwePayload
 from prorl_trio.types.errors import ConfigError
 

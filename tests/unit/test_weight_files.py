@@ -13,14 +13,13 @@ from safetensors.numpy import load_file, save_file
 
 from prorl_trio.client.weights import source as writing
 from prorl_trio.client.weights import store as stores
-from prorl_trio.client.weights.check import check_folder
+from prorl_trio.client.weights.check import all_finite, check_folder, stored_all_finite
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import ModelFolder
 from prorl_trio.client.weights.safetensors import TensorFile, TensorType, read_header
 from prorl_trio.client.weights.source import check_adapter, is_this_host, write_model
 from prorl_trio.client.weights.store import WeightStore
 from prorl_trio.client.weights.tensors import raw_tensor
-from prorl_trio.client.weights.check import all_finite, stored_all_finite
 from support.tiny_weights import CONFIG, LORA_A, LORA_B, make_adapter, make_model, pair, tensors
 
 EMBEDDING = "model.embed_tokens.weight"

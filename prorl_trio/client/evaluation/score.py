@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
-from typing import TYPE_CHECKING, Final, NamedTuple
-import numpy as np
 from collections import Counter
-from typing import TYPE_CHECKING, Final, Literal
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
 import msgspec
+import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from collections.abc import Iterable, Sequence
+
     from prorl_trio.types.models import Outcome
 
 

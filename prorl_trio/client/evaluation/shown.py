@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from rich.table import Table
 
-from prorl_trio.client.evaluation.score import LEVEL
 from prorl_trio.client.evaluation.folder import REPORT
-from prorl_trio.client.evaluation.score import LOST, score_families
+from prorl_trio.client.evaluation.score import LEVEL, LOST, score_families
 from prorl_trio.client.recording import TRAJECTORIES, named_path
 from prorl_trio.client.report import errors
 from prorl_trio.client.terminal import one_line

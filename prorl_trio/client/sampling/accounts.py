@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-import numpy as np
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
 import msgspec
+import numpy as np
+
 from prorl_trio.client.sampling.admission import expected_share
 from prorl_trio.client.sampling.batch import BatchStatistics, Group, ManifestLine
 from prorl_trio.client.sampling.state import group_id, job_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from prorl_trio.types.models import Outcome
     from collections.abc import Iterator, Sequence
+
     from prorl_trio.client.sampling.batch import Fate, Why
     from prorl_trio.client.sampling.state import GroupState, SamplerState
+    from prorl_trio.types.models import Outcome
 
 
 WINDOW: Final = 1024

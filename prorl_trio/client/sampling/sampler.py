@@ -13,6 +13,7 @@ from prorl_trio.client.sampling.accounts import (
     count,
     duration_s,
     fate_of,
+    keep_latest,
     run_statistics,
     whole_group,
 )
@@ -25,7 +26,6 @@ from prorl_trio.client.sampling.admission import (
     pick,
 )
 from prorl_trio.client.sampling.batch import Batch, ManifestLine
-from prorl_trio.client.sampling.accounts import keep_latest
 from prorl_trio.client.sampling.events import (
     Advanced,
     Arrived,

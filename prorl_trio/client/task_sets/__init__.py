@@ -15,11 +15,11 @@ from prorl_trio.client.task_sets.code import (
     load_dataframebench_test,
     load_humaneval,
 )
-from prorl_trio.client.task_sets.math_rows import load_compmath
 from prorl_trio.client.task_sets.fields import RowError
 from prorl_trio.client.task_sets.forms import UnknownForm, known_forms, read_row
 from prorl_trio.client.task_sets.generated import PREFIX, load_reasoning_gym
 from prorl_trio.client.task_sets.harbor import load_harbor, read_stand_ins
+from prorl_trio.client.task_sets.math_rows import load_compmath
 from prorl_trio.client.task_sets.maths import load_gsm8k, load_sums
 from prorl_trio.client.task_sets.mined import is_mined, load_mined, load_sdist_swe
 from prorl_trio.client.task_sets.row_files import read_rows

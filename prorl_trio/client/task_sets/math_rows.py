@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final
-import msgspec
-from prorl_trio.client.task_sets.wheels import WheelFile
-from prorl_trio.types.errors import ConfigError
-from prorl_trio.types.models import TaskInstance
 import ast
 import json
 import re
 from typing import Any, Final
+
+import msgspec
+
 from prorl_trio.client.task_sets.fields import Fields, RowError, kind_of
+from prorl_trio.client.task_sets.wheels import WheelFile
 from prorl_trio.handlers.final_answer import extract_boxed
 from prorl_trio.handlers.lost_backslash import find_lost_backslash
-
+from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import TaskInstance
 
 PROBLEM: Final = ("problem", "question")
 ANSWER: Final = ("answer", "expected_answer", "final_answer", "final_ans", "answer_number", "ground_truth", "target")

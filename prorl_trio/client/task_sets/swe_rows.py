@@ -5,12 +5,13 @@ Of a row's own gold patch nothing goes into the instance; but of SWE-smith, whos
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from typing import TYPE_CHECKING, Final, NamedTuple
-import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
 import msgspec
+
 from prorl_trio.grading.repository import may_be_source
 from prorl_trio.grading.row_patches import read_patch
 from prorl_trio.handlers.swe import SwePayload
@@ -19,10 +20,10 @@ from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:
-    from prorl_trio.grading.repository_tests import RunnerName
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from prorl_trio.grading.repository_tests import RunnerName
 
 
 REPO_DIR: Final = "/testbed"
@@ -74,9 +75,9 @@ NO_GIT: Final = "git() { :; }"
 
 # Commands by which published rows of software engineering run their tests, as arguments of a runner.
 #
-# Benchmarks run a shell command and read its log. Here results come from the runner itself, so such a command is taken
-# apart: what is before the runner becomes a script, and what follows it its arguments. A command that runs anything else
-# is refused.
+# Benchmarks run a shell command and read its log. Here results come from the runner itself, so such a command is
+# taken apart: what is before the runner becomes a script, and what follows it its arguments. A command that runs
+# anything else is refused.
 
 _PYTESTS: Final = ("pytest", "py.test")
 _PYTHON: Final = re.compile(r"(?:.*/)?python[\d.]*")

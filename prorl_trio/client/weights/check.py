@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
-import numpy as np
 import zlib
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import (
     ModelFolder,
@@ -18,9 +19,10 @@ from prorl_trio.client.weights.model_folder import (
 )
 
 if TYPE_CHECKING:
-    from prorl_trio.client.weights.safetensors import StoredTensor
     from collections.abc import Sequence
     from pathlib import Path
+
+    from prorl_trio.client.weights.safetensors import StoredTensor
 
 
 WeightCheck = Literal["values", "headers", "none"]

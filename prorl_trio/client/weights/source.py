@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-import msgspec
-import numpy as np
-from prorl_trio.client.weights.model_folder import INDEX, embedding_of, is_head
-from prorl_trio.client.weights.safetensors import TensorFile
 import re
 import shutil
 import socket
@@ -14,8 +9,12 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
 import trio
-from prorl_trio.client.weights.check import check_folder, check_names
+
+from prorl_trio.client.weights.check import all_finite, check_folder, check_names, stored_all_finite
 from prorl_trio.client.weights.errors import WeightsRefused
 from prorl_trio.client.weights.model_folder import (
     INDEX,
@@ -29,20 +28,16 @@ from prorl_trio.client.weights.model_folder import (
 from prorl_trio.client.weights.safetensors import TensorFile, read_header
 from prorl_trio.client.weights.store import SHARED_MEMORY
 from prorl_trio.client.weights.tensors import named_tensors, raw_tensor
-from prorl_trio.client.weights.check import all_finite, stored_all_finite
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-    from prorl_trio.client.weights.model_folder import ModelFolder
     import os
-    import numpy as np
+    from collections.abc import Sequence
+
     from prorl_trio.client.weights.check import WeightCheck
     from prorl_trio.client.weights.safetensors import TensorType
     from prorl_trio.client.weights.store import WeightStores
     from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import UpdatedBackend
-
 
 
 MAX_MODELS: Final = 16

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import posixpath
 import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
-import trio
-from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
-from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, backstop_s, check_end
-from prorl_trio.handlers.shell.artifacts import NotTaken, collect, pack, put, unpack
-from prorl_trio.handlers.shell.environment import CLEAR, make_ready, noticing_kills
-from prorl_trio.handlers.shell.payload import HOME
-from prorl_trio.threads import run_sync
-from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
 import msgspec
+import trio
+
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
-from prorl_trio.grading.verifier import again_if_killed
+from prorl_trio.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
+from prorl_trio.grading.verifier import ProgramKilled, again_if_killed, backstop_s, check_end
 from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.handlers.shell.artifacts import MAX_KEPT_CHARS
+from prorl_trio.handlers.shell.artifacts import MAX_KEPT_CHARS, NotTaken, collect, pack, put, unpack
 from prorl_trio.handlers.shell.environment import (
+    CLEAR,
     begin_step,
     make_ready,
     make_root_layer,
@@ -32,22 +28,27 @@ from prorl_trio.handlers.shell.environment import (
 )
 from prorl_trio.handlers.shell.payload import HOME, read_payload
 from prorl_trio.handlers.shell.steps import Progress, StepRecord, is_unanswered, meets, reward_of
+from prorl_trio.threads import run_sync
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, ToolSet
-from prorl_trio.types.errors import EvaluationError, HandlerError, MalformedJob, SandboxCallFailed, SandboxUnavailable
+from prorl_trio.types.errors import (
+    EvaluationError,
+    HandlerError,
+    MalformedJob,
+    SandboxCallFailed,
+    SandboxLost,
+    SandboxUnavailable,
+)
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
-    from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.handlers.shell.payload import Environment, Verification
-    from prorl_trio.handlers.shell.steps import StepRecord
+    from collections.abc import Mapping
+
+    from prorl_trio.agent.context import Resources, RolloutContext
+    from prorl_trio.handlers.shell.payload import Environment, ShellPayload, Solution, Step, Verification
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
-    from collections.abc import Mapping
-    from prorl_trio.agent.context import Resources, RolloutContext
-    from prorl_trio.handlers.shell.payload import Environment, ShellPayload, Solution, Step
     from prorl_trio.tools.base import Observation
     from prorl_trio.types.models import Recorded
-
 
 
 NUDGE: Final = "Go on with the tools. When the task is done, call finish."
@@ -55,9 +56,9 @@ NUDGE: Final = "Go on with the tools. When the task is done, call finish."
 
 # The verifier of a task in a shell: the task's own script, where the agent was, or where it has never been.
 #
-# That the script leaves no reward may be the task's fault, or the agent's. Only a control run tells: of the same script,
-# in a fresh sandbox in which nothing of the agent's is. If that has no reward either, there is no verdict. If it has, the
-# agent has kept its verifier from a verdict, and the reward is 0.
+# That the script leaves no reward may be the task's fault, or the agent's. Only a control run tells: of the same
+# script, in a fresh sandbox in which nothing of the agent's is. If that has no reward either, there is no verdict. If
+# it has, the agent has kept its verifier from a verdict, and the reward is 0.
 #
 # Who killed the script (SIGKILL), where no limit says so, cannot be told either: it is run once more.
 #
@@ -65,11 +66,11 @@ NUDGE: Final = "Go on with the tools. When the task is done, call finish."
 # it, its limit stands still, and it may take up to twice as long. Wall time is a backstop; a script that reaches it had
 # no CPU, and there is no verdict.
 #
-# A script that runs the agent's programs may leave a reward that is theirs. Signs of that are processes that outlive the
-# script (they are killed before the reward is read) or write the reward after its end, a signal that ended it, a
-# `reward.json` beside `reward.txt`, a reward that cannot be written any more, and a file of the tests that was changed.
-# The script may do such things by itself. So a reward with such a sign counts only if the control run has the same sign;
-# else it is 0.
+# A script that runs the agent's programs may leave a reward that is theirs. Signs of that are processes that outlive
+# the script (they are killed before the reward is read) or write the reward after its end, a signal that ended it, a
+# `reward.json` beside `reward.txt`, a reward that cannot be written any more, and a file of the tests that was
+# changed. The script may do such things by itself. So a reward with such a sign counts only if the control run has
+# the same sign; else it is 0.
 
 VERIFIER_DIR: Final = "/logs/verifier"
 FIRST_SHARE: Final = 0.6

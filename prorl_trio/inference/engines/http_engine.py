@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 import trio
 
-from prorl_trio.http.client import HttpClient
+from prorl_trio.http.client import RETRYABLE_STATUSES, HttpClient, RetryPolicy
 from prorl_trio.http.connection import (
     ConnectFailed,
     ConnectionLost,
@@ -22,7 +22,6 @@ from prorl_trio.http.connection import (
     ResponseMalformed,
     ResponseTooLarge,
 )
-from prorl_trio.http.client import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.inference.engines.answers import (
     ContractBroken,
     NotStreamed,

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from prorl_trio.chat.codec import vocabulary_digest
-from prorl_trio.types.model_facts import architecture_of, differing_field
 from prorl_trio.types.errors import ConfigError
-from prorl_trio.types.model_facts import ModelFacts
+from prorl_trio.types.model_facts import ModelFacts, architecture_of, differing_field
 
 if TYPE_CHECKING:
     from prorl_trio.client import BlockingClient

@@ -23,8 +23,8 @@ from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
 from prorl_trio.sandbox.runtime.runtime import HOME, LIB_DIR, host_runtime, image_runtime
 from prorl_trio.sandbox.runtime.skeleton import USER, host_mounts, proc_mounts
-from prorl_trio.threads import run_blocking
 from prorl_trio.supervision import service_task
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
