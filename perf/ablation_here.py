@@ -47,16 +47,16 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_ipc.session import Accepted
 from prorl_launch.paths import engine_python, model_dir
 from prorl_trio.client import connect
-from prorl_trio.client.sampling import JobTemplate
 from prorl_trio.config import load_config
-from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.parts import engine_finder, open_backends
 from prorl_trio.node.serve import serve_node
-from prorl_trio.service.endpoints import endpoint_url
+from prorl_trio.sampling import JobTemplate
 from prorl_trio.simulation.config import Distribution, SimulationConfig
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

@@ -36,8 +36,8 @@ from prorl_launch.node import open_node_process
 from prorl_launch.paths import engine_python, model_dir
 from prorl_launch.vllm import open_vllm
 from prorl_trio.client import connect
-from prorl_trio.client.collect import make_jobs
-from prorl_trio.client.word_problems import word_problem
+from prorl_trio.runs.collect import make_jobs
+from prorl_trio.tasks.sets.word_problems import word_problem
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:

@@ -23,6 +23,8 @@ from perf.rollouts import TOKEN, submit_all
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client import connect
 from prorl_trio.config import HeadConfig, ListenConfig
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.serve import serve_edges
 from prorl_trio.fleet.serve import serve_fleet
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.ledger import MemoryLedger
@@ -30,8 +32,6 @@ from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import claim_folder, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
-from prorl_trio.service.auth import Door
-from prorl_trio.service.serve import serve_edges
 from prorl_trio.sessions.journal import Journal
 from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.sessions.node_api import Room

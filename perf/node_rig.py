@@ -36,8 +36,7 @@ from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.client import RolloutClient, connect
 from prorl_trio.config import ModelConfig, NodeConfig, load_config
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
@@ -45,7 +44,8 @@ from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
-from prorl_trio.service.endpoints import endpoint_url
+from prorl_trio.tasks.handlers.math import MathHandler
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

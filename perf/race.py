@@ -35,10 +35,10 @@ from prorl_launch.paths import engine_python, import_path, model_dir, trainer_py
 from prorl_launch.supervised import open_supervised
 from prorl_launch.vllm import open_vllm
 from prorl_trio.client import connect
-from prorl_trio.client.collect import make_jobs
-from prorl_trio.client.word_problems import word_problems
 from prorl_trio.http.client import HttpClient
+from prorl_trio.runs.collect import make_jobs
 from prorl_trio.sandbox.providers.bubblewrap import find_bubblewrap
+from prorl_trio.tasks.sets.word_problems import word_problems
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from prorl_launch.node import NodeProcess
     from prorl_launch.vllm import VllmProcess
     from prorl_trio.client import RolloutClient
-    from prorl_trio.client.word_problems import WordProblem
+    from prorl_trio.tasks.sets.word_problems import WordProblem
     from prorl_trio.types.models import Outcome
 
 SEED: Final = 5

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from prorl_trio.agent.style import AgentStyle
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.client import BlockingClient, RolloutClient, connect
-    from prorl_trio.client.sampling import BlockingGroups, GroupRules, JobTemplate, open_groups
-    from prorl_trio.handlers.base import AgentHandler, Evaluation
+    from prorl_trio.sampling import BlockingGroups, GroupRules, JobTemplate, open_groups
     from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.sandbox.transfer import TransferOptions, TransferReport
+    from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
     from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, Observation, Tool, ToolSet
     from prorl_trio.types.batch import PaddedBatch, pad_batch
     from prorl_trio.types.errors import (
@@ -120,8 +120,8 @@ _HOMES = {
     "prorl_trio.agent.style": "AgentStyle",
     "prorl_trio.chat.conversation": "ParsedTurn",
     "prorl_trio.client": "BlockingClient RolloutClient connect",
-    "prorl_trio.client.sampling": "BlockingGroups GroupRules JobTemplate open_groups",
-    "prorl_trio.handlers.base": "AgentHandler Evaluation",
+    "prorl_trio.sampling": "BlockingGroups GroupRules JobTemplate open_groups",
+    "prorl_trio.tasks.handlers.base": "AgentHandler Evaluation",
     "prorl_trio.sandbox.provider": "ProviderReport SandboxProvider SandboxSpec",
     "prorl_trio.sandbox.sandbox": "Sandbox",
     "prorl_trio.sandbox.transfer": "TransferOptions TransferReport",

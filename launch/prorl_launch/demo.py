@@ -14,15 +14,15 @@ from prorl_launch.node import open_node_process
 from prorl_launch.paths import engine_python, model_dir
 from prorl_launch.vllm import open_vllm
 from prorl_trio.client import connect
-from prorl_trio.client.collect import make_jobs
-from prorl_trio.client.progress import console, run_jobs
-from prorl_trio.client.recording import run_folder
-from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.runs.collect import make_jobs
+from prorl_trio.runs.progress import console, run_jobs
+from prorl_trio.runs.recording import run_folder
+from prorl_trio.tasks.sets import load_task_set
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
-    from prorl_trio.client.recording import Summary
+    from prorl_trio.runs.recording import Summary
 
 MIN_COMPLETED_SHARE = 0.75
 """With fewer completed rollouts than this the demo has failed."""

@@ -24,9 +24,9 @@ from prorl_launch.node import open_node_process
 from prorl_launch.paths import engine_python, import_path, model_dir, trainer_python
 from prorl_launch.supervised import open_supervised
 from prorl_launch.vllm import default_dtype, open_vllm
-from prorl_trio.client.recording import run_folder
 from prorl_trio.client.terminal import Console
 from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.runs.recording import run_folder
 from prorl_trio.types.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:

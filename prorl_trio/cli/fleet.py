@@ -16,8 +16,8 @@ from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client.terminal import say
 from prorl_trio.config import HeadConfig, load_head_config
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
+from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.fleet.serve import serve_fleet
-from prorl_trio.service.endpoints import endpoint_url
 
 if TYPE_CHECKING:
     from prorl_trio.config import ListenConfig

@@ -17,9 +17,9 @@ from prorl_trio.client.terminal import say
 from prorl_trio.config import OnHangup, load_config
 from prorl_trio.config.quantities import MAX_WEIGHT
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
+from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.serve import serve_node
-from prorl_trio.service.endpoints import endpoint_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

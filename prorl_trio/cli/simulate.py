@@ -11,8 +11,8 @@ import click
 import msgspec
 from rich.table import Table
 
-from prorl_trio.client.progress import console
 from prorl_trio.client.terminal import say_json
+from prorl_trio.runs.progress import console
 from prorl_trio.simulation.config import SimulationConfig, load_simulation
 from prorl_trio.simulation.run import (
     SIZES,

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from prorl_ipc.portable_text import printable_json
 from prorl_trio.cli.connection import connection_options, with_client
-from prorl_trio.client.progress import console
 from prorl_trio.client.terminal import one_line
+from prorl_trio.runs.progress import console
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -14,7 +14,7 @@ from prorl_trio.client.errors import (
 from prorl_trio.client.policy_update import PolicyUpdate, open_policy_update
 from prorl_trio.client.results import ResultStream
 from prorl_trio.client.state import Observed
-from prorl_trio.client.weights.errors import WeightsRefused
+from prorl_trio.weights.errors import WeightsRefused
 
 __all__ = [
     "BlockingClient",

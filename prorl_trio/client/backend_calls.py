@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.client.requests import FrameT, RequestFrame
-    from prorl_trio.client.weights.store import WeightStores
     from prorl_trio.types.backends import BackendRequest
+    from prorl_trio.weights.store import WeightStores
 
 P = ParamSpec("P")
 

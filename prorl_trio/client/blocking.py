@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-    from prorl_trio.client.weights.check import WeightCheck
-    from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import AnswerT, BackendRequest, PauseMode
     from prorl_trio.types.models import Outcome
+    from prorl_trio.weights.check import WeightCheck
+    from prorl_trio.weights.tensors import StateDict
 
 
 JOIN_TIMEOUT_S: Final = 10.0

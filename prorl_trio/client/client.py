@@ -43,11 +43,11 @@ from prorl_trio.client.requests import Call, FrameT, RequestFrame, SubmitCall
 from prorl_trio.client.results import ResultCalls
 from prorl_trio.client.state import ClientState, Observed
 from prorl_trio.client.transport import Patience, Transport
-from prorl_trio.client.weights.store import WeightStores
 from prorl_trio.config.secrets import check_token
 from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError, Unauthorized
 from prorl_trio.types.field_errors import unsendable
 from prorl_trio.types.models import Outcome
+from prorl_trio.weights.store import WeightStores
 
 if TYPE_CHECKING:
     import ssl

@@ -13,7 +13,6 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import PolicyUpdateFailed
-from prorl_trio.client.weights.source import check_adapter_weights, check_weights, name_tied_head, stage_weights
 from prorl_trio.types.backends import (
     ConfirmWeights,
     ExpectTransfer,
@@ -25,16 +24,17 @@ from prorl_trio.types.backends import (
     UpdateReport,
 )
 from prorl_trio.types.errors import BackendsBusy, ServiceError
+from prorl_trio.weights.source import check_adapter_weights, check_weights, name_tied_head, stage_weights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from prorl_trio.client.backend_calls import BackendCalls
-    from prorl_trio.client.weights.check import WeightCheck
-    from prorl_trio.client.weights.source import StagedWeights
-    from prorl_trio.client.weights.tensors import StateDict
     from prorl_trio.types.backends import BackendRequest, PauseMode, UpdatedBackend
+    from prorl_trio.weights.check import WeightCheck
+    from prorl_trio.weights.source import StagedWeights
+    from prorl_trio.weights.tensors import StateDict
 
 logger = logging.getLogger(__name__)
 

@@ -25,6 +25,10 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config.secrets import load_token
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.endpoints import endpoint_url, rest_url
+from prorl_trio.edges.rest.events import EventFeed
+from prorl_trio.edges.tls import load_tls
 from prorl_trio.file_systems import sync_folder
 from prorl_trio.fleet.head import open_fleet_head
 from prorl_trio.node.descriptors import raise_descriptor_limit
@@ -37,10 +41,6 @@ from prorl_trio.rendezvous.folder import claim_folder
 from prorl_trio.rendezvous.head import HeadClaim, HeadEntry, HeadReplaced, remove_head, renew_head
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
-from prorl_trio.service.auth import Door
-from prorl_trio.service.endpoints import endpoint_url, rest_url
-from prorl_trio.service.rest.events import EventFeed
-from prorl_trio.service.tls import load_tls
 from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.sessions.session_table import SessionTable
 from prorl_trio.supervision import service_task

@@ -14,7 +14,6 @@ from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.chat.tokenizer_sample import tokenizer_sample
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.inference.pool.same_model import ModelProof
 from prorl_trio.node.end_of_time import EndOfTime, allocation_left_s
 from prorl_trio.node.node import Node
@@ -23,6 +22,7 @@ from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.search.service import open_search
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

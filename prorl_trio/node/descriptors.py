@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from typing import TYPE_CHECKING, Final
 
-from prorl_trio.service.websocket.server import LEAVING
+from prorl_trio.edges.websocket.server import LEAVING
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,14 +14,14 @@ from prorl_ipc.arena_socket import serve_arena
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import NodeConfig
 from prorl_trio.config.secrets import load_token
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.endpoints import announce, endpoint_url, rest_url
+from prorl_trio.edges.prorl_compat import configured_endpoints
+from prorl_trio.edges.serve import serve_edges
+from prorl_trio.edges.tcp import open_listeners
+from prorl_trio.edges.tls import load_tls
+from prorl_trio.edges.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.node.membership import Endpoints
-from prorl_trio.service.auth import Door
-from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
-from prorl_trio.service.prorl_compat import configured_endpoints
-from prorl_trio.service.serve import serve_edges
-from prorl_trio.service.tcp import open_listeners
-from prorl_trio.service.tls import load_tls
-from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.sessions.node_api import NodeApi
 from prorl_trio.sessions.session_table import recover_sessions
 from prorl_trio.supervision import service_task
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from prorl_ipc.arena import Arena
     from prorl_trio.config import HeadConfig
+    from prorl_trio.edges.rest.call import Endpoint
+    from prorl_trio.edges.rest.events import EventFeed
     from prorl_trio.node.monitoring import Monitoring
-    from prorl_trio.service.rest.call import Endpoint
-    from prorl_trio.service.rest.events import EventFeed
     from prorl_trio.sessions.session_table import SessionTable
 
 logger = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ import msgspec
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.edges.endpoints import endpoint_url, rest_url
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry, slurm_step
 from prorl_trio.rendezvous.folder import claim_folder, read_entry, remove_entry, renew_entry, write_entry
 from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
-from prorl_trio.service.endpoints import endpoint_url, rest_url
 from prorl_trio.supervision import service_task
 from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ConfigError
@@ -27,8 +27,8 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from prorl_trio.edges.auth import Door
     from prorl_trio.node.node import Node
-    from prorl_trio.service.auth import Door
 
 logger = logging.getLogger(__name__)
 

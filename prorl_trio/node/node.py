@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 import trio
 
-from prorl_trio.handlers.gold_checks import GoldChecks, validate_payload
 from prorl_trio.pipeline.admission import Load
 from prorl_trio.pipeline.job import Job
 from prorl_trio.sessions.node_api import Room
 from prorl_trio.supervision import vanished_task
+from prorl_trio.tasks.handlers.gold_checks import GoldChecks, validate_payload
 from prorl_trio.types.errors import Draining, DuplicateJob, MalformedJob, UnknownHandler, UnknownJob
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from prorl_trio.agent.context import Resources
     from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.config import NodeConfig
-    from prorl_trio.handlers.registry import HandlerRegistry
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.end_of_time import EndOfTime
     from prorl_trio.pipeline.job import JobSink
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.pipeline import Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.tasks.handlers.registry import HandlerRegistry
     from prorl_trio.types.backends import AnswerT, BackendRequest
     from prorl_trio.types.models import JobSpec, Status, ToolCall
 

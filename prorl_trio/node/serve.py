@@ -25,7 +25,7 @@ from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.config import NodeConfig
 from prorl_trio.config.reference import is_live
 from prorl_trio.config.secrets import load_token
-from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.edges.rest.events import EventFeed
 from prorl_trio.node.core import open_node
 from prorl_trio.node.descriptors import check_descriptors, raise_descriptor_limit
 from prorl_trio.node.drain import drain, open_end_signals, until_started
@@ -34,8 +34,8 @@ from prorl_trio.node.membership import open_membership
 from prorl_trio.node.monitoring import open_monitoring
 from prorl_trio.node.parts import open_node_arena
 from prorl_trio.node.sessions import open_sessions
-from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.supervision import service_task
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ConfigError
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractAsyncContextManager
 
+    from prorl_trio.edges.auth import Door
     from prorl_trio.node.drain import EndSignals
     from prorl_trio.node.edges import Edges
     from prorl_trio.node.membership import Endpoints
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.node.node import Node
     from prorl_trio.sandbox.provider import SandboxProvider
-    from prorl_trio.service.auth import Door
     from prorl_trio.sessions.session_table import SessionTable
 
 

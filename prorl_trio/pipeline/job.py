@@ -13,9 +13,9 @@ from prorl_trio.types.models import PRIORITY, TERMINAL, Timing, may_follow
 
 if TYPE_CHECKING:
     from prorl_trio.agent.context import Resources
-    from prorl_trio.handlers.base import AgentHandler, Evaluation
     from prorl_trio.pipeline.observer import Observers
     from prorl_trio.sandbox.host import HostedSandbox
+    from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
     from prorl_trio.types.errors import ErrorCode
     from prorl_trio.types.models import AttemptRecord, JobSpec, Outcome, Status, Turn
 

@@ -10,8 +10,8 @@ import msgspec
 
 from prorl_ipc.errors import CallFailed
 from prorl_ipc.nursery import leaves
-from prorl_trio.handlers.base import Evaluation
 from prorl_trio.sandbox.use import is_spoilt
+from prorl_trio.tasks.handlers.base import Evaluation
 from prorl_trio.types.errors import (
     AgentFault,
     BudgetExceeded,

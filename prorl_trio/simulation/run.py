@@ -31,7 +31,6 @@ from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.agent.turns import lease_backend
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.inference.engines.protocol import CompletionRequest, made_by
 from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.pool import Backends
@@ -41,6 +40,7 @@ from prorl_trio.pipeline.pipeline import Pipeline, open_pipeline
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.simulation.config import SimulationConfig
 from prorl_trio.simulation.engine import SimulatedEngine
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.testing.fake_sandbox import FakeSandbox
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError, EvaluationError, SandboxLost, SandboxUnavailable

@@ -10,7 +10,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from prorl_ipc.session import Accepted, Cancelled, Rejected
 from prorl_trio.client import SessionLost, connect
-from prorl_trio.service.websocket import server as connection_module
+from prorl_trio.edges.websocket import server as connection_module
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
 from support.faulty_proxy import FaultyProxy

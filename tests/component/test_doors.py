@@ -11,13 +11,13 @@ import pytest
 import trio
 
 from prorl_trio.config import BackendConfig, RestConfig
-from prorl_trio.service.auth import Door
-from prorl_trio.service.guard import Guard, Refusal
-from prorl_trio.service.prorl_compat import compat_endpoints
-from prorl_trio.service.rest.app import ENDPOINTS, RestApp
-from prorl_trio.service.rest.call import Api
-from prorl_trio.service.rest.events import EventFeed
-from prorl_trio.service.strangers import Visitors
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.guard import Guard, Refusal
+from prorl_trio.edges.prorl_compat import compat_endpoints
+from prorl_trio.edges.rest.app import ENDPOINTS, RestApp
+from prorl_trio.edges.rest.call import Api
+from prorl_trio.edges.rest.events import EventFeed
+from prorl_trio.edges.strangers import Visitors
 from support.fake_rest import TOKEN, open_rest
 from support.fake_service import open_service
 from support.raw_trainer import raw_trainer
@@ -281,8 +281,8 @@ OPENERS = {
     "listen",
 }
 LISTENERS = {
-    "prorl_trio/service/serve.py": "the server: `Guard`, above; its Unix socket is in a folder of mode 0700",
-    "prorl_trio/service/tcp.py": "opens its port",
+    "prorl_trio/edges/serve.py": "the server: `Guard`, above; its Unix socket is in a folder of mode 0700",
+    "prorl_trio/edges/tcp.py": "opens its port",
     "ipc/prorl_ipc/channel.py": "opens Unix sockets in folders of mode 0700",
     "ipc/prorl_ipc/arena_socket.py": "a Unix socket: user and token; no HTTP",
     "prorl_trio/sandbox/providers/start.py": "a Unix socket for one daemon: token; no HTTP",

@@ -10,7 +10,7 @@ import trio
 from prorl_trio.agent.context import BoundedText, RolloutContext
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig, ScoringConfig
-from prorl_trio.handlers.math import MathHandler
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.types.errors import EvaluationError
 from prorl_trio.types.models import JobSpec, TaskInstance
 

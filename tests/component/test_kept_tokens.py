@@ -13,13 +13,13 @@ import trio
 
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.config import BackendConfig
-from prorl_trio.handlers.math import MathHandler
 from prorl_trio.http.client import RetryPolicy
 from prorl_trio.inference.engines.protocol import CompletionTimedOut, made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pace import MAX_FIRST_SCOUTS, PACE_VALID_S, Pace
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike
 from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from prorl_trio.types.errors import BackendError

@@ -23,9 +23,9 @@ import trio
 
 from prorl_trio.cli import main
 from prorl_trio.config import BackendConfig, NodeConfig, load_config
+from prorl_trio.edges.prorl_compat import compat_endpoints
+from prorl_trio.edges.rest.app import ENDPOINTS
 from prorl_trio.sandbox.sandbox import Sandbox
-from prorl_trio.service.prorl_compat import compat_endpoints
-from prorl_trio.service.rest.app import ENDPOINTS
 from prorl_trio.types.models import JobSpec, TaskInstance
 from support.fake_node import FakeNode, make_outcome
 from support.fake_service import TOKEN, open_service
@@ -178,10 +178,10 @@ def test_python_compiles_and_what_it_imports_exists(block):
 
 LIMITS = README.partition("## Limits of this version")[2]
 NOT_THERE_YET = {
-    "code": "prorl_trio/handlers/code*",
-    "shell": "prorl_trio/handlers/shell*",
-    "R2E-Gym": "prorl_trio/client/task_sets/swe_rows*",
-    "STEM": "prorl_trio/handlers/stem*",
+    "code": "prorl_trio/tasks/handlers/code*",
+    "shell": "prorl_trio/tasks/handlers/shell*",
+    "R2E-Gym": "prorl_trio/tasks/sets/swe_rows*",
+    "STEM": "prorl_trio/tasks/handlers/stem*",
     "Tavily": "prorl_trio/**/*search*",
     "QEMU": "prorl_trio/**/*qemu*",
     "gateway": "prorl_trio/**/*gateway*",

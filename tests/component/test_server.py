@@ -13,11 +13,11 @@ import trio
 import trio.testing
 
 from prorl_trio.config import ListenConfig
-from prorl_trio.service.auth import Door
-from prorl_trio.service.serve import Server, serve_edges
-from prorl_trio.service.tcp import open_listeners
-from prorl_trio.service.websocket.local_sockets import claim_local_sockets
-from prorl_trio.service.websocket.server import Trainers
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.serve import Server, serve_edges
+from prorl_trio.edges.tcp import open_listeners
+from prorl_trio.edges.websocket.local_sockets import claim_local_sockets
+from prorl_trio.edges.websocket.server import Trainers
 from prorl_trio.types.errors import ConfigError, InternalError
 from support.fake_node import FakeNode, make_spec
 from support.fake_rest import TOKEN, open_rest
@@ -152,7 +152,7 @@ async def test_a_head_answer_has_the_length_of_the_body_and_no_body(rest):
 
 async def test_a_half_closed_client_is_answered_and_one_that_waits_is_given_up(rest, monkeypatch):
     assert (await answers(rest, HEALTH * 3, half_close=True))[0] == [200] * 3
-    monkeypatch.setattr("prorl_trio.service.http1.HALF_CLOSE_GRACE_S", 0.05)
+    monkeypatch.setattr("prorl_trio.edges.http1.HALF_CLOSE_GRACE_S", 0.05)
     waiting = b"GET /v1/results?wait=500 HTTP/1.1\r\nHost: x\r\n" + AUTHORIZED + b"\r\n"
     assert (await answers(rest, waiting, half_close=True))[0] == [408]
     cut = POST + b"Content-Length: 100\r\n\r\n{"

@@ -17,8 +17,8 @@ from prorl_ipc.session import (
 )
 from prorl_trio.config import ListenConfig
 from prorl_trio.config.secrets import load_token
-from prorl_trio.service.auth import Door
-from prorl_trio.service.serve import serve_edges
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.serve import serve_edges
 from prorl_trio.types.errors import ConfigError
 from support.fake_service import TOKEN, open_service
 from support.raw_trainer import encode, raw_trainer

@@ -26,7 +26,7 @@ from prorl_ipc.session import (
     WithdrawCall,
 )
 from prorl_trio.config import ListenConfig
-from prorl_trio.service.websocket import server as connection_module
+from prorl_trio.edges.websocket import server as connection_module
 from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.types.backends import BackendList, ResumeBackends
 from prorl_trio.types.models import Outcome

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.pipeline import pipeline as pipeline_module
 from prorl_trio.pipeline.pipeline import Job, open_pipeline
 from prorl_trio.sandbox import host as host_module
@@ -17,6 +16,7 @@ from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.process_tree import open_process_tree
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir, remains_count
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,9 +10,9 @@ import trio
 
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.config import AgentConfig, BackendConfig, StagesConfig
-from prorl_trio.handlers.base import Evaluation
-from prorl_trio.handlers.math import MathHandler
 from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.tasks.handlers.base import Evaluation
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.testing.fake_engine import open_fake_engine
 from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet
 from prorl_trio.types.backends import PauseBackends, ResumeBackends

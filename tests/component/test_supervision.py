@@ -11,8 +11,8 @@ import trio
 
 from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
 from prorl_trio.config import NodeConfig
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.edges import serve as service_serve
+from prorl_trio.edges.serve import contain_errors
 from prorl_trio.inference.pool.pool import ExpectedBackends
 from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.ledger.disk_ledger import DiskLedger
@@ -22,9 +22,9 @@ from prorl_trio.node.serve import serve_node
 from prorl_trio.pipeline import pipeline as pipeline_module
 from prorl_trio.pipeline.pipeline import Job, Pipeline
 from prorl_trio.sandbox.host import SandboxHost
-from prorl_trio.service import serve as service_serve
-from prorl_trio.service.serve import contain_errors
 from prorl_trio.supervision import contained, service_task, vanished_task
+from prorl_trio.tasks.handlers.math import MathHandler
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError, InternalError, SandboxUnavailable

@@ -12,9 +12,9 @@ import trio
 
 from prorl_trio.client import connect
 from prorl_trio.config import ListenConfig, ModelConfig, NodeConfig
+from prorl_trio.edges.auth import Door
 from prorl_trio.node.serve import serve_reloads
 from prorl_trio.rendezvous.folder import write_entry
-from prorl_trio.service.auth import Door
 from prorl_trio.types.errors import Unauthorized
 from support.fake_fleet import finish_all, take, until
 from support.fake_node import FakeNode, make_outcome, make_spec

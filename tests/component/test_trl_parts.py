@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client import BlockingClient, WeightsRefused
-from prorl_trio.client.sampling import JobTemplate
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
@@ -22,6 +21,7 @@ from prorl_trio.integrations.trl.async_worker import RolloutBuffer, RolloutWorke
 from prorl_trio.integrations.trl.model_check import check_config, check_embedding, check_tokenizer
 from prorl_trio.integrations.trl.rollout_func import RolloutFunction, RolloutsRejected, run_rollouts
 from prorl_trio.integrations.trl.weights import WeightTransfer, newest_version
+from prorl_trio.sampling import JobTemplate
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError, MalformedJob

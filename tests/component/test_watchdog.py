@@ -5,8 +5,8 @@ import weakref
 
 import trio
 
-from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.pipeline.pipeline import Job, watch_jobs
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 
 
 class Shields(AgentHandler):

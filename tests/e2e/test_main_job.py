@@ -18,8 +18,8 @@ import trio
 
 from prorl_launch.paths import engine_python, import_path, model_dir
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client.recording import read_outcomes
 from prorl_trio.config import SandboxConfig
+from prorl_trio.runs.recording import read_outcomes
 from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.types.errors import ConfigError
 from support.skips import because

@@ -23,11 +23,11 @@ from prorl_launch.vllm import open_vllm
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client import PolicyUpdateFailed, connect
-from prorl_trio.client.weights.model_folder import ModelFolder
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.core import open_node
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.types.models import ChatMessage, SamplingParams
+from prorl_trio.weights.model_folder import ModelFolder
 from support.completions import asked, begun
 from support.fake_service import TOKEN, open_service
 from support.skips import because

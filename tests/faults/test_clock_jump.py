@@ -22,11 +22,11 @@ from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.agent.context import Resources
 from prorl_trio.client import connect
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.ledger import LedgerLimits, NewJob, open_ledger
 from prorl_trio.pipeline.pipeline import Job, open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.types.models import Budgets, JobSpec, TaskInstance
 from support.fake_node import FakeNode, make_outcome, make_spec
@@ -45,7 +45,7 @@ MIB = 1024 * 1024
 DATES_FOR_PEOPLE = {
     "prorl_trio/observe/logs.py": "when a line was logged",
     "prorl_trio/observe/telemetry.py": "spans carry the time of day",
-    "prorl_trio/service/http1.py": "the Date of an answer",
+    "prorl_trio/edges/http1.py": "the Date of an answer",
     "prorl_trio/chat/template.py": "templates may print the date; a dialogue keeps the one at which it began",
     "launch/prorl_launch/abandoned.py": "how old the folder of a killed process is",
     "launch/prorl_launch/image_store.py": "when an image was made",

@@ -30,8 +30,8 @@ from prorl_ipc.session import (
     WithdrawCall,
 )
 from prorl_trio.client import connect
-from prorl_trio.service.requests import ErrorDetail
-from prorl_trio.service.rest.app import ENDPOINTS
+from prorl_trio.edges.requests import ErrorDetail
+from prorl_trio.edges.rest.app import ENDPOINTS
 from prorl_trio.sessions.limits import SessionLimits
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest

@@ -13,11 +13,11 @@ import trio
 from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.config import AdmissionConfig, BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.handlers.math import MathHandler
+from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.node.core import open_node
 from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.providers.registry import choose_provider
-from prorl_trio.service.endpoints import endpoint_url
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import BackendError, ConfigError, Unauthorized

@@ -29,10 +29,10 @@ from prorl_trio.config import (
     SandboxConfig,
     StagesConfig,
 )
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.edges.websocket.local_sockets import claim_local_sockets
 from prorl_trio.node.serve import serve_node
-from prorl_trio.service.websocket.local_sockets import claim_local_sockets
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.tools import ToolSet

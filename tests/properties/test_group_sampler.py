@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prorl_trio.client.sampling import GroupRules, JobTemplate, NothingToLearn, RolloutsFail
-from prorl_trio.client.sampling.events import (
+from prorl_trio.sampling import GroupRules, JobTemplate, NothingToLearn, RolloutsFail
+from prorl_trio.sampling.events import (
     Advanced,
     Arrived,
     Confirmed,
@@ -21,8 +21,8 @@ from prorl_trio.client.sampling.events import (
     Returned,
     Taken,
 )
-from prorl_trio.client.sampling.sampler import Effects, GroupSampler
-from prorl_trio.client.sampling.state import SamplerState
+from prorl_trio.sampling.sampler import Effects, GroupSampler
+from prorl_trio.sampling.state import SamplerState
 from support.sampled import make_failure, make_rollout, make_task
 
 FINAL = {"trained", "uninformative", "resampled", "cancelled"}

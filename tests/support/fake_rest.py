@@ -13,10 +13,10 @@ import trio
 from prorl_ipc.nursery import open_single_nursery
 from prorl_ipc.tls import open_tls
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
-from prorl_trio.service.auth import Door
-from prorl_trio.service.prorl_compat import configured_endpoints
-from prorl_trio.service.rest.events import EventFeed
-from prorl_trio.service.serve import serve_edges
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.prorl_compat import configured_endpoints
+from prorl_trio.edges.rest.events import EventFeed
+from prorl_trio.edges.serve import serve_edges
 from support.sessions import sessions_in
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prorl_trio.handlers.math import MathHandler
+from prorl_trio.tasks.handlers.math import MathHandler
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from prorl_trio.client.task_sets.wheels import WheelFile, wheels_dir
+from prorl_trio.tasks.sets.wheels import WheelFile, wheels_dir
 from support.code_policy import fetch_wheel
 
 if TYPE_CHECKING:

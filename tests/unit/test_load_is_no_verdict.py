@@ -10,7 +10,7 @@ import trio
 from prorl_ipc.sandbox_calls import ExecResult
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.grading.verifier import (
+from prorl_trio.tasks.grading.verifier import (
     ALONE_TIMEOUT_S,
     ProgramKilled,
     ProgramLate,

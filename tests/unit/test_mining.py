@@ -21,9 +21,9 @@ from prorl_launch.mining.sdist import Entry, Metadata, file_kind, read_metadata,
 from prorl_launch.mining.statements import changelog_section, hunk_statement
 from prorl_launch.mining.verification import message_of, verify_rows
 from prorl_trio.cli import main
-from prorl_trio.client.task_sets import open_task_set
-from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
-from prorl_trio.grading.verdict import TestResult
+from prorl_trio.tasks.grading.verdict import TestResult
+from prorl_trio.tasks.sets import open_task_set
+from prorl_trio.tasks.sets.mined import MINED_ROWS, mined_set_folder
 from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 from prorl_trio.types.models import TaskInstance
 from support.own_cache import use_own_cache

@@ -32,11 +32,11 @@ from prorl_ipc.envelope import encode_envelope
 from prorl_ipc.framing import encode_frame
 from prorl_ipc.websocket import CloseCode
 from prorl_trio.client import BlockingClient, RolloutClient, backend_calls
-from prorl_trio.handlers.math import MathPayload
+from prorl_trio.edges.backend_operations import TABLE
+from prorl_trio.edges.websocket import server as connection
 from prorl_trio.node import edges
-from prorl_trio.service.backend_operations import TABLE
-from prorl_trio.service.websocket import server as connection
 from prorl_trio.sessions import feed, observation
+from prorl_trio.tasks.handlers.math import MathPayload
 from prorl_trio.types import backends, errors
 from prorl_trio.types import models as trajectory
 from prorl_trio.types.errors import ErrorCode, FailureCause, ServiceError
@@ -45,7 +45,7 @@ from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, Statu
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from prorl_trio.service.backend_operations import Row
+    from prorl_trio.edges.backend_operations import Row
 
 VERBS = [name for name, verb in vars(backend_calls._BackendVerbs).items() if isinstance(verb, backend_calls._Verb)]
 TEXT = (Path(prorl_ipc.__file__).parents[1] / "PROTOCOL.md").read_text()

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client.recording import (
+from prorl_trio.runs.recording import (
     OutcomeFile,
     RunInfo,
     length_of,
@@ -19,7 +19,7 @@ from prorl_trio.client.recording import (
     summarise,
     write_json,
 )
-from prorl_trio.client.report import (
+from prorl_trio.runs.report import (
     errors,
     group_table,
     outcome_list,

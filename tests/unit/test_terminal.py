@@ -26,9 +26,9 @@ from prorl_ipc.portable_text import printable, printable_json
 from prorl_launch import commands, progress
 from prorl_launch.doctor import Check, Report
 from prorl_trio import cli
-from prorl_trio.client import report
 from prorl_trio.client.terminal import Console, one_line, say, say_json
 from prorl_trio.observe.logs import open_logging
+from prorl_trio.runs import report
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome, Segment, Timing, ToolCall, Trajectory, Turn
 
@@ -39,13 +39,13 @@ HOSTILE = (
 CONTROLS = {"\n"}
 OUTSIDE = {
     "cli/__init__.py": "the commands' own error, made printable there",
-    "client/progress.py": "the pager gets what the console has printed",
+    "runs/progress.py": "the pager gets what the console has printed",
     "client/terminal.py": "the way itself",
     "config/reference.py": "writes the reference's own text",
-    "grading/drivers": "programs inside of sandboxes",
+    "tasks/grading/drivers": "programs inside of sandboxes",
     "sandbox/images/pull.py": "frames to the node",
     "observe/logs.py": "formatters make records printable",
-    "client/task_sets/task_checks.py": "a bar without words of others",
+    "tasks/sets/task_checks.py": "a bar without words of others",
     "prorl_launch/bundle.py": "words of its own, without any package",
     "prorl_launch/slurm/commands.py": "the batch script, exactly, for a file",
     "prorl_launch/image_commands.py": "a definition file, exactly, for a file",
@@ -278,6 +278,6 @@ def test_everything_is_printed_in_one_way():
                     node.body = []
             if any(_printing(tree)):
                 name = path.relative_to(root if package is prorl_trio else root.parent).as_posix()
-                found.add("grading/drivers" if name.startswith("grading/drivers/") else name)
+                found.add("tasks/grading/drivers" if name.startswith("tasks/grading/drivers/") else name)
     assert found <= set(OUTSIDE), "use client.terminal"
     assert set(OUTSIDE) - found == set(), "no longer needed here"

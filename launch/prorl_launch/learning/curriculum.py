@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from prorl_trio.client.sampling import ManifestLine
-from prorl_trio.client.word_problem_families import FAMILIES
-from prorl_trio.client.word_problems import word_problem
+from prorl_trio.sampling import ManifestLine
+from prorl_trio.tasks.sets.word_problem_families import FAMILIES
+from prorl_trio.tasks.sets.word_problems import word_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from prorl_trio.client.word_problems import WordProblem
+    from prorl_trio.tasks.sets.word_problems import WordProblem
 
 WINDOW: Final = 24
 """Rollouts of a family by which its success rate is told."""

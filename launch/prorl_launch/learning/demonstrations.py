@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from prorl_launch.learning.prompt import PAYLOAD
 from prorl_trio.chat.conversation import Conversation
-from prorl_trio.client.word_problems import demonstrated
 from prorl_trio.learn.rows import Row
+from prorl_trio.tasks.sets.word_problems import demonstrated
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
     from prorl_trio.chat.format import ChatFormat
-    from prorl_trio.client.word_problems import WordProblem
+    from prorl_trio.tasks.sets.word_problems import WordProblem
 
 
 def demonstrations(chat: ChatFormat, number: int, *, seed: int) -> list[Row]:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from prorl_launch.learning.prompt import PAYLOAD
-from prorl_trio.client.word_problems import word_problems
+from prorl_trio.tasks.sets.word_problems import word_problems
 from prorl_trio.types.models import JobSpec, Outcome, SamplingParams
 
 if TYPE_CHECKING:

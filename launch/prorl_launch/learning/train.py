@@ -37,9 +37,9 @@ from prorl_launch.learning.record import (
     write_atomically,
 )
 from prorl_trio.client.blocking import BlockingClient
-from prorl_trio.client.sampling import BlockingGroups, GroupRules, JobTemplate
-from prorl_trio.client.sampling.journal import MANIFEST
 from prorl_trio.learn.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from prorl_trio.sampling import BlockingGroups, GroupRules, JobTemplate
+from prorl_trio.sampling.journal import MANIFEST
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import SamplingParams
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prorl_launch.learning.record import Settings
-    from prorl_trio.client.sampling import Batch
     from prorl_trio.learn.trainer import Trainer, UpdateFigures
+    from prorl_trio.sampling import Batch
     from prorl_trio.types.models import Outcome
 
 GAP_ROLLOUTS = 24

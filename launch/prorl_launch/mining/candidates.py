@@ -18,8 +18,8 @@ from prorl_launch.mining.changes import (
 from prorl_launch.mining.index import download, list_sdists
 from prorl_launch.mining.sdist import file_kind, read_metadata, read_sdist
 from prorl_launch.mining.statements import changelog_section
-from prorl_trio.grading.repository import is_test_module
 from prorl_trio.sandbox.cache import cache_dir
+from prorl_trio.tasks.grading.repository import is_test_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -21,12 +21,12 @@ from prorl_launch.mining.nearest import PUBLISHED_ROWS, build_published
 from prorl_launch.mining.rows import Gold, load_tasks, read_gold, read_rows, save_task, write_lines
 from prorl_launch.mining.runs import LocalBench
 from prorl_launch.mining.verification import CHECKS, verify_row, verify_rows
-from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
 from prorl_trio.client.terminal import Console, one_line, say
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.layers import find_layer
 from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.tasks.sets.mined import MINED_ROWS, mined_set_folder
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

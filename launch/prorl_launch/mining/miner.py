@@ -22,11 +22,11 @@ from prorl_launch.mining.runs import payload_of
 from prorl_launch.mining.sdist import Entry, file_kind, write_tree
 from prorl_launch.mining.statements import hunk_statement, release_statement
 from prorl_launch.mining.verification import TIMES, message_of, verify_row
-from prorl_trio.grading.repository import Suite
-from prorl_trio.grading.repository_base import RepositoryBase
-from prorl_trio.grading.repository_tests import results_by_id
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import store_layer
+from prorl_trio.tasks.grading.repository import Suite
+from prorl_trio.tasks.grading.repository_base import RepositoryBase
+from prorl_trio.tasks.grading.repository_tests import results_by_id
 from prorl_trio.types.errors import ConfigError, RolloutError
 from prorl_trio.types.models import TaskInstance
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from prorl_launch.mining.rows import ChosenTests, TestOverlay
     from prorl_launch.mining.runs import LocalBench
     from prorl_launch.mining.sdist import Tree
-    from prorl_trio.grading.repository import SuiteRun
-    from prorl_trio.grading.verdict import TestResult
+    from prorl_trio.tasks.grading.repository import SuiteRun
+    from prorl_trio.tasks.grading.verdict import TestResult
 
 
 MAX_FAIL_TO_PASS: Final = 200

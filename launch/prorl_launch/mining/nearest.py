@@ -21,10 +21,10 @@ from prorl_launch.mining.index import download, list_sdists
 from prorl_launch.mining.rows import REPO_DIR, MinedTask
 from prorl_launch.mining.sdist import Entry, read_metadata, read_sdist, write_tree
 from prorl_launch.mining.verification import verify_row
-from prorl_trio.client.task_sets.wheels import WheelFile
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import store_layer
+from prorl_trio.tasks.sets.wheels import WheelFile
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import TaskInstance
 

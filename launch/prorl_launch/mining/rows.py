@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_launch.mining.sdist import Tree
-    from prorl_trio.grading.verdict import TestResult
+    from prorl_trio.tasks.grading.verdict import TestResult
 
 T = TypeVar("T")
 

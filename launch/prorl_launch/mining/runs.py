@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from prorl_trio.grading.repository import run_suite
-from prorl_trio.handlers.swe import SwePayload, grade_change
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.grading.repository import run_suite
+from prorl_trio.tasks.handlers.swe import SwePayload, grade_change
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.activity import Charge
     from prorl_trio.config import SandboxConfig
-    from prorl_trio.grading.repository import Graded, Suite, SuiteRun
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.sandbox import Sandbox
+    from prorl_trio.tasks.grading.repository import Graded, Suite, SuiteRun
     from prorl_trio.types.models import TaskInstance
 
 
 class LocalBench:
-    """The sandboxes of this machine for `prorl_trio.grading`, each run in one of its own."""
+    """The sandboxes of this machine for `prorl_trio.tasks.grading`, each run in one of its own."""
 
     def __init__(self, host: SandboxHost, config: SandboxConfig) -> None:
         self._host = host
@@ -34,7 +34,7 @@ class LocalBench:
 
     @asynccontextmanager
     async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        """See `prorl_trio.grading.verifier.Bench`."""
+        """See `prorl_trio.tasks.grading.verifier.Bench`."""
         sandbox = await self._host.open(spec)
         try:
             yield sandbox

@@ -11,7 +11,7 @@ import zipfile
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from prorl_launch.mining.index import normal_name
-from prorl_trio.grading.repository import belongs_to_tests
+from prorl_trio.tasks.grading.repository import belongs_to_tests
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from prorl_launch.mining.changes import make_patch
 from prorl_launch.mining.rows import RowChecks, read_checks
 from prorl_launch.mining.runs import payload_of
 from prorl_launch.mining.sdist import Entry
-from prorl_trio.grading.repository_tests import NamedTests
 from prorl_trio.sandbox.images.layers import CONTENT_NAME, find_layer
+from prorl_trio.tasks.grading.repository_tests import NamedTests
 from prorl_trio.types.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from prorl_launch.mining.runs import LocalBench
     from prorl_launch.mining.sdist import Tree
-    from prorl_trio.grading.repository import Graded, SuiteRun
-    from prorl_trio.grading.verdict import TestResult
-    from prorl_trio.handlers.swe import SwePayload
+    from prorl_trio.tasks.grading.repository import Graded, SuiteRun
+    from prorl_trio.tasks.grading.verdict import TestResult
+    from prorl_trio.tasks.handlers.swe import SwePayload
     from prorl_trio.types.models import TaskInstance
 
 

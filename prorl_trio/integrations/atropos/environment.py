@@ -17,7 +17,7 @@ from prorl_trio.types.errors import ConfigError, ServiceError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.client.sampling import Group, GroupRules, Groups
+    from prorl_trio.sampling import Group, GroupRules, Groups
     from prorl_trio.types.models import Outcome, Segment
 
 

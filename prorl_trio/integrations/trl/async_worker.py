@@ -7,19 +7,19 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from prorl_trio.client.sampling import BlockingGroups, GroupRules, JobTemplate, reached_one
 from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
 from prorl_trio.integrations.trl.model_check import check_tokenizer, model_facts
 from prorl_trio.integrations.trl.rows import advantages_of, placeholder, rows_of
 from prorl_trio.integrations.trl.weights import newest_version
+from prorl_trio.sampling import BlockingGroups, GroupRules, JobTemplate, reached_one
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from prorl_trio.client import BlockingClient
-    from prorl_trio.client.sampling import BatchStatistics, Group
     from prorl_trio.integrations.trl.rows import Row
+    from prorl_trio.sampling import BatchStatistics, Group
     from prorl_trio.types.models import Outcome, TaskInstance
 
 

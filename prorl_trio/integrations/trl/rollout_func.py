@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from prorl_ipc.session import Rejected
-from prorl_trio.client.sampling import JobTemplate
 from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
 from prorl_trio.integrations.trl.model_check import check_config, check_embedding, check_tokenizer, model_facts
 from prorl_trio.integrations.trl.rows import completion_of
 from prorl_trio.integrations.trl.weights import WeightTransfer
+from prorl_trio.sampling import JobTemplate
 from prorl_trio.types.errors import ConfigError, ServiceError
 
 if TYPE_CHECKING:

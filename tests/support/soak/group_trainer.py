@@ -16,7 +16,7 @@ import msgspec
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.client.sampling import Batch, GroupRules, open_groups
+from prorl_trio.sampling import Batch, GroupRules, open_groups
 from prorl_trio.types.models import TaskInstance
 from support.soak.parent import end_with_parent
 
