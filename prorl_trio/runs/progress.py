@@ -12,10 +12,10 @@ import trio
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from prorl_trio.client.terminal import Console, one_line
 from prorl_trio.runs.collect import collect, describe_rejection
 from prorl_trio.runs.recording import TRAJECTORIES, RunInfo
 from prorl_trio.runs.report import errors, group_table, summary_table
-from prorl_trio.client.terminal import Console, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

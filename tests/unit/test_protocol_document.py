@@ -19,7 +19,6 @@ from prorl_ipc import (
     arena_wire,
     client,
     file_calls,
-    fork_calls,
     handshake,
     outbox,
     sandbox_calls,
@@ -59,11 +58,7 @@ def structs(module: ModuleType) -> list[type[msgspec.Struct]]:
     ]
 
 
-WIRE = [
-    struct
-    for module in (wire, sandbox_calls, file_calls, session, arena_wire, fork_calls)
-    for struct in structs(module)
-]
+WIRE = [struct for module in (wire, sandbox_calls, file_calls, session, arena_wire) for struct in structs(module)]
 
 
 @pytest.mark.parametrize("struct", [*WIRE, JobSpec, Outcome], ids=lambda s: s.__name__)

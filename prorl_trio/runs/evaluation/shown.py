@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from rich.table import Table
 
+from prorl_trio.client.terminal import one_line
 from prorl_trio.runs.evaluation.folder import REPORT
 from prorl_trio.runs.evaluation.score import LEVEL, LOST, score_families
 from prorl_trio.runs.recording import TRAJECTORIES, named_path
 from prorl_trio.runs.report import errors
-from prorl_trio.client.terminal import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
