@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prorl_trio.config.fleet import FleetConfig
+from prorl_trio.config.node import FleetConfig
 from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from prorl_trio.config.fleet import FleetConfig
+from prorl_trio.config.node import FleetConfig
 from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.node import NODE_ID, OnHangup

@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig
-from prorl_trio.config.fleet import FleetConfig
+from prorl_trio.config.node import FleetConfig
 from prorl_trio.edges.auth import Door
 from prorl_trio.node import membership
 from prorl_trio.node.membership import Endpoints, advertised_host, open_membership
