@@ -5,7 +5,7 @@ from __future__ import annotations
 from prorl_trio.config.node import FleetConfig
 from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
-from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
+from prorl_trio.config.node import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.node import (
     AgentConfig,
     BackendConfig,

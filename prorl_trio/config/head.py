@@ -8,7 +8,7 @@ import msgspec
 
 from prorl_trio.config.node import FleetConfig
 from prorl_trio.config.listen import ListenConfig, RestConfig
-from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
+from prorl_trio.config.node import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.node import NODE_ID, OnHangup
 from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero, Table
 from prorl_trio.config.stages import AdmissionConfig

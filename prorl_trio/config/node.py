@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+import msgspec
+from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero, Table
 from prorl_trio.config.quantities import Seconds, SecondsOrZero, Table
 import ipaddress
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 from urllib.parse import urlsplit
-import msgspec
 from prorl_ipc.limits import SandboxLimits
 from prorl_trio.config.listen import MOVED, ListenConfig, RestConfig
-from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.quantities import (
     MAX_BYTES,
     MAX_OPEN_FILES,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 
 
+
 NODE_ID: Final = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?\Z"
 
 OnHangup = Literal["auto", "drain", "reload"]
@@ -48,6 +50,33 @@ OnHangup = Literal["auto", "drain", "reload"]
 MAX_KEY_BYTES: Final = 64 * 1024
 
 SearchBackendName = Literal["none", "bm25", "retrieve", "tavily"]
+
+
+class MonitoringConfig(Table, frozen=True):
+    """Notices of stalls of the event loop.
+
+    Attributes:
+        stall_warn_s: a pass of the event loop, in which it answers nobody, that takes longer is logged with the task's
+            name.
+        stall_dump_after_s: log the loop's stack while a pass lasts longer, from a thread of its own; 0 never does.
+    """
+
+    stall_warn_s: Seconds = 0.25
+    stall_dump_after_s: SecondsOrZero = 0.0
+
+
+class TelemetryConfig(Table, frozen=True):
+    """Spans of jobs, stages and turns for OpenTelemetry.
+
+    Attributes:
+        otlp_endpoint: where spans go: `http://collector:4318/v1/traces`; empty turns it off.
+        service_name: name of this service in them.
+        max_queued_spans: spans that wait to be sent; more are dropped.
+    """
+
+    otlp_endpoint: Annotated[str, msgspec.Meta(pattern=r"^(https?://[^/\s]+\S*)?\Z")] = ""
+    service_name: str = "prorl-trio"
+    max_queued_spans: Count = 8192
 
 
 class FleetConfig(Table, frozen=True):
