@@ -20,7 +20,7 @@ from prorl_trio.config.node import (
     SearchConfig,
     load_config,
 )
-from prorl_trio.config.stages import AdmissionConfig, BudgetConfig, StagesConfig
+from prorl_trio.config.node import AdmissionConfig, BudgetConfig, StagesConfig
 from prorl_trio.config.storage import ArenaConfig, LedgerConfig
 
 __all__ = [
