@@ -21,7 +21,7 @@ from prorl_trio.config.node import (
     load_config,
 )
 from prorl_trio.config.node import AdmissionConfig, BudgetConfig, StagesConfig
-from prorl_trio.config.storage import ArenaConfig, LedgerConfig
+from prorl_trio.config.node import ArenaConfig, LedgerConfig
 
 __all__ = [
     "AdmissionConfig",

@@ -12,7 +12,7 @@ from prorl_trio.config.node import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.node import NODE_ID, OnHangup
 from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero, Table
 from prorl_trio.config.node import AdmissionConfig
-from prorl_trio.config.storage import LedgerConfig
+from prorl_trio.config.node import LedgerConfig
 from prorl_trio.config.toml_file import read_toml
 
 if TYPE_CHECKING:
