@@ -42,7 +42,7 @@ from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskI
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from prorl_trio.chat.messages import ToolSchema
+    from prorl_trio.types.models import ToolSchema
     from prorl_trio.client import RolloutClient
     from prorl_trio.inference.engines.protocol import EngineClient
     from prorl_trio.pipeline.observer import JobView

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.chat.families.syntax import CallSyntax
-    from prorl_trio.chat.messages import Message, ToolSchema
+    from prorl_trio.types.models import Message, ToolSchema
     from prorl_trio.types.models import ToolCall
 
 

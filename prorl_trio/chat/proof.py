@@ -28,7 +28,7 @@ from prorl_trio.types.models import ChatMessage
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from prorl_trio.chat.messages import Message, ToolSchema
+    from prorl_trio.types.models import Message, ToolSchema
     from prorl_trio.config import ModelConfig
 
 

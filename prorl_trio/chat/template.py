@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from jinja2.parser import Parser
 
-    from prorl_trio.chat.messages import Message, ToolSchema
+    from prorl_trio.types.models import Message, ToolSchema
 
 
 ReasoningForm = Literal["said", "opened", "field"]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from prorl_ipc.session import JobEvent, OutcomeRefFrame, Rejected
-    from prorl_trio.chat.messages import ToolSchema
+    from prorl_trio.types.models import ToolSchema
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.config import HeadConfig
     from prorl_trio.fleet.members import Member

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.agent.context import Resources
-    from prorl_trio.chat.messages import ToolSchema
+    from prorl_trio.types.models import ToolSchema
     from prorl_trio.config import NodeConfig
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.end_of_time import EndOfTime

@@ -9,7 +9,7 @@ from prorl_trio.pipeline.job import JobSink
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prorl_trio.chat.messages import ToolSchema
+    from prorl_trio.types.models import ToolSchema
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.types.backends import AnswerT, BackendRequest
     from prorl_trio.types.models import EncodedOutcome, JobSpec, Status, ToolCall

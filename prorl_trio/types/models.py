@@ -7,17 +7,17 @@ without a copy.
 
 from __future__ import annotations
 
+from typing import Any
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final, Literal
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
 from prorl_trio.types.errors import ErrorCode, FailureCause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
 
 
 Stage = Literal["init", "run", "eval"]
@@ -114,6 +114,13 @@ STAGES: Final[dict[Status, Status]] = {
     "eval": "completed",
 }
 """The stages of an attempt, in order, each with what follows its success."""
+
+Message = dict[str, Any]
+"""`role`, `content` and what else templates want of a message: `name`, `tool_call_id`, `tool_calls`, and reasoning as
+`thinking` and `reasoning_content`. Content from outside has been marked."""
+
+ToolSchema = dict[str, Any]
+"""A function's JSON schema in OpenAI's format."""
 
 
 def may_follow(status: Status, to: Status) -> bool:

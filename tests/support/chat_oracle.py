@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from prorl_trio.chat.messages import Message, ToolSchema
+    from prorl_trio.types.models import Message, ToolSchema
 
 BATCH_DIALOGUES: Final = 500
 MAX_DIFFERENCES: Final = 20

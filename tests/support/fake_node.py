@@ -20,7 +20,7 @@ from support.pausable_engine import PausableEngine
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prorl_trio.chat.messages import ToolSchema
+    from prorl_trio.types.models import ToolSchema
     from prorl_trio.inference.pool.backend import BackendStatistics
     from prorl_trio.pipeline.job import JobSink
     from prorl_trio.pipeline.observer import Observer

@@ -30,7 +30,7 @@ from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from prorl_trio.chat.messages import ToolSchema
+    from prorl_trio.types.models import ToolSchema
     from prorl_trio.config import BackendConfig, NodeConfig
     from prorl_trio.edges.rest.call import Api, Call
     from prorl_trio.sessions.node_api import NodeApi
