@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from prorl_trio.config import ArenaConfig, BackendConfig, ImagesConfig, SandboxConfig
     from prorl_trio.inference.engines.http_engine import OnCall
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient
-    from prorl_trio.inference.pool.same_model import ModelProof
+    from prorl_trio.inference.pool.admission import ModelProof
     from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 

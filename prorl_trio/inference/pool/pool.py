@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import Waiting
-    from prorl_trio.inference.pool.same_model import ModelProof
+    from prorl_trio.inference.pool.admission import ModelProof
     from prorl_trio.types.backends import AnswerT, BackendRequest
 
 

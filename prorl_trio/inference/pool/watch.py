@@ -9,7 +9,7 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.inference.engines.protocol import EnginePaused
-from prorl_trio.inference.pool.same_model import AnotherModel
+from prorl_trio.inference.pool.admission import AnotherModel
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.balancer import LoadBalancer
     from prorl_trio.inference.pool.placement import Placement
-    from prorl_trio.inference.pool.same_model import ModelProof
+    from prorl_trio.inference.pool.admission import ModelProof
 
     Look = Callable[[Backend], Awaitable[None]]
 
