@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prorl_trio.edges.guard import Guard, Headers
     from prorl_trio.edges.requests import ErrorDetail
     from prorl_trio.edges.responses import Message, Receive, Scope, Send
-    from prorl_trio.edges.strangers import Visitor
+    from prorl_trio.edges.guard import Visitor
 
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from prorl_trio.edges.prorl_compat import compat_endpoints
 from prorl_trio.edges.rest.app import ENDPOINTS, RestApp
 from prorl_trio.edges.rest.call import Api
 from prorl_trio.edges.rest.events import EventFeed
-from prorl_trio.edges.strangers import Visitors
+from prorl_trio.edges.guard import Visitors
 from support.fake_rest import TOKEN, open_rest
 from support.fake_service import open_service
 from support.raw_trainer import raw_trainer

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.edges.strangers import Strangers, peer_of
+from prorl_trio.edges.guard import Strangers, peer_of
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest
 from support.fake_service import TOKEN, open_service

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import ListenConfig
     from prorl_trio.edges.auth import Door
-    from prorl_trio.edges.strangers import Visitor
+    from prorl_trio.edges.guard import Visitor
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.observation import Observation
     from prorl_trio.sessions.session import Session
