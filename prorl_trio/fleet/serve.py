@@ -28,7 +28,7 @@ from prorl_trio.config.secrets import load_token
 from prorl_trio.edges.auth import Door
 from prorl_trio.edges.endpoints import endpoint_url, rest_url
 from prorl_trio.edges.rest.events import EventFeed
-from prorl_trio.edges.tls import load_tls
+from prorl_trio.edges.tcp import load_tls
 from prorl_trio.file_systems import sync_folder
 from prorl_trio.fleet.head import open_fleet_head
 from prorl_trio.node.descriptors import raise_descriptor_limit

@@ -20,7 +20,7 @@ from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.config import ListenConfig
 from prorl_trio.edges.auth import Door
 from prorl_trio.edges.serve import serve_edges
-from prorl_trio.edges.tls import load_tls
+from prorl_trio.edges.tcp import load_tls
 from prorl_trio.types.errors import ConfigError, ProtocolError, Unauthorized
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import EventReader, open_rest

@@ -12,7 +12,7 @@ from prorl_ipc.nursery import single_exception
 from prorl_trio.config import ListenConfig
 from prorl_trio.edges.auth import Door
 from prorl_trio.edges.serve import serve_edges
-from prorl_trio.edges.tls import load_tls
+from prorl_trio.edges.tcp import load_tls
 from prorl_trio.sessions.limits import SessionLimits
 from support.sessions import sessions_in
 

@@ -12,7 +12,7 @@ import msgspec
 from prorl_launch.node import head_tables
 from prorl_trio.config import load_config, load_head_config
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
-from prorl_trio.edges.tls import load_tls
+from prorl_trio.edges.tcp import load_tls
 from prorl_trio.rendezvous.folder import HEAD, claim_folder
 
 if TYPE_CHECKING:

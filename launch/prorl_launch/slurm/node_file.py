@@ -13,7 +13,7 @@ import msgspec
 from prorl_launch.node import head_tables
 from prorl_trio.config import ListenConfig
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
-from prorl_trio.edges.tls import load_tls
+from prorl_trio.edges.tcp import load_tls
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
