@@ -16,7 +16,7 @@ from prorl_ipc.session import AllJobs, TheseJobs
 from prorl_trio.edges.requests import ErrorDetail, error_of
 from prorl_trio.edges.responses import Response
 from prorl_trio.edges.rest.call import Endpoint
-from prorl_trio.edges.rest.errors import ApiError, decode_body, status_of
+from prorl_trio.edges.rest.call import ApiError, decode_body, status_of
 from prorl_trio.edges.rest.schema import ErrorBody, NoQuery
 from prorl_trio.edges.tcp import is_loopback
 from prorl_trio.sessions.cancelling import cancel
