@@ -15,7 +15,7 @@ from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.chat.tokenizer_sample import tokenizer_sample
 from prorl_trio.inference.pool.admission import ModelProof
-from prorl_trio.node.end_of_time import EndOfTime, allocation_left_s
+from prorl_trio.node.drain import EndOfTime, allocation_left_s
 from prorl_trio.node.node import Node
 from prorl_trio.node.parts import engine_finder, open_backends, open_node_arena, open_node_sandboxes, warn_of_image
 from prorl_trio.pipeline.pipeline import open_pipeline

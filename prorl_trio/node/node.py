@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import ToolSchema
     from prorl_trio.config import NodeConfig
     from prorl_trio.inference.pool.pool import Backends
-    from prorl_trio.node.end_of_time import EndOfTime
+    from prorl_trio.node.drain import EndOfTime
     from prorl_trio.pipeline.job import JobSink
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.pipeline.pipeline import Pipeline

@@ -51,7 +51,7 @@ DATES_FOR_PEOPLE = {
     "launch/prorl_launch/image_store.py": "when an image was made",
     "launch/prorl_launch/image_commands.py": "how long an image was not used",
     "launch/prorl_launch/learning/train.py": "how long a run has taken since its folder was made, in another process",
-    "prorl_trio/node/end_of_time.py": "Slurm says by the time of day when an allocation ends",
+    "prorl_trio/node/drain.py": "Slurm says by the time of day when an allocation ends",
     "prorl_trio/integrations/trl/async_worker.py": "TRL's own field, when a row was made",
     "prorl_trio/sandbox/images/compose.py": "when an image was made",
     "prorl_trio/sandbox/images/layers.py": "when a layer was made, and how old the files of a killed process are",

@@ -7,7 +7,7 @@ import time
 import pytest
 import trio
 
-from prorl_trio.node.end_of_time import EndOfTime, allocation_left_s
+from prorl_trio.node.drain import EndOfTime, allocation_left_s
 from prorl_trio.pipeline.pipeline import KEPT, Durations
 
 

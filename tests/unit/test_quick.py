@@ -11,7 +11,7 @@ SOURCES = {
     "prorl_trio/cli.py": "from prorl_trio.node.serve import serve",
     "tests/support/rig.py": "import prorl_trio.cli",
     "tests/unit/test_frames.py": "from prorl_ipc.frames import Frame",
-    "tests/unit/test_serve.py": "from prorl_trio.node import serve",
+    "tests/unit/test_serve.py": "from prorl_trio.node import serve", 
     "tests/component/test_rig.py": "from support.rig import open_rig",
     "tests/component/test_started.py": 'run("python", "-m", "prorl_trio.cli")',
     "tests/integration/test_all.py": "import prorl_ipc.frames",
