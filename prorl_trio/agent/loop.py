@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Final
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
-
 import trio
-
 from prorl_ipc.turnstile import pass_turnstile
 from prorl_trio.agent.budget import AgentBudget
-from prorl_trio.agent.style import PLAIN
 from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.threads import run_sync
@@ -23,14 +21,15 @@ from prorl_trio.types.errors import StaleTrajectory
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
+    from prorl_trio.chat.conversation import ParsedTurn
+    from prorl_trio.types.models import ToolCall
     from collections.abc import Iterator
-
     from prorl_trio.agent.budget import ToolTime
     from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.agent.style import AgentStyle
     from prorl_trio.agent.turns import SampledTurn
     from prorl_trio.tools import ToolSet
     from prorl_trio.types.models import SegmentReason, StopReason, ToolCall
+
 
 LONG_REPLY_CHARS = 16_000
 """Replies of this length are rendered and encoded in a thread."""
@@ -38,6 +37,36 @@ LONG_DIALOGUE_TOKENS = 16_000
 """Replies in a longer dialogue are, too: some templates are rendered over all of it."""
 MAX_FITTINGS = 4
 """Attempts to fit observations to the room that is left, before the loop ends for lack of it."""
+
+
+class AgentStyle:
+    """The reading of a turn without a formal tool call, and the reminder of the policy.
+
+    Override what differs; no I/O.
+
+    Attributes:
+        max_reflections: turns of a rollout of which nothing could be understood and whose errors the policy is told;
+            the next one ends the loop with `parse_error`. None: as many as there are turns.
+    """
+
+    max_reflections: int | None = None
+
+    def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
+        """Return the calls that a turn without formal ones still asks for (a fenced block, say). Default: none."""
+        del parsed
+        return []
+
+    def final_answer(self, parsed: ParsedTurn) -> str | None:
+        """Return the final answer if the turn gives one in its text (`\\boxed{42}`, say). Default: None."""
+        del parsed
+        return None
+
+    def nudge(self) -> str:
+        """Return the user message after a turn with neither call nor answer."""
+        return "Go on by calling one of the tools."
+
+
+PLAIN: Final = AgentStyle()
 
 
 class NewDialogue(NamedTuple):
