@@ -18,7 +18,7 @@ from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.runtime import host_python
-from prorl_trio.sandbox.runtime.distributions import closure
+from prorl_trio.sandbox.runtime.bundle import closure
 from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, PROMISED, PROMISED_IF_INSTALLED
 from prorl_trio.sandbox.runtime.skeleton import build_skeleton, covered, host_mounts
 

@@ -11,7 +11,7 @@ from prorl_launch.mining.runs import LocalBench
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.providers.registry import choose_provider
-from prorl_trio.sandbox.runtime.distributions import closure, installed_files
+from prorl_trio.sandbox.runtime.bundle import closure, installed_files
 from prorl_trio.tasks.sets.mined import mined_set_folder
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from prorl_trio.sandbox.cache import cache_dir
-from prorl_trio.sandbox.runtime.distributions import closure, installed_files
+from prorl_trio.sandbox.runtime.bundle import closure, installed_files
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
