@@ -8,7 +8,7 @@ from string import Formatter
 import pytest
 
 from prorl_trio.tasks.handlers.math import MathHandler
-from prorl_trio.tasks.sets.word_problem_families import DRILLS, FAMILIES, NAMES, THINGS
+from prorl_trio.tasks.sets.word_problems import DRILLS, FAMILIES, NAMES, THINGS
 from prorl_trio.tasks.sets.word_problems import (
     demonstrated,
     easy_problem,
