@@ -31,7 +31,7 @@ from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.node.parts import open_backends
 from prorl_trio.pipeline.job import Job
 from prorl_trio.sampling import GroupRules, JobTemplate
-from prorl_trio.sampling.events import Advanced, Arrived, Finished, Opened, Taken
+from prorl_trio.sampling.state import Advanced, Arrived, Finished, Opened, Taken
 from prorl_trio.sampling.sampler import GroupSampler
 from prorl_trio.simulation.config import Distribution, EngineModel, SimulationConfig, WorkModel
 from prorl_trio.simulation.run import SimulatedHandler, UseMeter, UseSource, open_simulated_node, run_in_simulated_time
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from prorl_trio.chat.format import ChatFormat
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.inference.pool.pool import Backends
-    from prorl_trio.sampling.events import Event
+    from prorl_trio.sampling.state import Event
     from prorl_trio.simulation.run import SimulatedNode
     from prorl_trio.types.models import JobSpec, Outcome, Status
 

@@ -13,7 +13,7 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import ConnectionLost
-from prorl_trio.sampling.events import Returned
+from prorl_trio.sampling.state import Returned
 from prorl_trio.sampling.groups import Groups
 from prorl_trio.sampling.journal import SamplerJournal
 from prorl_trio.sampling.rules import JobTemplate

@@ -26,7 +26,7 @@ from prorl_trio.sampling.admission import (
     pick,
 )
 from prorl_trio.sampling.batch import Batch, ManifestLine
-from prorl_trio.sampling.events import (
+from prorl_trio.sampling.state import (
     Advanced,
     Arrived,
     Confirmed,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prorl_trio.sampling import GroupRules, JobTemplate, NothingToLearn, RolloutsFail
-from prorl_trio.sampling.events import (
+from prorl_trio.sampling.state import (
     Advanced,
     Arrived,
     Confirmed,

@@ -13,7 +13,7 @@ import pytest
 
 from prorl_trio.sampling import GroupRules, JobTemplate, ManifestLine
 from prorl_trio.sampling import journal as journal_module
-from prorl_trio.sampling.events import Advanced, Arrived, Opened, Taken
+from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from prorl_trio.sampling.journal import (
     HISTORY_BYTES,
     JOURNAL,
