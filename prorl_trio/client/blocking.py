@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import AnswerT, BackendRequest, PauseMode
     from prorl_trio.types.models import Outcome
     from prorl_trio.weights.check import WeightCheck
-    from prorl_trio.weights.tensors import StateDict
+    from prorl_trio.weights.safetensors import StateDict
 
 
 JOIN_TIMEOUT_S: Final = 10.0

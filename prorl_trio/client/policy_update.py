@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.backends import BackendRequest, PauseMode, UpdatedBackend
     from prorl_trio.weights.check import WeightCheck
     from prorl_trio.weights.source import StagedWeights
-    from prorl_trio.weights.tensors import StateDict
+    from prorl_trio.weights.safetensors import StateDict
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from prorl_trio.weights.model_folder import (
 )
 from prorl_trio.weights.safetensors import TensorFile, read_header
 from prorl_trio.weights.store import SHARED_MEMORY
-from prorl_trio.weights.tensors import named_tensors, raw_tensor
+from prorl_trio.weights.safetensors import named_tensors, raw_tensor
 
 if TYPE_CHECKING:
     import os
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from prorl_trio.weights.check import WeightCheck
     from prorl_trio.weights.safetensors import TensorType
     from prorl_trio.weights.store import WeightStores
-    from prorl_trio.weights.tensors import StateDict
+    from prorl_trio.weights.safetensors import StateDict
 
 
 MAX_MODELS: Final = 16
