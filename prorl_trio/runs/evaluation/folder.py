@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from prorl_trio.runs.evaluation.plan import EvaluationPlan, Rollout
+from prorl_trio.runs.evaluation.run import EvaluationPlan, Rollout
 from prorl_trio.runs.evaluation.score import TaskTally
 from prorl_trio.runs.recording import (
     RUN_INFO,
