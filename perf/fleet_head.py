@@ -30,7 +30,7 @@ from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.ledger import MemoryLedger
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import claim_folder, renew_entry, write_entry
-from prorl_trio.rendezvous.identity import this_process
+from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.sessions.journal import Journal
 from prorl_trio.sessions.limits import SessionLimits

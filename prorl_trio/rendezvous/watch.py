@@ -10,7 +10,7 @@ import msgspec
 
 from prorl_trio.rendezvous.entry import NodeEntry
 from prorl_trio.rendezvous.folder import entry_paths, read_entry, require_folder, time_there
-from prorl_trio.rendezvous.identity import has_ended
+from prorl_trio.rendezvous.entry import has_ended
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from prorl_trio.config import HeadConfig
 from prorl_trio.fleet.serve import serve_fleet
 from prorl_trio.rendezvous.folder import claim_folder
 from prorl_trio.rendezvous.head import HeadClaim, HeadReplaced, read_head, remove_head, renew_head
-from prorl_trio.rendezvous.identity import this_process
+from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError, UnknownBackend
 from support.fake_fleet import finish_all, take, update

@@ -42,7 +42,7 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import write_entry
-from prorl_trio.rendezvous.identity import this_process
+from prorl_trio.rendezvous.entry import this_process
 folder = Path(sys.argv[1]).parent
 def on_term(_number, _frame):
     (folder / "asked").open("a").write("x")
@@ -68,7 +68,7 @@ import os, signal, sys, time
 from pathlib import Path
 sys.path[:0] = {path!r}
 from prorl_trio.rendezvous.head import HeadEntry, renew_head
-from prorl_trio.rendezvous.identity import this_process
+from prorl_trio.rendezvous.entry import this_process
 folder = Path(sys.argv[1]).parent
 (folder / "starts").open("a").write("x")
 entry = HeadEntry(

@@ -15,7 +15,7 @@ import trio
 
 from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
-from prorl_trio.rendezvous.identity import ProcessIdentity, has_ended
+from prorl_trio.rendezvous.entry import ProcessIdentity, has_ended
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, TaskInstance

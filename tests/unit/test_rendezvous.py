@@ -25,7 +25,7 @@ from prorl_trio.rendezvous.folder import (
     write_entry,
 )
 from prorl_trio.rendezvous.head import renew_head
-from prorl_trio.rendezvous.identity import has_ended, this_process
+from prorl_trio.rendezvous.entry import has_ended, this_process
 from prorl_trio.rendezvous.report import look_at_fleet
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 from prorl_launch.slurm.fleet_folder import open_fleet_folder, read_job, remove_ended, write_job
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry, SlurmStep
 from prorl_trio.rendezvous.folder import write_entry
-from prorl_trio.rendezvous.identity import this_process
+from prorl_trio.rendezvous.entry import this_process
 
 
 @pytest.fixture
