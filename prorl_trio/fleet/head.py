@@ -18,7 +18,7 @@ from prorl_trio.fleet.checks import JobChecks
 from prorl_trio.fleet.dispatch import Dispatch
 from prorl_trio.fleet.members import ROOM_INTERVAL_S, STATUS_INTERVAL_S, Members
 from prorl_trio.fleet.pools import FleetPools
-from prorl_trio.fleet.statistics import merge_statistics
+from prorl_trio.fleet.members import merge_statistics
 from prorl_trio.pipeline.admission import Admission, Load
 from prorl_trio.pipeline.observer import JobView, Observers
 from prorl_trio.sessions.encoding import failed_outcome, lost_outcome
