@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from prorl_ipc.session import JobEvent
     from prorl_trio.sessions.outcome_log import OutcomeLog
-    from prorl_trio.sessions.shared_outcomes import SharedOutcomes
+    from prorl_trio.sessions.encoding import SharedOutcomes
 
 MAX_UNACKED_OUTCOMES: Final = 256
 MAX_UNACKED_BYTES: Final = 64 * 1024 * 1024

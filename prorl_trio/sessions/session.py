@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.journal import Journal
     from prorl_trio.sessions.limits import SessionLimits
     from prorl_trio.sessions.node_api import NodeApi
-    from prorl_trio.sessions.shared_outcomes import SharedOutcomes
+    from prorl_trio.sessions.encoding import SharedOutcomes
     from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec, Outcome, Status
 

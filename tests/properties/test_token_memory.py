@@ -20,7 +20,7 @@ from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.config import AgentConfig, ArenaConfig, ModelConfig, NodeConfig, StagesConfig
 from prorl_trio.pipeline.pipeline import Job, open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
-from prorl_trio.sessions.shared_outcomes import SharedOutcomes
+from prorl_trio.sessions.encoding import SharedOutcomes
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
