@@ -10,13 +10,13 @@ import msgspec
 
 from prorl_trio.file_systems import read_regular
 from prorl_trio.types.errors import ConfigError
-from prorl_trio.types.field_errors import field_error
+from prorl_trio.types.errors import field_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from prorl_trio.types.field_errors import FieldError
+    from prorl_trio.types.errors import FieldError
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 

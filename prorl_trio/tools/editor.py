@@ -11,7 +11,7 @@ from prorl_ipc.file_calls import EditFile
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool
 from prorl_trio.types.errors import HandlerError
-from prorl_trio.types.field_errors import field_error
+from prorl_trio.types.errors import field_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

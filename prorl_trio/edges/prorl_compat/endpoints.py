@@ -24,7 +24,7 @@ from prorl_trio.sessions.submission import submit_one
 from prorl_trio.threads import run_sync
 from prorl_trio.types.backends import AddBackend, ListBackends, RemoveBackends
 from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, MalformedJob, ServiceError, UnknownBackend
-from prorl_trio.types.field_errors import malformed_job
+from prorl_trio.types.errors import malformed_job
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from prorl_trio.edges.requests import ErrorDetail, read
-from prorl_trio.types.field_errors import field_error
+from prorl_trio.types.errors import field_error
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 import trio

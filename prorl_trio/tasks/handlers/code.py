@@ -17,7 +17,7 @@ from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.tasks.handlers.restoring import restored_text
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.errors import HostileAnswer, SandboxCallFailed, SandboxUnavailable
-from prorl_trio.types.field_errors import malformed_job
+from prorl_trio.types.errors import malformed_job
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from prorl_trio.tasks.handlers.lost_backslash import check_backslashes
 from prorl_trio.tasks.handlers.restoring import restored_text
 from prorl_trio.tools import FinishTool, IpythonTool, ThinkTool, ToolSet
 from prorl_trio.types.errors import HostileAnswer, SandboxUnavailable
-from prorl_trio.types.field_errors import malformed_job
+from prorl_trio.types.errors import malformed_job
 from prorl_trio.types.models import ChatMessage, ToolCall
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from prorl_trio.tasks.grading.verifier import again_if_killed, check_end
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, ToolSet
 from prorl_trio.types.errors import NotRestorable, SandboxCallFailed, SandboxUnavailable
-from prorl_trio.types.field_errors import malformed_job
+from prorl_trio.types.errors import malformed_job
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:

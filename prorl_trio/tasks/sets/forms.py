@@ -17,7 +17,7 @@ from prorl_trio.tasks.sets.code_rows import (
 )
 from prorl_trio.tasks.sets.fields import Fields, RowError, kind_of
 from prorl_trio.tasks.sets.math_rows import gold_of, read_math_row
-from prorl_trio.types.field_errors import field_error
+from prorl_trio.types.errors import field_error
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:

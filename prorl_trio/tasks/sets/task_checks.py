@@ -24,7 +24,7 @@ from prorl_trio.tasks.handlers.gold_checks import PAYLOAD_PATH, GoldChecks, vali
 from prorl_trio.tasks.handlers.registry import GROUP
 from prorl_trio.tasks.sets.fields import RowError
 from prorl_trio.types.errors import MalformedJob, ServiceError
-from prorl_trio.types.field_errors import unsendable
+from prorl_trio.types.errors import unsendable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence

@@ -8,7 +8,7 @@ import msgspec
 
 from prorl_trio.tasks.handlers.stem.choice import LETTERS
 from prorl_trio.tasks.handlers.stem.quantity import read_number
-from prorl_trio.types.field_errors import malformed_job
+from prorl_trio.types.errors import malformed_job
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
