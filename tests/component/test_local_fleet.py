@@ -13,9 +13,9 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from prorl_launch.local import fleet as local_fleet
+from prorl_launch.local import plan as local_fleet
 from prorl_launch.local.commands import claimed, find_claim
-from prorl_launch.local.fleet import run_nodes
+from prorl_launch.local.plan import run_nodes
 from prorl_launch.local.plan import write_head, write_plan
 from prorl_launch.node import NodeLost
 from prorl_trio.cli import main

@@ -15,7 +15,7 @@ import click
 import msgspec
 import trio
 
-from prorl_launch.local.fleet import run_nodes
+from prorl_launch.local.plan import run_nodes
 from prorl_launch.local.plan import LOCAL, check_config, write_head, write_plan
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client.terminal import say, say_json
