@@ -290,7 +290,7 @@ LISTENERS = {
     "prorl_trio/testing/fake_engine.py": "for tests: an engine",
     "prorl_trio/testing/fake_search.py": "for tests: a search service",
     "prorl_trio/testing/sandbox_contract.py": "for tests: nobody is answered",
-    "launch/prorl_launch/slurm/local_folder.py": "a trial whether sockets can be made: nobody is answered",
+    "launch/prorl_launch/slurm/fleet_folder.py": "a trial whether sockets can be made: nobody is answered",
     "launch/prorl_launch/slurm/engine_port.py": "a trial whether a port is free: nobody is answered",
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prorl_launch.slurm.local_folder import LONGEST_FOLDER_BYTES, find_local_folder, local_folder_problem
+from prorl_launch.slurm.fleet_folder import LONGEST_FOLDER_BYTES, find_local_folder, local_folder_problem
 from prorl_launch.slurm.node_file import MachineFacts, head_config, node_config, read_config
 from prorl_trio.config import HeadConfig, NodeConfig
 from prorl_trio.types.errors import ConfigError

@@ -9,7 +9,7 @@ import subprocess
 from typing import TYPE_CHECKING, Final
 
 from prorl_launch.doctor import Check
-from prorl_launch.slurm.local_folder import find_local_folder
+from prorl_launch.slurm.fleet_folder import find_local_folder
 from prorl_launch.slurm.node_file import address_of_machine
 from prorl_trio.types.errors import ConfigError
 
