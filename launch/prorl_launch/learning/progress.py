@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import trio
 from rich.text import Text
 
-from prorl_launch.learning.events import EVENT, Ended, Evaluated, Shown, Stepped
+from prorl_launch.learning.record import EVENT, Ended, Evaluated, Shown, Stepped
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
 
-    from prorl_launch.learning.events import Event
+    from prorl_launch.learning.record import Event
 
 POLL_S = 0.3
 

@@ -19,7 +19,7 @@ import numpy as np
 from prorl_launch.learning.curriculum import Curriculum
 from prorl_launch.learning.curve import draw_curve
 from prorl_launch.learning.engine_load import EngineLoad
-from prorl_launch.learning.events import Ended, Evaluated, EventLog, Stepped
+from prorl_launch.learning.record import Ended, Evaluated, EventLog, Stepped
 from prorl_launch.learning.examples import write_examples
 from prorl_launch.learning.held_out import solve_held_out
 from prorl_launch.learning.policy import make_trainer, recipe_of, set_learning_rate

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from prorl_launch.learning.demonstrations import demonstrations
-from prorl_launch.learning.events import EventLog, Shown
+from prorl_launch.learning.record import EventLog, Shown
 from prorl_launch.learning.policy import make_trainer, recipe_of, set_learning_rate
 from prorl_launch.learning.record import CHECKPOINTS, EVENTS, read_settings
 from prorl_trio.chat.format import ChatFormat
