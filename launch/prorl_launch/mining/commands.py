@@ -19,7 +19,7 @@ from prorl_launch.mining.index import normal_name, pip_settings
 from prorl_launch.mining.miner import Miner, MiningLimits, Wanted
 from prorl_launch.mining.nearest import PUBLISHED_ROWS, build_published
 from prorl_launch.mining.rows import Gold, load_tasks, read_gold, read_rows, save_task, write_lines
-from prorl_launch.mining.runs import LocalBench
+from prorl_launch.mining.environments import LocalBench
 from prorl_launch.mining.verification import CHECKS, verify_row, verify_rows
 from prorl_trio.client.terminal import Console, one_line, say
 from prorl_trio.config import SandboxConfig

@@ -11,7 +11,7 @@ import trio
 
 from prorl_launch.mining.changes import make_patch
 from prorl_launch.mining.rows import RowChecks, read_checks
-from prorl_launch.mining.runs import payload_of
+from prorl_launch.mining.environments import payload_of
 from prorl_launch.mining.sdist import Entry
 from prorl_trio.sandbox.images.layers import CONTENT_NAME, find_layer
 from prorl_trio.tasks.grading.repository_tests import NamedTests
@@ -20,7 +20,7 @@ from prorl_trio.types.errors import ConfigError, RolloutError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-    from prorl_launch.mining.runs import LocalBench
+    from prorl_launch.mining.environments import LocalBench
     from prorl_launch.mining.sdist import Tree
     from prorl_trio.tasks.grading.repository import Graded, SuiteRun
     from prorl_trio.tasks.grading.verdict import TestResult
