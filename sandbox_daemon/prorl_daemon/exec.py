@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+import trio
+from prorl_ipc.sandbox_calls import ExecInputTaken
+from prorl_ipc.server import CallError
 import errno
 import heapq
 import os
@@ -9,24 +14,23 @@ import time
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
-
-import trio
-
 from prorl_daemon.children import ONE_USER, find_account, has_mark, new_mark, open_pipe
 from prorl_daemon.output import OutputBuffer
 from prorl_daemon.processes import kill_until_gone, read_process_table
 from prorl_daemon.threads import run_blocking
 from prorl_ipc.sandbox_calls import ExecResult
-from prorl_ipc.server import CallError
 from prorl_ipc.wire import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from prorl_ipc.sandbox_calls import ExecInput
+    Pieces = trio.MemoryReceiveChannel[ExecInput]
+    Channel = tuple[trio.MemorySendChannel[ExecInput], Pieces]
     from collections.abc import Awaitable, Callable, Mapping
-
     from prorl_daemon.children import Account, Child, ChildReaper
-    from prorl_daemon.exec_input import ExecInputs, Pieces
     from prorl_daemon.processes import ProcessEntry, ProcessTable
     from prorl_ipc.sandbox_calls import Exec
+
 
 
 MAX_OUTPUT_BYTES = MAX_FRAME_BYTES // 2 - 64 * 1024
@@ -70,6 +74,48 @@ WAITERS = 8
 """Threads whose waits of an interval are added, those that waited longest."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class ExecInputs:
+    """The pieces of input on their way to programs, by `input_id`. Each waits until the one before was written."""
+
+    def __init__(self) -> None:
+        self._channels: dict[int, Channel] = {}
+        self._expected: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<ExecInputs: {sorted(self._expected)}>"
+
+    @contextmanager
+    def expect(self, input_id: int) -> Iterator[Pieces]:
+        """The pieces of this input. What comes after the block is not wanted."""
+        if input_id in self._expected:
+            raise CallError("bad_request", f"input_id: {input_id} is another program's")
+        self._expected.add(input_id)
+        _, pieces = self._channel(input_id)
+        try:
+            with pieces:
+                yield pieces
+        finally:
+            self._expected.remove(input_id)
+            self._channels.pop(input_id, None)
+
+    async def take(self, call: ExecInput) -> ExecInputTaken:
+        """Hand a piece on. Waits until the program wants it, also for the program itself: calls may overtake others."""
+        sender, _ = channel = self._channel(call.input_id)
+        try:
+            await sender.send(call)
+        except trio.BrokenResourceError:
+            return ExecInputTaken(wanted=False)
+        finally:
+            if call.input_id not in self._expected and self._channels.get(call.input_id) is channel:
+                del self._channels[call.input_id]
+        return ExecInputTaken(wanted=True)
+
+    def _channel(self, input_id: int) -> Channel:
+        if input_id not in self._channels:
+            self._channels[input_id] = trio.open_memory_channel["ExecInput"](0)
+        return self._channels[input_id]
 
 
 class Seen(NamedTuple):
