@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from prorl_daemon.ipython_child import main
 from prorl_daemon.kernel_ends import open_kernel_ends
-from prorl_daemon.privileges import drop_privileges
+from prorl_daemon.limits import drop_privileges
 from prorl_daemon.seccomp import confine
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ _NO_FAKEROOT_AS_ROOT: Final = (
     "as another user, or use the image `host`"
 )
 _GUARD: Final = "CAP_SETPCAP"
-"""For the daemon, which keeps it to itself: see `prorl_daemon.privileges`."""
+"""For the daemon, which keeps it to itself: see `prorl_daemon.limits`."""
 _IDENTITY_FILES: Final = ("passwd", "group")
 
 

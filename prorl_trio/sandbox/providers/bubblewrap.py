@@ -49,7 +49,7 @@ _ISOLATION: Final = (
     "--cap-drop",
     "ALL",
     "--cap-add",
-    "CAP_SETPCAP",  # for the daemon, which keeps it to itself: see `prorl_daemon.privileges`
+    "CAP_SETPCAP",  # for the daemon, which keeps it to itself: see `prorl_daemon.limits`
     "--clearenv",
     "--hostname",
     "sandbox",
