@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from prorl_ipc.channel import CLOSE_TIMEOUT_S, Channel
-from prorl_ipc.envelope import UNDECODABLE, decode_envelope, encode_body
+from prorl_ipc.wire import UNDECODABLE, decode_envelope, encode_body
 from prorl_ipc.errors import CallFailed, CallTimedOut, ChannelBroken, IpcError, ProtocolViolation
 from prorl_ipc.handshake import HANDSHAKE_TIMEOUT_S, offer_handshake
 from prorl_ipc.nursery import single_exception

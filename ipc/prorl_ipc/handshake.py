@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from prorl_ipc.envelope import decode_envelope, encode_envelope
+from prorl_ipc.wire import decode_envelope, encode_envelope
 from prorl_ipc.errors import ChannelBroken, HandshakeRefused, ProtocolViolation
 from prorl_ipc.wire import PROTOCOL_VERSION, Hello, HelloOk, Refused
 

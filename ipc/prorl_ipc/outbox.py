@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from prorl_ipc.envelope import encode_envelope
+from prorl_ipc.wire import encode_envelope
 from prorl_ipc.errors import ChannelBroken
 
 if TYPE_CHECKING:

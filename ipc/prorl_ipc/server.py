@@ -10,7 +10,7 @@ import msgspec
 import trio
 
 from prorl_ipc.channel import CLOSE_TIMEOUT_S, Channel
-from prorl_ipc.envelope import decode_envelope, encode_reply
+from prorl_ipc.wire import decode_envelope, encode_reply
 from prorl_ipc.errors import ChannelBroken, FrameTooLarge, ProtocolViolation
 from prorl_ipc.handshake import HANDSHAKE_TIMEOUT_S, take_handshake
 from prorl_ipc.nursery import single_exception

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from prorl_ipc.envelope import UNDECODABLE
+from prorl_ipc.wire import UNDECODABLE
 from prorl_ipc.portable_text import portable
 from prorl_trio.config import ScoringConfig
 from prorl_trio.sandbox.silence import is_held

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 import trio
 
-from prorl_ipc.envelope import UNDECODABLE
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.http.client import RETRYABLE_STATUSES, HttpClient
 from prorl_trio.http.connection import HttpError, HttpLimits, TooManyWaiting
 from prorl_trio.search.backend import SearchBackend, SearchFailed

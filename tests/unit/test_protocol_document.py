@@ -27,7 +27,7 @@ from prorl_ipc import (
     wire,
 )
 from prorl_ipc.channel import MAX_SOCKET_PATH_BYTES
-from prorl_ipc.envelope import encode_envelope
+from prorl_ipc.wire import encode_envelope
 from prorl_ipc.framing import encode_frame
 from prorl_ipc.websocket import CloseCode
 from prorl_trio.client import BlockingClient, RolloutClient, backend_calls

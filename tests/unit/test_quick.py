@@ -7,7 +7,7 @@ from support.quick import near_tests
 SOURCES = {
     "ipc/prorl_ipc/frames.py": "",
     "prorl_trio/node/__init__.py": "",
-    "prorl_trio/node/serve.py": "from prorl_ipc import frames",
+    "prorl_trio/node/serve.py": "from prorl_ipc import frames", 
     "prorl_trio/cli.py": "from prorl_trio.node.serve import serve",
     "tests/support/rig.py": "import prorl_trio.cli",
     "tests/unit/test_frames.py": "from prorl_ipc.frames import Frame",

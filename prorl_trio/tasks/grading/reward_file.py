@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from prorl_ipc.envelope import UNDECODABLE
+from prorl_ipc.wire import UNDECODABLE
 
 REWARD_FILES: Final = ("reward.json", "reward.txt")
 """By name, in the order in which they are looked for."""
