@@ -11,19 +11,17 @@ is there exactly as long as the generation is the one it has. All integers are l
 
 from __future__ import annotations
 
+from typing import Literal
+import msgspec
 import fcntl
 import mmap
 import os
 import struct
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
 import numpy as np
 import numpy.typing as npt
-
 from prorl_ipc.errors import ProtocolViolation, StaleReference
 
-if TYPE_CHECKING:
-    from prorl_ipc.arena_wire import ArenaRef
 
 TOKEN_BYTES: Final = 9
 ARENA_LAYOUT_VERSION: Final = 1
@@ -33,6 +31,54 @@ _TABLE_ENTRY_BYTES: Final = 16
 _ALIGNMENT_TOKENS: Final = 4
 _TOKEN_ID, _LOGPROB, _MASK = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 _SEALS: Final = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+
+ARENA_PROTOCOL_VERSION = 1
+
+
+class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
+    """Base of every frame: immutable, tagged with its class name, strict."""
+
+
+class ArenaRef(_Frame, frozen=True):
+    """A reference to the tokens of one segment. `offset` in bytes; `capacity` and `length` in tokens."""
+
+    arena_id: str
+    offset: int
+    capacity: int
+    length: int
+    generation: int
+
+
+class ArenaHello(_Frame, frozen=True):
+    """First frame of a reader."""
+
+    version: int
+    token: str
+
+
+class ArenaOffer(_Frame, frozen=True):
+    """The arena; its descriptor, read-only, comes with the first byte.
+
+    The reader is `reader_id` while the connection lasts.
+    """
+
+    version: int
+    arena_id: str
+    size_bytes: int
+    reader_id: str
+
+
+class ArenaRefused(_Frame, frozen=True):
+    """The node refuses the reader and closes the connection.
+
+    `user`: it runs as another user; `admission`: there are too many.
+    """
+
+    code: Literal["version", "user", "token", "protocol", "admission"]
+    message: str
+
+
+ArenaFrame = ArenaHello | ArenaOffer | ArenaRefused
 
 
 class TokenArrays(NamedTuple):

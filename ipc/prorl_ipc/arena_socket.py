@@ -19,7 +19,7 @@ import msgspec
 import trio
 
 from prorl_ipc.arena_memory import ArenaMemory, TokenArrays, map_memory
-from prorl_ipc.arena_wire import ARENA_PROTOCOL_VERSION, ArenaFrame, ArenaHello, ArenaOffer, ArenaRefused
+from prorl_ipc.arena_memory import ARENA_PROTOCOL_VERSION, ArenaFrame, ArenaHello, ArenaOffer, ArenaRefused
 from prorl_ipc.channel import Channel, connect_unix, listen_unix, serve_connections
 from prorl_ipc.errors import ChannelBroken, HandshakeRefused, IpcError, ProtocolViolation
 from prorl_ipc.framing import FrameDecoder, encode_frame
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from prorl_ipc.arena import Arena
-    from prorl_ipc.arena_wire import ArenaRef
+    from prorl_ipc.arena_memory import ArenaRef
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from prorl_ipc.arena_wire import ArenaRef
+from prorl_ipc.arena_memory import ArenaRef
 
 SESSION_PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024

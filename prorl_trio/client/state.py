@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from prorl_ipc.arena_memory import TokenArrays
     from prorl_ipc.arena_socket import MappedArena
-    from prorl_ipc.arena_wire import ArenaRef
+    from prorl_ipc.arena_memory import ArenaRef
     from prorl_ipc.websocket import WebSocketLink
     from prorl_trio.types.models import Outcome
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prorl_ipc.arena_memory import TokenArrays
-    from prorl_ipc.arena_wire import ArenaRef
+    from prorl_ipc.arena_memory import ArenaRef
 
 _NOTHING = memoryview(b"")
 _encode = msgspec.msgpack.Encoder().encode
