@@ -28,9 +28,8 @@ from prorl_trio.edges.serve import serve_edges
 from prorl_trio.fleet.serve import serve_fleet
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.ledger import MemoryLedger
-from prorl_trio.rendezvous.entry import Capacity, NodeEntry
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry, this_process
 from prorl_trio.rendezvous.folder import claim_folder, renew_entry, write_entry
-from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.sessions.journal import Journal
 from prorl_trio.sessions.limits import SessionLimits
@@ -42,13 +41,12 @@ from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskI
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from prorl_trio.types.models import ToolSchema
     from prorl_trio.client import RolloutClient
     from prorl_trio.inference.engines.protocol import EngineClient
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.sessions.node_api import SessionSink
     from prorl_trio.types.backends import AnswerT, BackendRequest
-    from prorl_trio.types.models import ToolCall
+    from prorl_trio.types.models import ToolCall, ToolSchema
 
 HANDLER: Final = "nothing"
 PLACES: Final = 64

@@ -31,8 +31,8 @@ from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.node.parts import open_backends
 from prorl_trio.pipeline.job import Job
 from prorl_trio.sampling import GroupRules, JobTemplate
-from prorl_trio.sampling.state import Advanced, Arrived, Finished, Opened, Taken
 from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Advanced, Arrived, Finished, Opened, Taken
 from prorl_trio.simulation.config import Distribution, EngineModel, SimulationConfig, WorkModel
 from prorl_trio.simulation.run import SimulatedHandler, UseMeter, UseSource, open_simulated_node, run_in_simulated_time
 from prorl_trio.tasks.handlers.base import Evaluation

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from prorl_ipc.limits import SandboxLimits
     from prorl_ipc.session import Accepted, Rejected
     from prorl_trio.agent.context import Resources, RolloutContext
-    from prorl_trio.agent.loop import AgentEnd, NewDialogue, run_agent, run_sub_agent
-    from prorl_trio.agent.loop import AgentStyle
+    from prorl_trio.agent.loop import AgentEnd, AgentStyle, NewDialogue, run_agent, run_sub_agent
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.client import BlockingClient, RolloutClient, connect
     from prorl_trio.sampling import BlockingGroups, GroupRules, JobTemplate, open_groups
@@ -116,8 +115,7 @@ _HOMES = {
     "prorl_ipc.limits": "SandboxLimits",
     "prorl_ipc.session": "Accepted Rejected",
     "prorl_trio.agent.context": "Resources RolloutContext",
-    "prorl_trio.agent.loop": "AgentEnd NewDialogue run_agent run_sub_agent",
-    "prorl_trio.agent.loop": "AgentStyle",
+    "prorl_trio.agent.loop": "AgentEnd AgentStyle NewDialogue run_agent run_sub_agent",
     "prorl_trio.chat.conversation": "ParsedTurn",
     "prorl_trio.client": "BlockingClient RolloutClient connect",
     "prorl_trio.sampling": "BlockingGroups GroupRules JobTemplate open_groups",

@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 import trio
 
-from prorl_ipc.arena_memory import ArenaMemory, TokenArrays, create_memory
-from prorl_ipc.arena_memory import ArenaRef
+from prorl_ipc.arena_memory import ArenaMemory, ArenaRef, TokenArrays, create_memory
 from prorl_ipc.errors import ArenaFull, StaleReference
 
 if TYPE_CHECKING:

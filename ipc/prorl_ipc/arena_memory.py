@@ -11,17 +11,17 @@ is there exactly as long as the generation is the one it has. All integers are l
 
 from __future__ import annotations
 
-from typing import Literal
-import msgspec
 import fcntl
 import mmap
 import os
 import struct
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from prorl_ipc.errors import ProtocolViolation, StaleReference
 
+from prorl_ipc.errors import ProtocolViolation, StaleReference
 
 TOKEN_BYTES: Final = 9
 ARENA_LAYOUT_VERSION: Final = 1

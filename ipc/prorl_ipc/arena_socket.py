@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from prorl_ipc.arena_memory import ArenaMemory, TokenArrays, map_memory
-from prorl_ipc.arena_memory import ARENA_PROTOCOL_VERSION, ArenaFrame, ArenaHello, ArenaOffer, ArenaRefused
+from prorl_ipc.arena_memory import (
+    ARENA_PROTOCOL_VERSION,
+    ArenaFrame,
+    ArenaHello,
+    ArenaMemory,
+    ArenaOffer,
+    ArenaRefused,
+    TokenArrays,
+    map_memory,
+)
 from prorl_ipc.channel import Channel, connect_unix, listen_unix, serve_connections
 from prorl_ipc.errors import ChannelBroken, HandshakeRefused, IpcError, ProtocolViolation
 from prorl_ipc.framing import FrameDecoder, encode_frame

@@ -11,12 +11,22 @@ import msgspec
 import trio
 
 from prorl_ipc.channel import CLOSE_TIMEOUT_S, Channel
-from prorl_ipc.wire import UNDECODABLE, decode_envelope, encode_body
 from prorl_ipc.errors import CallFailed, CallTimedOut, ChannelBroken, IpcError, ProtocolViolation
 from prorl_ipc.handshake import HANDSHAKE_TIMEOUT_S, offer_handshake
 from prorl_ipc.nursery import single_exception
 from prorl_ipc.outbox import Outbox
-from prorl_ipc.wire import MAX_FRAME_BYTES, Cancel, Chunk, Envelope, Failure, Request, Result
+from prorl_ipc.wire import (
+    MAX_FRAME_BYTES,
+    UNDECODABLE,
+    Cancel,
+    Chunk,
+    Envelope,
+    Failure,
+    Request,
+    Result,
+    decode_envelope,
+    encode_body,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

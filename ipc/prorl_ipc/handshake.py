@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from prorl_ipc.wire import decode_envelope, encode_envelope
 from prorl_ipc.errors import ChannelBroken, HandshakeRefused, ProtocolViolation
-from prorl_ipc.wire import PROTOCOL_VERSION, Hello, HelloOk, Refused
+from prorl_ipc.wire import PROTOCOL_VERSION, Hello, HelloOk, Refused, decode_envelope, encode_envelope
 
 if TYPE_CHECKING:
     from prorl_ipc.channel import Channel

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from prorl_ipc.wire import encode_envelope
 from prorl_ipc.errors import ChannelBroken
+from prorl_ipc.wire import encode_envelope
 
 if TYPE_CHECKING:
     from prorl_ipc.channel import Channel

@@ -10,13 +10,12 @@ import msgspec
 import trio
 
 from prorl_ipc.channel import CLOSE_TIMEOUT_S, Channel
-from prorl_ipc.wire import decode_envelope, encode_reply
 from prorl_ipc.errors import ChannelBroken, FrameTooLarge, ProtocolViolation
 from prorl_ipc.handshake import HANDSHAKE_TIMEOUT_S, take_handshake
 from prorl_ipc.nursery import single_exception
 from prorl_ipc.outbox import Outbox
 from prorl_ipc.portable_text import portable_text
-from prorl_ipc.wire import MAX_FRAME_BYTES, Cancel, Chunk, Failure, Request, Result
+from prorl_ipc.wire import MAX_FRAME_BYTES, Cancel, Chunk, Failure, Request, Result, decode_envelope, encode_reply
 
 MAX_CONCURRENT_CALLS = 64
 """Default maximum of handlers at a time; a call beyond it fails with `overloaded`."""

@@ -8,11 +8,12 @@ Sizes are bytes, times are seconds. Times on the wire are relative (a budget, no
 
 from __future__ import annotations
 
-import msgspec
-from prorl_ipc.errors import ProtocolViolation, Unencodable
-from prorl_ipc.portable_text import portable
 from typing import Literal
 
+import msgspec
+
+from prorl_ipc.errors import ProtocolViolation, Unencodable
+from prorl_ipc.portable_text import portable
 
 PROTOCOL_VERSION = 1
 """Changes with every incompatible change of a struct below. Peers of different versions refuse each other."""
@@ -27,9 +28,6 @@ nesting."""
 _NO_WIRE_FORM = (ValueError, OverflowError, RecursionError)
 """Exceptions of msgspec for values beyond msgpack's: integers of more than 64 bits, text with lone surrogates
 (`UnicodeEncodeError`), deep nesting, and sizes beyond 32 bits."""
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)
 
 
 def encode_body(body: msgspec.Struct) -> msgspec.Raw:
@@ -150,3 +148,6 @@ class Failure(_Wire, frozen=True):
 
 
 Envelope = Hello | HelloOk | Refused | Request | Cancel | Chunk | Result | Failure
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)

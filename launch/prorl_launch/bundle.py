@@ -22,8 +22,13 @@ from typing import TYPE_CHECKING, Final
 
 from prorl_launch.progress import SetupError
 from prorl_launch.venv import exclusive
-from prorl_trio.sandbox.runtime.bundle import BUNDLE_DIR, BUNDLE_PACKAGES, bundle_path, bundled_distributions
-from prorl_trio.sandbox.runtime.bundle import installed_files
+from prorl_trio.sandbox.runtime.bundle import (
+    BUNDLE_DIR,
+    BUNDLE_PACKAGES,
+    bundle_path,
+    bundled_distributions,
+    installed_files,
+)
 from prorl_trio.sandbox.runtime.host_python import has_host_python, require_host_python
 from prorl_trio.sandbox.runtime.runtime import LIB_DIR
 from prorl_trio.types.errors import SandboxUnavailable

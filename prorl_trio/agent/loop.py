@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
 import trio
+
 from prorl_ipc.turnstile import pass_turnstile
 from prorl_trio.agent.budget import AgentBudget
 from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
@@ -21,12 +22,12 @@ from prorl_trio.types.errors import StaleTrajectory
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
-    from prorl_trio.chat.conversation import ParsedTurn
-    from prorl_trio.types.models import ToolCall
     from collections.abc import Iterator
+
     from prorl_trio.agent.budget import ToolTime
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.agent.turns import SampledTurn
+    from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.tools import ToolSet
     from prorl_trio.types.models import SegmentReason, StopReason, ToolCall
 

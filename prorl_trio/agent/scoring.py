@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from prorl_ipc.wire import UNDECODABLE
 from prorl_ipc.portable_text import portable
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.config import ScoringConfig
 from prorl_trio.sandbox.silence import is_held
 from prorl_trio.types.errors import EvaluationError, HostileAnswer, SandboxUnavailable

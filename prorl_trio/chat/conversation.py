@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.families.syntax import SpokenTurn
     from prorl_trio.chat.format import ChatFormat, OnBreak
-    from prorl_trio.types.models import Message, ToolSchema
     from prorl_trio.chat.token_memory import SegmentTokens
-    from prorl_trio.types.models import SegmentReason
+    from prorl_trio.types.models import Message, SegmentReason, ToolSchema
 
 
 MAX_CLOSINGS_READ = 32

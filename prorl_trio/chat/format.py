@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.chat.families.syntax import CallSyntax
-    from prorl_trio.types.models import Message, ToolSchema
-    from prorl_trio.types.models import ToolCall
+    from prorl_trio.types.models import Message, ToolCall, ToolSchema
 
 
 MAX_PADDING_ROWS = 2048

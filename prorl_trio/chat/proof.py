@@ -28,8 +28,8 @@ from prorl_trio.types.models import ChatMessage
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from prorl_trio.types.models import Message, ToolSchema
     from prorl_trio.config import ModelConfig
+    from prorl_trio.types.models import Message, ToolSchema
 
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from prorl_trio.cli.task_files import TASKS_HELP, load_tasks, skip_bad_option
 from prorl_trio.client.terminal import Console, say_json
 from prorl_trio.runs import progress
 from prorl_trio.runs.evaluation.folder import open_evaluation
-from prorl_trio.runs.evaluation.run import EvaluationPlan
-from prorl_trio.runs.evaluation.run import do_missing
+from prorl_trio.runs.evaluation.run import EvaluationPlan, do_missing
 from prorl_trio.runs.evaluation.shown import print_report, print_unsolved, write_report
 from prorl_trio.runs.recording import run_folder
 from prorl_trio.types.errors import ServiceError

@@ -44,8 +44,7 @@ from prorl_trio.client.results import ResultCalls
 from prorl_trio.client.state import ClientState, Observed
 from prorl_trio.client.transport import Patience, Transport
 from prorl_trio.config.secrets import check_token
-from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError, Unauthorized
-from prorl_trio.types.errors import unsendable
+from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError, Unauthorized, unsendable
 from prorl_trio.types.models import Outcome
 from prorl_trio.weights.store import WeightStores
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from prorl_trio.client.backend_calls import BackendCalls
     from prorl_trio.types.backends import BackendRequest, PauseMode, UpdatedBackend
     from prorl_trio.weights.check import WeightCheck
-    from prorl_trio.weights.source import StagedWeights
     from prorl_trio.weights.safetensors import StateDict
+    from prorl_trio.weights.source import StagedWeights
 
 logger = logging.getLogger(__name__)
 

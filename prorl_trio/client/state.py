@@ -42,9 +42,8 @@ from prorl_trio.types.errors import AdmissionRejected, Draining, ProtocolError, 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from prorl_ipc.arena_memory import TokenArrays
+    from prorl_ipc.arena_memory import ArenaRef, TokenArrays
     from prorl_ipc.arena_socket import MappedArena
-    from prorl_ipc.arena_memory import ArenaRef
     from prorl_ipc.websocket import WebSocketLink
     from prorl_trio.types.models import Outcome
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from prorl_trio.config.node import FleetConfig
 from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
-from prorl_trio.config.node import MonitoringConfig, TelemetryConfig
 from prorl_trio.config.node import (
+    AdmissionConfig,
     AgentConfig,
+    ArenaConfig,
     BackendConfig,
+    BudgetConfig,
+    FleetConfig,
     HealthConfig,
     ImagesConfig,
+    LedgerConfig,
     LoadConfig,
     ModelConfig,
+    MonitoringConfig,
     NodeConfig,
     OnHangup,
     SandboxConfig,
     ScoringConfig,
     SearchConfig,
+    StagesConfig,
+    TelemetryConfig,
     load_config,
 )
-from prorl_trio.config.node import AdmissionConfig, BudgetConfig, StagesConfig
-from prorl_trio.config.node import ArenaConfig, LedgerConfig
 
 __all__ = [
     "AdmissionConfig",

@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from prorl_trio.config.node import FleetConfig
 from prorl_trio.config.listen import ListenConfig, RestConfig
-from prorl_trio.config.node import MonitoringConfig, TelemetryConfig
-from prorl_trio.config.node import NODE_ID, OnHangup
+from prorl_trio.config.node import (
+    NODE_ID,
+    AdmissionConfig,
+    FleetConfig,
+    LedgerConfig,
+    MonitoringConfig,
+    OnHangup,
+    TelemetryConfig,
+)
 from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero, Table
-from prorl_trio.config.node import AdmissionConfig
-from prorl_trio.config.node import LedgerConfig
 from prorl_trio.config.toml_file import read_toml
 
 if TYPE_CHECKING:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-import msgspec
-from prorl_ipc.arena_socket import MAX_ARENA_READERS
-from prorl_trio.config.quantities import MAX_BYTES, Bytes, BytesOrZero, Connections, Count, SecondsOrZero, Table
-from typing import TYPE_CHECKING, Final
-from prorl_trio.config.quantities import Bytes, Count, Processes, Seconds, Table, Workers
-from typing import Annotated
-from prorl_trio.config.quantities import Count, Seconds, SecondsOrZero, Table
-from prorl_trio.config.quantities import Seconds, SecondsOrZero, Table
 import ipaddress
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 from urllib.parse import urlsplit
+
+import msgspec
+
+from prorl_ipc.arena_socket import MAX_ARENA_READERS
 from prorl_ipc.limits import SandboxLimits
 from prorl_trio.config.listen import MOVED, ListenConfig, RestConfig
 from prorl_trio.config.quantities import (
@@ -23,6 +18,7 @@ from prorl_trio.config.quantities import (
     MAX_OPEN_FILES,
     YEAR_S,
     Amount,
+    Bytes,
     BytesOrZero,
     Connections,
     Count,
@@ -34,20 +30,16 @@ from prorl_trio.config.quantities import (
     Table,
     Tokens,
     Weight,
+    Workers,
 )
 from prorl_trio.config.toml_file import read_toml
 from prorl_trio.file_systems import read_regular
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from prorl_trio.types.models import Budgets
     from collections.abc import Iterable, Mapping
-    from prorl_trio.types.models import JobSpec
 
-
-
-
+    from prorl_trio.types.models import Budgets, JobSpec
 
 
 NODE_ID: Final = r"^([A-Za-z0-9][A-Za-z0-9._-]{0,99})?\Z"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from prorl_trio.file_systems import read_regular
-from prorl_trio.types.errors import ConfigError
-from prorl_trio.types.errors import field_error
+from prorl_trio.types.errors import ConfigError, field_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

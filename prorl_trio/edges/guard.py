@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import logging
 from itertools import count
 from typing import TYPE_CHECKING, Final
+
 import trio
-import base64
-from typing import TYPE_CHECKING
+
 from prorl_trio.edges.requests import ErrorDetail
 from prorl_trio.sessions.limits import RETRY_AFTER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     from prorl_trio.edges.auth import Door
 
 

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prorl_trio.config import ListenConfig
-    from prorl_trio.edges.guard import Guard, Headers
+    from prorl_trio.edges.guard import Guard, Headers, Visitor
     from prorl_trio.edges.requests import ErrorDetail
     from prorl_trio.edges.responses import Message, Receive, Scope, Send
-    from prorl_trio.edges.guard import Visitor
 
 
 logger = logging.getLogger(__name__)

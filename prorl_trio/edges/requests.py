@@ -6,8 +6,14 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
-from prorl_trio.types.errors import AdmissionRejected, BackendError, MalformedJob, ServiceError, UnknownBackend
-from prorl_trio.types.errors import malformed_job
+from prorl_trio.types.errors import (
+    AdmissionRejected,
+    BackendError,
+    MalformedJob,
+    ServiceError,
+    UnknownBackend,
+    malformed_job,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

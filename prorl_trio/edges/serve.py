@@ -15,12 +15,11 @@ from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled, open_single_
 from prorl_ipc.tls import open_tls
 from prorl_ipc.websocket import LinkClosed
 from prorl_trio.config import RestConfig
-from prorl_trio.edges.guard import Guard
+from prorl_trio.edges.guard import Guard, Visitors, peer_of
 from prorl_trio.edges.http1 import HttpConnection
 from prorl_trio.edges.rest.app import RestApp
 from prorl_trio.edges.rest.call import Api
 from prorl_trio.edges.rest.events import EventFeed
-from prorl_trio.edges.guard import Visitors, peer_of
 from prorl_trio.edges.tcp import is_loopback, open_listeners
 from prorl_trio.edges.websocket.server import Trainers
 from prorl_trio.supervision import service_task
@@ -32,9 +31,9 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import ListenConfig
     from prorl_trio.edges.auth import Door
+    from prorl_trio.edges.guard import Visitor
     from prorl_trio.edges.http1 import App
     from prorl_trio.edges.rest.call import Endpoint
-    from prorl_trio.edges.guard import Visitor
     from prorl_trio.edges.websocket.local_sockets import LocalSockets
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.session_table import SessionTable

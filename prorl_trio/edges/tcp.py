@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
+import socket
 from typing import TYPE_CHECKING
+
+import trio
+
 from prorl_ipc.tls import server_context
 from prorl_trio.config.secrets import open_private
 from prorl_trio.file_systems import open_regular
 from prorl_trio.types.errors import ConfigError
-import errno
-import ipaddress
-import socket
-import trio
 
 if TYPE_CHECKING:
     import ssl
-    from prorl_trio.config import ListenConfig
 
+    from prorl_trio.config import ListenConfig
 
 
 def load_tls(config: ListenConfig) -> ssl.SSLContext | None:

@@ -16,9 +16,8 @@ from prorl_ipc.session import Accepted, OutcomeFrame
 from prorl_trio.fleet import events as on
 from prorl_trio.fleet.checks import JobChecks
 from prorl_trio.fleet.dispatch import Dispatch
-from prorl_trio.fleet.members import ROOM_INTERVAL_S, STATUS_INTERVAL_S, Members
+from prorl_trio.fleet.members import ROOM_INTERVAL_S, STATUS_INTERVAL_S, Members, merge_statistics
 from prorl_trio.fleet.pools import FleetPools
-from prorl_trio.fleet.members import merge_statistics
 from prorl_trio.pipeline.admission import Admission, Load
 from prorl_trio.pipeline.observer import JobView, Observers
 from prorl_trio.sessions.encoding import failed_outcome, lost_outcome
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from prorl_ipc.session import JobEvent, OutcomeRefFrame, Rejected
-    from prorl_trio.types.models import ToolSchema
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.config import HeadConfig
     from prorl_trio.fleet.members import Member
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
     from prorl_trio.sessions.node_api import SessionSink
     from prorl_trio.sessions.session_table import SessionTable
     from prorl_trio.types.backends import AnswerT, BackendRequest
-    from prorl_trio.types.models import JobSpec, Outcome, Status, ToolCall
+    from prorl_trio.types.models import JobSpec, Outcome, Status, ToolCall, ToolSchema
 
 logger = logging.getLogger(__name__)
 

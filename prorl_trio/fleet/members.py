@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+
 import trio
+
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.client import connect_node
 from prorl_trio.rendezvous.folder import read_entry
 from prorl_trio.types.errors import ConfigError, ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
+
     from prorl_ipc.session import JobEvent, OutcomeFrame, OutcomeRefFrame
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.client.state import ClientState

@@ -37,9 +37,9 @@ from prorl_trio.node.edges import Edges, open_edges
 from prorl_trio.node.membership import Endpoints, advertised_host
 from prorl_trio.node.monitoring import open_monitoring
 from prorl_trio.node.sessions import open_stored_journal
+from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.rendezvous.folder import claim_folder
 from prorl_trio.rendezvous.head import HeadClaim, HeadEntry, HeadReplaced, remove_head, renew_head
-from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.sessions.session_table import SessionTable

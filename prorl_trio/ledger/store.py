@@ -5,11 +5,33 @@ A group is one transaction with one sync, for as many operations as came while t
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import sqlite3
+import time
 import zlib
+from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
 import msgspec
-from prorl_trio.ledger.database import PAGE_BYTES, Job, crc_of
+
+from prorl_trio.ledger.database import (
+    PAGE_BYTES,
+    UNREADABLE,
+    Job,
+    Mark,
+    connect,
+    crc_of,
+    is_damage,
+    log_of,
+    open_database,
+)
+from prorl_trio.ledger.disk import REMEDY, LedgerFolder
+from prorl_trio.ledger.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, LedgerStatistics
 from prorl_trio.ledger.operations import (
+    LAZY,
     Accept,
     Acknowledge,
     BeginAttempt,
@@ -18,29 +40,17 @@ from prorl_trio.ledger.operations import (
     Forget,
     OpenSession,
     Operation,
+    size_of,
 )
 from prorl_trio.ledger.rules import check_accept, check_acknowledge, check_begin, check_finish
-import errno
-import logging
-import os
-import sqlite3
-import time
-from collections import deque
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
-from prorl_trio.ledger.database import PAGE_BYTES, UNREADABLE, Job, Mark, connect, is_damage, log_of, open_database
-from prorl_trio.ledger.disk import REMEDY, LedgerFolder
-from prorl_trio.ledger.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, LedgerStatistics
-from prorl_trio.ledger.operations import LAZY, Accept, Finish, OpenSession, Operation, size_of
 from prorl_trio.types.errors import ConfigError, ProrlError, UnknownJob
 
 if TYPE_CHECKING:
-    import sqlite3
-    from collections.abc import Iterable
-    from prorl_trio.ledger.ledger import LedgerLimits
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
+
     from prorl_trio.ledger.disk import Disk
+    from prorl_trio.ledger.ledger import LedgerLimits
 
 
 logger = logging.getLogger(__name__)

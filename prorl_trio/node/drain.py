@@ -9,22 +9,23 @@ cancels at once.
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Final
-import trio
 import logging
 import os
 import signal
+import time
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
+
+import trio
+
 from prorl_ipc.nursery import open_single_nursery
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from prorl_trio.pipeline.pipeline import Durations
     from collections import Counter
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Mapping
+
     from prorl_trio.config import OnHangup
+    from prorl_trio.pipeline.pipeline import Durations
 
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from prorl_trio.edges.auth import Door
 from prorl_trio.edges.endpoints import announce, endpoint_url, rest_url
 from prorl_trio.edges.prorl_compat import configured_endpoints
 from prorl_trio.edges.serve import serve_edges
-from prorl_trio.edges.tcp import open_listeners
-from prorl_trio.edges.tcp import load_tls
+from prorl_trio.edges.tcp import load_tls, open_listeners
 from prorl_trio.edges.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.node.membership import Endpoints
 from prorl_trio.sessions.node_api import NodeApi

@@ -16,9 +16,8 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.edges.endpoints import endpoint_url, rest_url
-from prorl_trio.rendezvous.entry import Capacity, NodeEntry, slurm_step
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry, slurm_step, this_process
 from prorl_trio.rendezvous.folder import claim_folder, read_entry, remove_entry, renew_entry, write_entry
-from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.supervision import service_task
 from prorl_trio.threads import run_sync

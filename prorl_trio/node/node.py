@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.agent.context import Resources
-    from prorl_trio.types.models import ToolSchema
     from prorl_trio.config import NodeConfig
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.drain import EndOfTime
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.tasks.handlers.registry import HandlerRegistry
     from prorl_trio.types.backends import AnswerT, BackendRequest
-    from prorl_trio.types.models import JobSpec, Status, ToolCall
+    from prorl_trio.types.models import JobSpec, Status, ToolCall, ToolSchema
 
 MAX_SHOWN_JOBS: Final = 1_000
 """Jobs that the status of the node has at most. How many there are is in the pipeline's part."""

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
+from prorl_trio.sessions.encoding import SharedOutcomes
 from prorl_trio.sessions.journal import open_journal
 from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.sessions.session_table import SessionTable
-from prorl_trio.sessions.encoding import SharedOutcomes
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
-import msgspec
 from typing import Final, Literal
 
+import msgspec
 
 ENTRY_FORMAT: Final = 1
 """Format of the file. A reader takes no other."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from prorl_trio.rendezvous.folder import HEAD, HEAD_FILE, read_file, require_folder, time_there, write_file
 from prorl_trio.rendezvous.entry import ProcessIdentity, has_ended
+from prorl_trio.rendezvous.folder import HEAD, HEAD_FILE, read_file, require_folder, time_there, write_file
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

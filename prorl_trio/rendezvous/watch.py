@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from prorl_trio.rendezvous.entry import NodeEntry
+from prorl_trio.rendezvous.entry import NodeEntry, has_ended
 from prorl_trio.rendezvous.folder import entry_paths, read_entry, require_folder, time_there
-from prorl_trio.rendezvous.entry import has_ended
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

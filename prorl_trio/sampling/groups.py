@@ -13,6 +13,7 @@ import trio
 from prorl_ipc.nursery import open_single_nursery
 from prorl_ipc.session import Rejected
 from prorl_trio.runs.collect import describe_rejection
+from prorl_trio.sampling.sampler import Effects, GroupSampler
 from prorl_trio.sampling.state import (
     Advanced,
     Arrived,
@@ -25,7 +26,6 @@ from prorl_trio.sampling.state import (
     Returned,
     Taken,
 )
-from prorl_trio.sampling.sampler import Effects, GroupSampler
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, ConfigError, ServiceError
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.sampling.batch import Batch, ManifestLine
-    from prorl_trio.sampling.state import Event
     from prorl_trio.sampling.journal import SamplerJournal
     from prorl_trio.sampling.rules import JobTemplate
+    from prorl_trio.sampling.state import Event
     from prorl_trio.types.models import Outcome, TaskInstance
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 
 from prorl_trio.file_systems import sync_folder
-from prorl_trio.sampling.state import Event
-from prorl_trio.sampling.state import SamplerState
+from prorl_trio.sampling.state import Event, SamplerState
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import ConnectionLost
-from prorl_trio.sampling.state import Returned
 from prorl_trio.sampling.groups import Groups
 from prorl_trio.sampling.journal import SamplerJournal
 from prorl_trio.sampling.rules import JobTemplate
 from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Returned
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

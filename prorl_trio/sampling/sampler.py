@@ -33,13 +33,18 @@ from prorl_trio.sampling.state import (
     Event,
     Finished,
     GivenAgain,
+    GroupState,
     Lost,
+    MemberState,
     Opened,
     Renewed,
     Returned,
+    SamplerState,
     Taken,
+    Totals,
+    group_id,
+    job_id,
 )
-from prorl_trio.sampling.state import GroupState, MemberState, SamplerState, Totals, group_id, job_id
 from prorl_trio.types.errors import ServiceError
 
 if TYPE_CHECKING:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+
+from prorl_trio.sampling.batch import Batch, ManifestLine
 from prorl_trio.sampling.rules import GroupRules, JobTemplate
 from prorl_trio.types.models import Outcome, TaskInstance
-from prorl_trio.sampling.batch import Batch, ManifestLine
-
 
 
 class _Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, array_like=True):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-import msgspec
-from prorl_ipc.arena_memory import TOKEN_BYTES
-from prorl_trio.types.outcome_refs import refs_of, split_outcome
 import hashlib
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from prorl_ipc.arena_memory import TOKEN_BYTES
 from prorl_trio.types.errors import MalformedJob
 from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, TaskInstance, Timing
+from prorl_trio.types.outcome_refs import refs_of, split_outcome
 
 if TYPE_CHECKING:
     from prorl_ipc.arena import Arena
     from prorl_ipc.session import OutcomeRefFrame
-    from prorl_trio.types.models import Outcome
     from prorl_trio.types.errors import FailureCause
 
 

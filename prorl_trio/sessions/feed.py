@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_ipc.session import JobEvent
-    from prorl_trio.sessions.outcome_log import OutcomeLog
     from prorl_trio.sessions.encoding import SharedOutcomes
+    from prorl_trio.sessions.outcome_log import OutcomeLog
 
 MAX_UNACKED_OUTCOMES: Final = 256
 MAX_UNACKED_BYTES: Final = 64 * 1024 * 1024

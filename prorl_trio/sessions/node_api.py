@@ -9,10 +9,9 @@ from prorl_trio.pipeline.job import JobSink
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prorl_trio.types.models import ToolSchema
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.types.backends import AnswerT, BackendRequest
-    from prorl_trio.types.models import EncodedOutcome, JobSpec, Status, ToolCall
+    from prorl_trio.types.models import EncodedOutcome, JobSpec, Status, ToolCall, ToolSchema
 
 
 class Room(NamedTuple):

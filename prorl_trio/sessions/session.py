@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from prorl_trio.ledger import UndeliveredOutcome
+    from prorl_trio.sessions.encoding import SharedOutcomes
     from prorl_trio.sessions.feed import Listener
     from prorl_trio.sessions.job import Effects, Event
     from prorl_trio.sessions.journal import Journal
     from prorl_trio.sessions.limits import SessionLimits
     from prorl_trio.sessions.node_api import NodeApi
-    from prorl_trio.sessions.encoding import SharedOutcomes
     from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec, Outcome, Status
 

@@ -19,9 +19,9 @@ from prorl_trio.types.models import JobSpec
 if TYPE_CHECKING:
     from prorl_trio.config import LedgerConfig
     from prorl_trio.ledger import Ledger, UnfinishedJob
+    from prorl_trio.sessions.encoding import SharedOutcomes
     from prorl_trio.sessions.journal import Journal
     from prorl_trio.sessions.node_api import NodeApi
-    from prorl_trio.sessions.encoding import SharedOutcomes
     from prorl_trio.types.errors import FailureCause
 
 SESSION_ID_CHARS: Final = 200

@@ -10,8 +10,7 @@ import trio
 from prorl_ipc.file_calls import EditFile
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool
-from prorl_trio.types.errors import HandlerError
-from prorl_trio.types.errors import field_error
+from prorl_trio.types.errors import HandlerError, field_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

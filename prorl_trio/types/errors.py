@@ -5,11 +5,9 @@ A message says what failed, which id, the limit and the actual value, and what t
 
 from __future__ import annotations
 
-import re
-from typing import Final, NamedTuple
 import errno
-from typing import ClassVar, Final, Literal
-
+import re
+from typing import ClassVar, Final, Literal, NamedTuple
 
 FailureCause = Literal[
     "sandbox", "inference", "agent_fault", "agent_budget", "evaluator", "handler", "cancelled", "node"

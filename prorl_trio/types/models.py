@@ -7,17 +7,17 @@ without a copy.
 
 from __future__ import annotations
 
-from typing import Any
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final, Literal
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
 from prorl_trio.types.errors import ErrorCode, FailureCause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
 
 
 Stage = Literal["init", "run", "eval"]

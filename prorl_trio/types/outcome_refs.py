@@ -14,8 +14,7 @@ from prorl_trio.types.models import Outcome, Segment, Trajectory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from prorl_ipc.arena_memory import TokenArrays
-    from prorl_ipc.arena_memory import ArenaRef
+    from prorl_ipc.arena_memory import ArenaRef, TokenArrays
 
 _NOTHING = memoryview(b"")
 _encode = msgspec.msgpack.Encoder().encode

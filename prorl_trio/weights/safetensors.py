@@ -8,18 +8,20 @@ See https://huggingface.co/docs/safetensors.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
-import numpy as np
-from prorl_trio.weights.errors import WeightsRefused
 import math
 import os
-from typing import TYPE_CHECKING, Final, NamedTuple
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
 import msgspec
+import numpy as np
+
+from prorl_trio.weights.errors import WeightsRefused
 
 if TYPE_CHECKING:
     from pathlib import Path
+
     from numpy import ndarray
 
 

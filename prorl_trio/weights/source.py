@@ -25,9 +25,8 @@ from prorl_trio.weights.model_folder import (
     read_json,
     unknown_name,
 )
-from prorl_trio.weights.safetensors import TensorFile, read_header
+from prorl_trio.weights.safetensors import TensorFile, named_tensors, raw_tensor, read_header
 from prorl_trio.weights.store import SHARED_MEMORY
-from prorl_trio.weights.safetensors import named_tensors, raw_tensor
 
 if TYPE_CHECKING:
     import os
@@ -35,9 +34,8 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.backends import UpdatedBackend
     from prorl_trio.weights.check import WeightCheck
-    from prorl_trio.weights.safetensors import TensorType
+    from prorl_trio.weights.safetensors import StateDict, TensorType
     from prorl_trio.weights.store import WeightStores
-    from prorl_trio.weights.safetensors import StateDict
 
 
 MAX_MODELS: Final = 16

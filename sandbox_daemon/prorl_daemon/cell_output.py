@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import TYPE_CHECKING, Any
-from prorl_ipc.sandbox_calls import Display
 import fcntl
 import os
 import struct
 import termios
+from typing import TYPE_CHECKING, Any
+
 import trio
+
 from prorl_daemon.output import OutputBuffer
+from prorl_ipc.sandbox_calls import Display
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,8 +16,7 @@ import trio
 from prorl_daemon.bash import BashSession
 from prorl_daemon.children import ChildReaper
 from prorl_daemon.editor import Editor
-from prorl_daemon.exec import run_exec
-from prorl_daemon.exec import ExecInputs
+from prorl_daemon.exec import ExecInputs, run_exec
 from prorl_daemon.files import file_error, read_file, write_file
 from prorl_daemon.guard import become_subreaper
 from prorl_daemon.kernels import KernelSessions

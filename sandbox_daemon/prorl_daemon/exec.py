@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-import trio
-from prorl_ipc.sandbox_calls import ExecInputTaken
-from prorl_ipc.server import CallError
 import errno
 import heapq
 import os
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+
 from prorl_daemon.children import ONE_USER, find_account, has_mark, new_mark, open_pipe
 from prorl_daemon.output import OutputBuffer
 from prorl_daemon.processes import kill_until_gone, read_process_table
 from prorl_daemon.threads import run_blocking
-from prorl_ipc.sandbox_calls import ExecResult
+from prorl_ipc.sandbox_calls import ExecInputTaken, ExecResult
+from prorl_ipc.server import CallError
 from prorl_ipc.wire import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
     from prorl_ipc.sandbox_calls import ExecInput
+
     Pieces = trio.MemoryReceiveChannel[ExecInput]
     Channel = tuple[trio.MemorySendChannel[ExecInput], Pieces]
     from collections.abc import Awaitable, Callable, Mapping
+
     from prorl_daemon.children import Account, Child, ChildReaper
     from prorl_daemon.processes import ProcessEntry, ProcessTable
     from prorl_ipc.sandbox_calls import Exec
-
 
 
 MAX_OUTPUT_BYTES = MAX_FRAME_BYTES // 2 - 64 * 1024

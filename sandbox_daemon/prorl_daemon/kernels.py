@@ -22,11 +22,11 @@ from prorl_daemon.kernelspec import find_kernelspec
 from prorl_daemon.processes import kill_until_gone
 from prorl_daemon.threads import run_blocking
 from prorl_ipc.channel import Channel
-from prorl_ipc.wire import UNDECODABLE
 from prorl_ipc.errors import ChannelBroken, IpcError
 from prorl_ipc.nursery import single_exception
 from prorl_ipc.sandbox_calls import CellError, CellResult, IpythonRun
 from prorl_ipc.server import CallError
+from prorl_ipc.wire import UNDECODABLE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

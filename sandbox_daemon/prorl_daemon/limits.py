@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import struct
-from typing import TYPE_CHECKING
 import functools
+import os
 import resource
+import struct
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
 from prorl_daemon.seccomp import prlimit
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
     from prorl_ipc.limits import SandboxLimits
 
 
@@ -33,8 +35,9 @@ OOM_SCORE_ADJUSTMENT = 500
 
 # The powers of a sandbox's first process: one that guards it, and those to install packages as root (`fakeroot`).
 #
-# Its launcher leaves all of a user namespace's capabilities to what it starts, with which one can mount: a disk without a
-# size, or the kernel's settings for writing, which user 0 of the machine may then change if that is who the node runs as.
+# Its launcher leaves all of a user namespace's capabilities to what it starts, with which one can mount: a disk
+# without a size, or the kernel's settings for writing, which user 0 of the machine may then change if that is who the
+# node runs as.
 
 KEPT = (0, 1, 3, 4, 5, 6, 7)
 """CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID: what a sandbox's root may do. It owns every file and

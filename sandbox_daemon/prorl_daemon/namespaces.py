@@ -13,8 +13,7 @@ import socket
 import struct
 from typing import TYPE_CHECKING, Any
 
-from prorl_daemon.limits import hold_proc
-from prorl_daemon.limits import drop_privileges
+from prorl_daemon.limits import drop_privileges, hold_proc
 from prorl_ipc.proc_files import hidden_proc
 
 if TYPE_CHECKING:

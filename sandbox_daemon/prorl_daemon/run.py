@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import trio
 
 from prorl_daemon.daemon import serve_daemon
-from prorl_daemon.limits import hide_self, hold_proc, limit_self
+from prorl_daemon.limits import KEPT, drop_privileges, hide_self, hold_proc, limit_self
 from prorl_daemon.memory_files import start_maker
-from prorl_daemon.limits import KEPT, drop_privileges
 from prorl_daemon.seccomp import confine
 from prorl_daemon.settings import read_start_line
 from prorl_ipc.clock import RunningClock

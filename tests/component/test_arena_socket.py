@@ -18,8 +18,8 @@ import trio
 
 from prorl_ipc import arena_socket
 from prorl_ipc.arena import open_arena
-from prorl_ipc.arena_socket import open_mapped_arena, serve_arena
 from prorl_ipc.arena_memory import ARENA_PROTOCOL_VERSION, ArenaHello, ArenaOffer, ArenaRefused
+from prorl_ipc.arena_socket import open_mapped_arena, serve_arena
 from prorl_ipc.errors import ChannelBroken, HandshakeRefused, ProtocolViolation, StaleReference
 from prorl_ipc.framing import encode_frame
 from support.addresses import offset_in

@@ -12,12 +12,11 @@ import trio
 
 from prorl_trio.config import BackendConfig, RestConfig
 from prorl_trio.edges.auth import Door
-from prorl_trio.edges.guard import Guard, Refusal
+from prorl_trio.edges.guard import Guard, Refusal, Visitors
 from prorl_trio.edges.prorl_compat import compat_endpoints
 from prorl_trio.edges.rest.app import ENDPOINTS, RestApp
 from prorl_trio.edges.rest.call import Api
 from prorl_trio.edges.rest.events import EventFeed
-from prorl_trio.edges.guard import Visitors
 from support.fake_rest import TOKEN, open_rest
 from support.fake_service import open_service
 from support.raw_trainer import raw_trainer

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from prorl_trio.cli import main
 from prorl_trio.client import BlockingClient
 from prorl_trio.runs.evaluation.folder import open_evaluation
-from prorl_trio.runs.evaluation.run import EvaluationPlan
-from prorl_trio.runs.evaluation.run import do_missing
+from prorl_trio.runs.evaluation.run import EvaluationPlan, do_missing
 from prorl_trio.runs.evaluation.shown import write_report
 from prorl_trio.sampling import GroupRules, JobTemplate, open_groups
 from prorl_trio.types.models import SamplingParams, TaskInstance

@@ -10,9 +10,9 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client import connect
 from prorl_trio.config import HeadConfig
 from prorl_trio.fleet.serve import serve_fleet
+from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.rendezvous.folder import claim_folder
 from prorl_trio.rendezvous.head import HeadClaim, HeadReplaced, read_head, remove_head, renew_head
-from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError, UnknownBackend
 from support.fake_fleet import finish_all, take, update

@@ -13,13 +13,17 @@ from rich.console import Console
 
 from prorl_launch.learning.curve import draw_curve
 from prorl_launch.learning.engine_load import EngineLoad
-from prorl_launch.learning.record import Ended, Evaluated, EventLog, Shown, Stepped
 from prorl_launch.learning.examples import write_examples
 from prorl_launch.learning.progress import describe, follow
 from prorl_launch.learning.record import (
+    Ended,
+    Evaluated,
     Evaluation,
+    EventLog,
     RunRecord,
     Settings,
+    Shown,
+    Stepped,
     StepRecord,
     read_record,
     summary_of,

@@ -15,8 +15,7 @@ from click.testing import CliRunner
 
 from prorl_launch.local import plan as local_fleet
 from prorl_launch.local.commands import claimed, find_claim
-from prorl_launch.local.plan import run_nodes
-from prorl_launch.local.plan import write_head, write_plan
+from prorl_launch.local.plan import run_nodes, write_head, write_plan
 from prorl_launch.node import NodeLost
 from prorl_trio.cli import main
 from prorl_trio.config import load_config, load_head_config

@@ -14,8 +14,8 @@ from prorl_trio.config.node import FleetConfig
 from prorl_trio.edges.auth import Door
 from prorl_trio.node import membership
 from prorl_trio.node.membership import Endpoints, advertised_host, open_membership
-from prorl_trio.rendezvous.folder import read_entry, write_entry
 from prorl_trio.rendezvous.entry import this_process
+from prorl_trio.rendezvous.folder import read_entry, write_entry
 from prorl_trio.types.errors import ConfigError
 from support.hanging_disk import hanging_call
 

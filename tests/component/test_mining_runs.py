@@ -11,10 +11,10 @@ import trio
 from click.testing import CliRunner
 
 from prorl_launch.mining import commands, verification
+from prorl_launch.mining.environments import LocalBench
 from prorl_launch.mining.index import IndexSettings
 from prorl_launch.mining.miner import Wanted
 from prorl_launch.mining.rows import read_rows
-from prorl_launch.mining.environments import LocalBench
 from prorl_launch.mining.verification import CHECKS, HACKS, verify_row
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host

@@ -16,8 +16,8 @@ from prorl_trio.config import StagesConfig
 from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.sampling import GroupRules, JobTemplate
 from prorl_trio.sampling.accounts import ks_distance
-from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from prorl_trio.simulation.config import Distribution, EngineModel, SimulationConfig, WorkModel
 from prorl_trio.simulation.run import SimulatedHandler, open_simulated_node, run_in_simulated_time
 from prorl_trio.tasks.handlers.base import Evaluation

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prorl_trio.sampling import GroupRules, JobTemplate, NothingToLearn, RolloutsFail
+from prorl_trio.sampling.sampler import Effects, GroupSampler
 from prorl_trio.sampling.state import (
     Advanced,
     Arrived,
@@ -19,10 +20,9 @@ from prorl_trio.sampling.state import (
     Opened,
     Renewed,
     Returned,
+    SamplerState,
     Taken,
 )
-from prorl_trio.sampling.sampler import Effects, GroupSampler
-from prorl_trio.sampling.state import SamplerState
 from support.sampled import make_failure, make_rollout, make_task
 
 FINAL = {"trained", "uninformative", "resampled", "cancelled"}

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
-from prorl_trio.rendezvous.entry import Capacity, NodeEntry
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry, this_process
 from prorl_trio.rendezvous.folder import claim_folder, remove_entry, renew_entry, write_entry
-from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.sessions.limits import SessionLimits
 from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service

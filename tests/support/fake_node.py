@@ -20,12 +20,11 @@ from support.pausable_engine import PausableEngine
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prorl_trio.types.models import ToolSchema
     from prorl_trio.inference.pool.backend import BackendStatistics
     from prorl_trio.pipeline.job import JobSink
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.types.backends import AnswerT, BackendRequest
-    from prorl_trio.types.models import Status
+    from prorl_trio.types.models import Status, ToolSchema
 
 
 def make_spec(job_id: str, *, handler: str = "fake", group_id: str = "", **payload: object) -> JobSpec:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from prorl_launch.mining.environments import packages_folder, seal_environment
+from prorl_launch.mining.environments import LocalBench, packages_folder, seal_environment
 from prorl_launch.mining.miner import Miner, MiningLimits, Wanted
-from prorl_launch.mining.environments import LocalBench
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.providers.registry import choose_provider

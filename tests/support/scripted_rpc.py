@@ -12,10 +12,9 @@ from trio.testing import memory_stream_pair
 
 from prorl_ipc.channel import Channel
 from prorl_ipc.client import RpcClient, open_rpc_client
-from prorl_ipc.wire import decode_envelope, encode_envelope
 from prorl_ipc.errors import ProtocolViolation
 from prorl_ipc.server import CallContext, CallError, serve_rpc
-from prorl_ipc.wire import PROTOCOL_VERSION, Hello, HelloOk
+from prorl_ipc.wire import PROTOCOL_VERSION, Hello, HelloOk, decode_envelope, encode_envelope
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

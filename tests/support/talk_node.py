@@ -11,8 +11,7 @@ from pathlib import Path
 
 import trio
 
-from prorl_trio.agent.loop import NewDialogue, run_agent
-from prorl_trio.agent.loop import AgentStyle
+from prorl_trio.agent.loop import AgentStyle, NewDialogue, run_agent
 from prorl_trio.config import load_config
 from prorl_trio.node.serve import serve_node
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation

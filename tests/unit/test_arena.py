@@ -12,8 +12,7 @@ import trio
 
 from prorl_ipc import arena as arena_module
 from prorl_ipc.arena import default_arena_bytes, open_arena
-from prorl_ipc.arena_memory import map_memory
-from prorl_ipc.arena_memory import ArenaRef
+from prorl_ipc.arena_memory import ArenaRef, map_memory
 from prorl_ipc.errors import ArenaFull, ProtocolViolation, StaleReference
 from support.addresses import offset_in
 

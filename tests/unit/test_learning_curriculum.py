@@ -8,8 +8,7 @@ import msgspec
 
 from prorl_launch.learning.curriculum import LEAST, WINDOW, Curriculum
 from prorl_trio.sampling import ManifestLine
-from prorl_trio.tasks.sets.word_problems import FAMILIES
-from prorl_trio.tasks.sets.word_problems import word_problem
+from prorl_trio.tasks.sets.word_problems import FAMILIES, word_problem
 
 NAMES = [family.name for family in FAMILIES]
 

@@ -27,9 +27,9 @@ from prorl_ipc import (
     wire,
 )
 from prorl_ipc.channel import MAX_SOCKET_PATH_BYTES
-from prorl_ipc.wire import encode_envelope
 from prorl_ipc.framing import encode_frame
 from prorl_ipc.websocket import CloseCode
+from prorl_ipc.wire import encode_envelope
 from prorl_trio.client import BlockingClient, RolloutClient, backend_calls
 from prorl_trio.edges.backend_operations import TABLE
 from prorl_trio.edges.websocket import server as connection

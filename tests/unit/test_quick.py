@@ -7,11 +7,11 @@ from support.quick import near_tests
 SOURCES = {
     "ipc/prorl_ipc/frames.py": "",
     "prorl_trio/node/__init__.py": "",
-    "prorl_trio/node/serve.py": "from prorl_ipc import frames", 
+    "prorl_trio/node/serve.py": "from prorl_ipc import frames",
     "prorl_trio/cli.py": "from prorl_trio.node.serve import serve",
     "tests/support/rig.py": "import prorl_trio.cli",
     "tests/unit/test_frames.py": "from prorl_ipc.frames import Frame",
-    "tests/unit/test_serve.py": "from prorl_trio.node import serve", 
+    "tests/unit/test_serve.py": "from prorl_trio.node import serve",
     "tests/component/test_rig.py": "from support.rig import open_rig",
     "tests/component/test_started.py": 'run("python", "-m", "prorl_trio.cli")',
     "tests/integration/test_all.py": "import prorl_ipc.frames",

@@ -14,7 +14,7 @@ import pytest
 from prorl_trio.rendezvous import folder as folder_module
 from prorl_trio.rendezvous import head as head_module
 from prorl_trio.rendezvous import watch as watch_module
-from prorl_trio.rendezvous.entry import Capacity, NodeEntry, slurm_step
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry, has_ended, slurm_step, this_process
 from prorl_trio.rendezvous.folder import (
     HEAD_FILE,
     claim_folder,
@@ -25,7 +25,6 @@ from prorl_trio.rendezvous.folder import (
     write_entry,
 )
 from prorl_trio.rendezvous.head import renew_head
-from prorl_trio.rendezvous.entry import has_ended, this_process
 from prorl_trio.rendezvous.report import look_at_fleet
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError

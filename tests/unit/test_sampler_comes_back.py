@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from prorl_trio.sampling import GroupRules, JobTemplate
-from prorl_trio.sampling.state import Advanced, Arrived, Confirmed, GivenAgain, Opened, Returned, Taken
 from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Advanced, Arrived, Confirmed, GivenAgain, Opened, Returned, Taken
 from support.sampled import make_rollout, make_task
 
 

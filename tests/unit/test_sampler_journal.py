@@ -13,7 +13,6 @@ import pytest
 
 from prorl_trio.sampling import GroupRules, JobTemplate, ManifestLine
 from prorl_trio.sampling import journal as journal_module
-from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from prorl_trio.sampling.journal import (
     HISTORY_BYTES,
     JOURNAL,
@@ -24,6 +23,7 @@ from prorl_trio.sampling.journal import (
     read_session_id,
 )
 from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from prorl_trio.types.errors import ConfigError
 from support.sampled import make_failure, make_rollout, make_task
 

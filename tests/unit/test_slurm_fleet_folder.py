@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from prorl_launch.slurm.fleet_folder import open_fleet_folder, read_job, remove_ended, write_job
-from prorl_trio.rendezvous.entry import Capacity, NodeEntry, SlurmStep
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry, SlurmStep, this_process
 from prorl_trio.rendezvous.folder import write_entry
-from prorl_trio.rendezvous.entry import this_process
 
 
 @pytest.fixture

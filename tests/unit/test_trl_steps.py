@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from prorl_trio.integrations.trl import async_worker
 from prorl_trio.integrations.trl.async_worker import RolloutWorker, group_rules, rows_per_update
-from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from prorl_trio.sampling.rules import JobTemplate
 from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
 from support.trl_arguments import async_arguments

@@ -16,10 +16,9 @@ from prorl_trio.weights import store as stores
 from prorl_trio.weights.check import all_finite, check_folder, stored_all_finite
 from prorl_trio.weights.errors import WeightsRefused
 from prorl_trio.weights.model_folder import ModelFolder
-from prorl_trio.weights.safetensors import TensorFile, TensorType, read_header
+from prorl_trio.weights.safetensors import TensorFile, TensorType, raw_tensor, read_header
 from prorl_trio.weights.source import check_adapter, is_this_host, write_model
 from prorl_trio.weights.store import WeightStore
-from prorl_trio.weights.safetensors import raw_tensor
 from support.tiny_weights import CONFIG, LORA_A, LORA_B, make_adapter, make_model, pair, tensors
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -8,8 +8,11 @@ from string import Formatter
 import pytest
 
 from prorl_trio.tasks.handlers.math import MathHandler
-from prorl_trio.tasks.sets.word_problems import DRILLS, FAMILIES, NAMES, THINGS
 from prorl_trio.tasks.sets.word_problems import (
+    DRILLS,
+    FAMILIES,
+    NAMES,
+    THINGS,
     demonstrated,
     easy_problem,
     held_out_number,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from prorl_trio.sampling import ManifestLine
-from prorl_trio.tasks.sets.word_problems import FAMILIES
-from prorl_trio.tasks.sets.word_problems import word_problem
+from prorl_trio.tasks.sets.word_problems import FAMILIES, word_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-import msgspec
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
 from prorl_launch.vllm import Dtype
 
 if TYPE_CHECKING:

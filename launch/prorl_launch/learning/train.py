@@ -19,7 +19,6 @@ import numpy as np
 from prorl_launch.learning.curriculum import Curriculum
 from prorl_launch.learning.curve import draw_curve
 from prorl_launch.learning.engine_load import EngineLoad
-from prorl_launch.learning.record import Ended, Evaluated, EventLog, Stepped
 from prorl_launch.learning.examples import write_examples
 from prorl_launch.learning.held_out import solve_held_out
 from prorl_launch.learning.policy import make_trainer, recipe_of, set_learning_rate
@@ -29,8 +28,12 @@ from prorl_launch.learning.record import (
     CURVE,
     EVENTS,
     SETTINGS,
+    Ended,
+    Evaluated,
     Evaluation,
+    EventLog,
     RunRecord,
+    Stepped,
     StepRecord,
     read_record,
     summary_of,

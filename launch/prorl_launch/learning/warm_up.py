@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 from prorl_launch.learning.demonstrations import demonstrations
-from prorl_launch.learning.record import EventLog, Shown
 from prorl_launch.learning.policy import make_trainer, recipe_of, set_learning_rate
-from prorl_launch.learning.record import CHECKPOINTS, EVENTS, read_settings
+from prorl_launch.learning.record import CHECKPOINTS, EVENTS, EventLog, Shown, read_settings
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.learn.checkpoint import save_checkpoint
 from prorl_trio.learn.trainer import Trainer

@@ -15,12 +15,11 @@ import click
 import msgspec
 import trio
 
-from prorl_launch.local.plan import run_nodes
-from prorl_launch.local.plan import LOCAL, check_config, write_head, write_plan
+from prorl_launch.local.plan import LOCAL, check_config, run_nodes, write_head, write_plan
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client.terminal import say, say_json
-from prorl_trio.rendezvous.folder import claim_folder
 from prorl_trio.rendezvous.entry import ProcessIdentity, this_process
+from prorl_trio.rendezvous.folder import claim_folder
 from prorl_trio.rendezvous.report import look_at_fleet
 from prorl_trio.types.errors import ConfigError
 

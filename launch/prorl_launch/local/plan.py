@@ -5,30 +5,35 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-from contextlib import suppress
-from typing import TYPE_CHECKING, Final
-import trio
-from prorl_ipc.nursery import open_single_nursery
-from prorl_launch.node import LOG_TAIL_BYTES, NODE_GRACE_S, NODE_START_TIMEOUT_S, NodeLost, head_command, serve_command
-from prorl_launch.supervised import open_supervised
-from prorl_trio.config.secrets import TOKEN_VARIABLE
-from prorl_trio.rendezvous.head import read_head
-from prorl_trio.rendezvous.watch import FleetWatch
-from prorl_trio.types.errors import ConfigError
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
 import msgspec
-from prorl_launch.node import head_tables
+import trio
+
+from prorl_ipc.nursery import open_single_nursery
+from prorl_launch.node import (
+    LOG_TAIL_BYTES,
+    NODE_GRACE_S,
+    NODE_START_TIMEOUT_S,
+    NodeLost,
+    head_command,
+    head_tables,
+    serve_command,
+)
+from prorl_launch.supervised import open_supervised
 from prorl_trio.config import load_config, load_head_config
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.edges.tcp import load_tls
 from prorl_trio.rendezvous.folder import HEAD, claim_folder
+from prorl_trio.rendezvous.head import read_head
+from prorl_trio.rendezvous.watch import FleetWatch
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 
 LOCAL: Final = "local"

@@ -14,12 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from prorl_ipc.nursery import single_exception
-from prorl_launch.mining.environments import find_uv
+from prorl_launch.mining.environments import LocalBench, find_uv
 from prorl_launch.mining.index import normal_name, pip_settings
 from prorl_launch.mining.miner import Miner, MiningLimits, Wanted
 from prorl_launch.mining.nearest import PUBLISHED_ROWS, build_published
 from prorl_launch.mining.rows import Gold, load_tasks, read_gold, read_rows, save_task, write_lines
-from prorl_launch.mining.environments import LocalBench
 from prorl_launch.mining.verification import CHECKS, verify_row, verify_rows
 from prorl_trio.client.terminal import Console, one_line, say
 from prorl_trio.config import SandboxConfig

@@ -6,40 +6,41 @@ cache and no record of the release that it is made for: those would tell an agen
 
 from __future__ import annotations
 
-import math
-from contextlib import asynccontextmanager, nullcontext
-from typing import TYPE_CHECKING
-import msgspec
-from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.tasks.grading.repository import run_suite
-from prorl_trio.tasks.handlers.swe import SwePayload, grade_change
-from prorl_trio.types.errors import ConfigError
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
+
 from prorl_launch.mining.index import normal_name, pip_settings
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.images.layers import find_layer, store_layer
+from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.runtime.host_python import require_host_python
+from prorl_trio.tasks.grading.repository import run_suite
+from prorl_trio.tasks.handlers.swe import SwePayload, grade_change
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
     from contextlib import AbstractContextManager
+
     from prorl_trio.agent.activity import Charge
     from prorl_trio.config import SandboxConfig
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.tasks.grading.repository import Graded, Suite, SuiteRun
     from prorl_trio.types.models import TaskInstance
-    from collections.abc import Iterable
 
 
 ENVIRONMENT_DIR: Final = "/opt/env"

@@ -16,9 +16,8 @@ import trio
 
 from prorl_launch.mining.candidates import candidates_of, changed_tests, read_releases, refusal, source_folders
 from prorl_launch.mining.changes import imports_patch
-from prorl_launch.mining.environments import environment_variables, make_environment
+from prorl_launch.mining.environments import environment_variables, make_environment, payload_of
 from prorl_launch.mining.rows import REPO_DIR, MinedTask, choose_tests, load_tasks, overlay_of, save_task
-from prorl_launch.mining.environments import payload_of
 from prorl_launch.mining.sdist import Entry, file_kind, write_tree
 from prorl_launch.mining.statements import hunk_statement, release_statement
 from prorl_launch.mining.verification import TIMES, message_of, verify_row
@@ -34,10 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from prorl_launch.mining.candidates import Candidate
-    from prorl_launch.mining.environments import EnvironmentLayer
+    from prorl_launch.mining.environments import EnvironmentLayer, LocalBench
     from prorl_launch.mining.index import IndexSettings
     from prorl_launch.mining.rows import ChosenTests, TestOverlay
-    from prorl_launch.mining.environments import LocalBench
     from prorl_launch.mining.sdist import Tree
     from prorl_trio.tasks.grading.repository import SuiteRun
     from prorl_trio.tasks.grading.verdict import TestResult

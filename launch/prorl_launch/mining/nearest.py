@@ -31,8 +31,8 @@ from prorl_trio.types.models import TaskInstance
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from prorl_launch.mining.index import IndexSettings
     from prorl_launch.mining.environments import LocalBench
+    from prorl_launch.mining.index import IndexSettings
     from prorl_launch.mining.sdist import Tree
 
 APPLY_TIMEOUT_S: Final = 60.0

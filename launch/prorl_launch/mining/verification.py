@@ -10,8 +10,8 @@ import msgspec
 import trio
 
 from prorl_launch.mining.changes import make_patch
-from prorl_launch.mining.rows import RowChecks, read_checks
 from prorl_launch.mining.environments import payload_of
+from prorl_launch.mining.rows import RowChecks, read_checks
 from prorl_launch.mining.sdist import Entry
 from prorl_trio.sandbox.images.layers import CONTENT_NAME, find_layer
 from prorl_trio.tasks.grading.repository_tests import NamedTests

@@ -20,9 +20,15 @@ import trio
 from prorl_ipc.clock import RunningClock
 from prorl_launch.slurm import queue
 from prorl_launch.slurm.engine_port import DEFAULT_PORT, PORT_VARIABLE, EnginePort, find_ports, take_port, tell_port
-from prorl_launch.slurm.fleet_folder import open_fleet_folder, read_job, remove_ended, sole_up, write_job
+from prorl_launch.slurm.fleet_folder import (
+    find_local_folder,
+    open_fleet_folder,
+    read_job,
+    remove_ended,
+    sole_up,
+    write_job,
+)
 from prorl_launch.slurm.leash import run_leashed
-from prorl_launch.slurm.fleet_folder import find_local_folder
 from prorl_launch.slurm.node_file import (
     MachineFacts,
     address_of_machine,

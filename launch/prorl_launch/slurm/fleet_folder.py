@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import re
+import shutil
 import socket
 import tempfile
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
 from prorl_launch.abandoned import TRIAL_PREFIX
 from prorl_launch.slurm.sweep import local_candidates
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
-from prorl_trio.types.errors import ConfigError
-import errno
-import re
-import shutil
-from contextlib import contextmanager, suppress
 from prorl_trio.rendezvous.folder import claim_folder, entry_paths, read_entry, remove_entry
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Callable, Container, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+
     from prorl_trio.rendezvous.entry import NodeEntry
 
 

@@ -15,27 +15,32 @@ import trio
 from prorl_ipc.session import AllJobs, TheseJobs
 from prorl_trio.edges.requests import ErrorDetail, error_of
 from prorl_trio.edges.responses import Response
-from prorl_trio.edges.rest.call import Endpoint
-from prorl_trio.edges.rest.call import ApiError, decode_body, status_of
+from prorl_trio.edges.rest.call import ApiError, Endpoint, decode_body, status_of
 from prorl_trio.edges.rest.schema import ErrorBody, NoQuery
 from prorl_trio.edges.tcp import is_loopback
 from prorl_trio.sessions.cancelling import cancel
 from prorl_trio.sessions.submission import submit_one
 from prorl_trio.threads import run_sync
 from prorl_trio.types.backends import AddBackend, ListBackends, RemoveBackends
-from prorl_trio.types.errors import BackendError, ConfigError, DuplicateJob, MalformedJob, ServiceError, UnknownBackend
-from prorl_trio.types.errors import malformed_job
+from prorl_trio.types.errors import (
+    BackendError,
+    ConfigError,
+    DuplicateJob,
+    MalformedJob,
+    ServiceError,
+    UnknownBackend,
+    malformed_job,
+)
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from prorl_trio.types.models import ToolSchema
     from prorl_trio.config import BackendConfig, NodeConfig
     from prorl_trio.edges.rest.call import Api, Call
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.session import Session
-    from prorl_trio.types.models import Outcome, Segment, Timing, ToolCall, Trajectory, Turn
+    from prorl_trio.types.models import Outcome, Segment, Timing, ToolCall, ToolSchema, Trajectory, Turn
 
 
 OPENAI_PATH: Final = "/v1"

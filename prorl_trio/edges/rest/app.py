@@ -17,8 +17,7 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.edges.requests import ErrorDetail, error_of
 from prorl_trio.edges.responses import Response
 from prorl_trio.edges.rest import backends, pages, results, rollouts
-from prorl_trio.edges.rest.call import Api, Call, Endpoint, Reply
-from prorl_trio.edges.rest.call import ApiError, decode_query, status_of
+from prorl_trio.edges.rest.call import Api, ApiError, Call, Endpoint, Reply, decode_query, status_of
 from prorl_trio.edges.rest.schema import ErrorBody, NoQuery, SubmitReply
 from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import BackendError, ServiceError

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from prorl_trio.edges.backend_operations import TABLE
-from prorl_trio.edges.rest.call import Call, Endpoint, Reply
-from prorl_trio.edges.rest.call import STATUS_OF_CODE, read_body_as
+from prorl_trio.edges.rest.call import STATUS_OF_CODE, Call, Endpoint, Reply, read_body_as
 from prorl_trio.edges.rest.schema import NoQuery
 
 if TYPE_CHECKING:

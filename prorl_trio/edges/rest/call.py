@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+
 import msgspec
-from prorl_trio.edges.requests import ErrorDetail, read
-from prorl_trio.types.errors import field_error
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
 import trio
+
 from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.edges.requests import ErrorDetail, read
 from prorl_trio.edges.rest.schema import ErrorBody
-from prorl_trio.types.errors import UnknownJob
+from prorl_trio.types.errors import UnknownJob, field_error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Awaitable, Callable, Iterable
-    import msgspec
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
+
     from prorl_trio.config import RestConfig
-    from prorl_trio.edges.requests import ErrorDetail
     from prorl_trio.edges.responses import Response
     from prorl_trio.edges.rest.events import EventFeed
     from prorl_trio.sessions.node_api import NodeApi

@@ -9,8 +9,7 @@ import trio
 
 from prorl_trio.edges.requests import ErrorDetail
 from prorl_trio.edges.responses import Response
-from prorl_trio.edges.rest.call import Call, Endpoint, Reply
-from prorl_trio.edges.rest.call import ApiError
+from prorl_trio.edges.rest.call import ApiError, Call, Endpoint, Reply
 from prorl_trio.edges.rest.events import EventStream
 from prorl_trio.edges.rest.schema import (
     EventsQuery,

@@ -10,8 +10,7 @@ import trio
 
 from prorl_ipc.session import MatchingJobs, TheseJobs
 from prorl_trio.edges.requests import ErrorDetail, JobId, error_of, job_id_of
-from prorl_trio.edges.rest.call import Call, Endpoint, Reply
-from prorl_trio.edges.rest.call import decode_body, malformed, status_of
+from prorl_trio.edges.rest.call import Call, Endpoint, Reply, decode_body, malformed, status_of
 from prorl_trio.edges.rest.schema import (
     Acknowledged,
     ArraysQuery,

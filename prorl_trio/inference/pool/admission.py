@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
-from prorl_trio.types.errors import BackendError
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
 import trio
 
+from prorl_trio.types.errors import BackendError
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo
+    from collections.abc import Awaitable, Iterator, Sequence
+
+    from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo
     from prorl_trio.types.model_facts import TokenizerSample
-    from collections.abc import Awaitable, Iterator
-    from prorl_trio.inference.engines.protocol import Completion
 
 
 PAUSED = "backends paused"

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
-    from prorl_trio.inference.pool.admission import Waiting
-    from prorl_trio.inference.pool.admission import ModelProof
+    from prorl_trio.inference.pool.admission import ModelProof, Waiting
     from prorl_trio.types.backends import AnswerT, BackendRequest
 
 

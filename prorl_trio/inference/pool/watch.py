@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.config import HealthConfig, LoadConfig
+    from prorl_trio.inference.pool.admission import ModelProof
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.balancer import LoadBalancer
     from prorl_trio.inference.pool.placement import Placement
-    from prorl_trio.inference.pool.admission import ModelProof
 
     Look = Callable[[Backend], Awaitable[None]]
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
-import msgspec
-from prorl_trio.types.models import JobSpec, RetryPolicy, SamplingParams
 import signal
 import threading
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+import msgspec
 import trio
+
 from prorl_ipc.nursery import open_single_nursery
 from prorl_ipc.session import Rejected
 from prorl_trio.runs.collect import describe_rejection
 from prorl_trio.types.errors import ConfigError, ServiceError
+from prorl_trio.types.models import JobSpec, RetryPolicy, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from prorl_trio.types.models import Outcome, TaskInstance
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
+
     from prorl_trio.client.client import RolloutClient
-    from prorl_trio.types.models import JobSpec, Outcome
+    from prorl_trio.types.models import Outcome, TaskInstance
 
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)

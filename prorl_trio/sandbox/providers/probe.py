@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Final
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
 import trio
+
 from prorl_trio.sandbox.provider import ProviderReport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 
 FOLDER_REMEDY: Final = "make room there, or set sandbox.runtime_dir to a folder of this user's on a local disk or tmpfs"

@@ -7,20 +7,20 @@ environment leads to ours. `prorl_launch.bundle` makes it, once, in the cache fo
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
-from typing import TYPE_CHECKING, Final
 import functools
 import hashlib
+import importlib.metadata
 import json
 import platform
+import re
 import sys
+from typing import TYPE_CHECKING, Final
+
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    import importlib.metadata
     from pathlib import Path
 
 

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.agent.loop import run_agent
-from prorl_trio.agent.loop import AgentStyle
+from prorl_trio.agent.loop import AgentStyle, run_agent
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.grading import SOLUTION_PATH, CodeTests, grade_code
 from prorl_trio.tasks.grading.verifier import again_if_killed
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.tasks.handlers.restoring import restored_text
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
-from prorl_trio.types.errors import HostileAnswer, SandboxCallFailed, SandboxUnavailable
-from prorl_trio.types.errors import malformed_job
+from prorl_trio.types.errors import HostileAnswer, SandboxCallFailed, SandboxUnavailable, malformed_job
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:

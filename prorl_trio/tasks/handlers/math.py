@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from prorl_trio.agent.fences import MAX_BLOCKS, PYTHON, fenced_blocks
-from prorl_trio.agent.loop import run_agent
-from prorl_trio.agent.loop import AgentStyle
+from prorl_trio.agent.loop import AgentStyle, run_agent
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
@@ -17,8 +16,7 @@ from prorl_trio.tasks.handlers.final_answer import extract_boxed, last_number
 from prorl_trio.tasks.handlers.lost_backslash import check_backslashes
 from prorl_trio.tasks.handlers.restoring import restored_text
 from prorl_trio.tools import FinishTool, IpythonTool, ThinkTool, ToolSet
-from prorl_trio.types.errors import HostileAnswer, SandboxUnavailable
-from prorl_trio.types.errors import malformed_job
+from prorl_trio.types.errors import HostileAnswer, SandboxUnavailable, malformed_job
 from prorl_trio.types.models import ChatMessage, ToolCall
 
 if TYPE_CHECKING:

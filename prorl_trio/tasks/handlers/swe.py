@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.agent.loop import run_agent
-from prorl_trio.agent.loop import AgentStyle
+from prorl_trio.agent.loop import AgentStyle, run_agent
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.grading.repository import Suite, grade_repository
 from prorl_trio.tasks.grading.repository_base import BASE, GIT, GIT_ENV, BaseNotMade, RepositoryBase, make_base
@@ -22,8 +21,7 @@ from prorl_trio.tasks.grading.row_patches import read_patch
 from prorl_trio.tasks.grading.verifier import again_if_killed, check_end
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, ToolSet
-from prorl_trio.types.errors import NotRestorable, SandboxCallFailed, SandboxUnavailable
-from prorl_trio.types.errors import malformed_job
+from prorl_trio.types.errors import NotRestorable, SandboxCallFailed, SandboxUnavailable, malformed_job
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 
-from prorl_trio.types.errors import ConfigError
-from prorl_trio.types.errors import field_error
+from prorl_trio.types.errors import ConfigError, field_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

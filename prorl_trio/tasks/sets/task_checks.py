@@ -23,8 +23,7 @@ from prorl_trio.tasks.handlers.base import AgentHandler
 from prorl_trio.tasks.handlers.gold_checks import PAYLOAD_PATH, GoldChecks, validate_payload
 from prorl_trio.tasks.handlers.registry import GROUP
 from prorl_trio.tasks.sets.fields import RowError
-from prorl_trio.types.errors import MalformedJob, ServiceError
-from prorl_trio.types.errors import unsendable
+from prorl_trio.types.errors import MalformedJob, ServiceError, unsendable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence

@@ -6,11 +6,12 @@ held-out ones has learned to read such problems, not these.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import re
 from random import Random
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
 import msgspec
+
 from prorl_trio.types.models import TaskInstance
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from prorl_ipc import client as rpc_client
 from prorl_ipc.client import open_rpc_client
-from prorl_ipc.wire import decode_envelope, encode_body, encode_envelope
 from prorl_ipc.errors import CallFailed, FrameTooLarge
 from prorl_ipc.sandbox_calls import Ping, Pong
 from prorl_ipc.server import serve_rpc
-from prorl_ipc.wire import Failure, Request
+from prorl_ipc.wire import Failure, Request, decode_envelope, encode_body, encode_envelope
 from support.scripted_rpc import TOKEN, Actions, Do, Done, call, raw_client, serving
 
 both_kinds = pytest.mark.parametrize("kind", ["memory", "socket"])
