@@ -1,4 +1,4 @@
-"""node.toml as a whole."""
+"""The tables of node.toml, and node.toml as a whole."""
 
 from __future__ import annotations
 

@@ -11,57 +11,12 @@ from prorl_launch.vllm import Dtype
 if TYPE_CHECKING:
     from pathlib import Path
 
-
 SETTINGS: Final = "settings.json"
 CURVE: Final = "curve.json"
 EVENTS: Final = "events.jsonl"
 CHECKPOINTS: Final = "checkpoints"
 MASTERED: Final = 0.9
 """Share of right rollouts, of all that a step sampled, from which a run that finds too few groups has ended well."""
-
-
-class Shown(msgspec.Struct, frozen=True, tag="shown"):
-    """A step of supervised training on demonstrations. `loss` is in nats a token."""
-
-    step: int
-    of: int
-    loss: float
-
-
-class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
-    """A policy update."""
-
-    record: StepRecord
-    of: int
-
-
-class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
-    """The held-out problems were solved."""
-
-    record: Evaluation
-
-
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """The run ended before its last step, for a good reason."""
-
-    step: int
-    why: str
-
-
-Event = Shown | Stepped | Evaluated | Ended
-EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-
-
-class EventLog:
-    """Appends events to a file, a line each, flushed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, event: Event) -> None:
-        """Append `event`."""
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(event) + b"\n")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
