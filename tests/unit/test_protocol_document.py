@@ -16,7 +16,6 @@ import prorl_ipc
 from prorl_ipc import (
     arena_memory,
     arena_socket,
-    arena_wire,
     client,
     file_calls,
     handshake,
@@ -58,7 +57,7 @@ def structs(module: ModuleType) -> list[type[msgspec.Struct]]:
     ]
 
 
-WIRE = [struct for module in (wire, sandbox_calls, file_calls, session, arena_wire) for struct in structs(module)]
+WIRE = [struct for module in (wire, sandbox_calls, file_calls, session, arena_memory) for struct in structs(module)]
 
 
 @pytest.mark.parametrize("struct", [*WIRE, JobSpec, Outcome], ids=lambda s: s.__name__)
@@ -290,7 +289,7 @@ def test_the_example_frame_is_what_we_send():
 def test_the_codes_are_described():
     codes = [
         code
-        for struct in (wire.Refused, session.SessionRefused, arena_wire.ArenaRefused)
+        for struct in (wire.Refused, session.SessionRefused, arena_memory.ArenaRefused)
         for code in get_args(get_type_hints(struct)["code"])
     ]
     assert {"token", "replaced"} <= set(codes)
@@ -302,7 +301,7 @@ def test_the_codes_are_described():
     [
         f"Sandbox RPC**, version {wire.PROTOCOL_VERSION}:",
         f"Trainer session**, version {session.SESSION_PROTOCOL_VERSION}:",
-        f"**Arena**, version {arena_wire.ARENA_PROTOCOL_VERSION}:",
+        f"**Arena**, version {arena_memory.ARENA_PROTOCOL_VERSION}:",
         f"layout version u32 = {arena_memory.ARENA_LAYOUT_VERSION}",
         f"frames of at most {arena_socket.MAX_FRAME_BYTES} bytes",
         f"{arena_socket.MAX_ARENA_READERS} readers (default)",

@@ -11,6 +11,7 @@ from prorl_launch.vllm import Dtype
 if TYPE_CHECKING:
     from pathlib import Path
 
+
 SETTINGS: Final = "settings.json"
 CURVE: Final = "curve.json"
 EVENTS: Final = "events.jsonl"
@@ -204,3 +205,47 @@ def write_atomically(path: Path, content: msgspec.Struct) -> None:
 
 def _step_s(step: StepRecord) -> float:
     return step.wait_s + step.update_s + step.sync_s + step.evaluate_s + step.checkpoint_s
+
+
+class Shown(msgspec.Struct, frozen=True, tag="shown"):
+    """A step of supervised training on demonstrations. `loss` is in nats a token."""
+
+    step: int
+    of: int
+    loss: float
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    """A policy update."""
+
+    record: StepRecord
+    of: int
+
+
+class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
+    """The held-out problems were solved."""
+
+    record: Evaluation
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The run ended before its last step, for a good reason."""
+
+    step: int
+    why: str
+
+
+Event = Shown | Stepped | Evaluated | Ended
+EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+class EventLog:
+    """Appends events to a file, a line each, flushed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, event: Event) -> None:
+        """Append `event`."""
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(event) + b"\n")
