@@ -41,6 +41,7 @@ FEW_UNSEEN = 64
 READ_BYTES = 64 * 1024
 EVENTPOLL, SOCKET, PIPE = "anon_inode:[eventpoll]", "socket:[", "pipe:["
 
+# Of the kernel's `sock_diag` (man 7 sock_diag), which `ss -m` asks.
 NETLINK_SOCK_DIAG = 4
 SOCK_DIAG_BY_FAMILY = 20
 NLMSG_ERROR, NLMSG_DONE = 2, 3

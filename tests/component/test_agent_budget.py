@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from prorl_trio.agent.loop import run_agent, run_sub_agent
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.tasks.handlers.base import Evaluation
 from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet

@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from prorl_trio.agent.context import MAX_EVALUATION_LOG_CHARS
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.tasks.handlers.math import MathHandler

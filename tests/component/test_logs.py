@@ -11,7 +11,7 @@ import trio
 from prorl_trio.client import connect
 from prorl_trio.observe import logs
 from prorl_trio.observe.logs import JobLog, current_job, open_logging
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.tasks.handlers.base import AgentHandler
 from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.types.errors import Unauthorized

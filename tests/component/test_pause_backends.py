@@ -13,7 +13,7 @@ from prorl_trio.http.client import RetryPolicy
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.testing.fake_engine import open_fake_engine
 from prorl_trio.types.backends import PauseBackends, ResumeBackends

@@ -189,7 +189,7 @@ NOT_THERE_YET = {
     "TRL": "prorl_trio/integrations/*trl*",
     "verl": "prorl_trio/integrations/*verl*",
     "NeMo RL": "prorl_trio/integrations/*nemo*",
-    "DAPO": "prorl_trio/client/sampling*",
+    "DAPO": "prorl_trio/sampling*",
     "Slurm": "launch/*/*slurm*",
     "joins several nodes": "prorl_trio/fleet/*",
     "viewer": "prorl_trio/**/*viewer*",

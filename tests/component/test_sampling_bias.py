@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from prorl_trio.config import StagesConfig
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.sampling import GroupRules, JobTemplate
 from prorl_trio.sampling.accounts import ks_distance
 from prorl_trio.sampling.sampler import GroupSampler

@@ -9,7 +9,8 @@ import pytest
 import trio
 
 from prorl_trio.pipeline import pipeline as pipeline_module
-from prorl_trio.pipeline.pipeline import Job, open_pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox import host as host_module
 from prorl_trio.sandbox import process_tree, reaper
 from prorl_trio.sandbox.host import open_sandbox_host

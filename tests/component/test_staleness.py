@@ -10,7 +10,7 @@ import trio
 
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.config import AgentConfig, BackendConfig, StagesConfig
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.tasks.handlers.base import Evaluation
 from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.testing.fake_engine import open_fake_engine

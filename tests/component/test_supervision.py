@@ -20,7 +20,8 @@ from prorl_trio.node import edges, serve
 from prorl_trio.node.monitoring import Monitoring
 from prorl_trio.node.serve import serve_node
 from prorl_trio.pipeline import pipeline as pipeline_module
-from prorl_trio.pipeline.pipeline import Job, Pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import Pipeline
 from prorl_trio.sandbox.host import SandboxHost
 from prorl_trio.supervision import contained, service_task, vanished_task
 from prorl_trio.tasks.handlers.math import MathHandler

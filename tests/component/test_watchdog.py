@@ -5,7 +5,8 @@ import weakref
 
 import trio
 
-from prorl_trio.pipeline.pipeline import Job, watch_jobs
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import watch_jobs
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 
 

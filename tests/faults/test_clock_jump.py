@@ -23,7 +23,8 @@ from prorl_trio.agent.context import Resources
 from prorl_trio.client import connect
 from prorl_trio.config import ModelConfig, NodeConfig
 from prorl_trio.ledger import LedgerLimits, NewJob, open_ledger
-from prorl_trio.pipeline.pipeline import Job, open_pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation

@@ -18,7 +18,8 @@ from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.config import AgentConfig, ArenaConfig, ModelConfig, NodeConfig, StagesConfig
-from prorl_trio.pipeline.pipeline import Job, open_pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sessions.encoding import SharedOutcomes
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
