@@ -72,7 +72,8 @@ def require_slurm() -> None:
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     if lacking:
         raise CannotRun(
-            f"Slurm is not installed, there is no {', '.join(lacking)}: run launch/prorl_launch/slurm/cluster.sh install"
+            f"Slurm is not installed, there is no {', '.join(lacking)}: "
+            "run launch/prorl_launch/slurm/cluster.sh install"
         )
 
 
