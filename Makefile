@@ -7,6 +7,8 @@ ENGINE ?= cpu
 WORKERS ?= 2
 export PRORL_ENGINE := $(ENGINE)
 VENV := .venv/bin
+# Set-up runs before anything is installed: it finds the packages by their folders.
+SOURCES := PYTHONPATH=$(CURDIR):$(CURDIR)/ipc:$(CURDIR)/launch
 PACKAGES := prorl_trio sandbox_daemon ipc launch perf examples
 
 # The first Python that is new enough makes every environment; `make PYTHON=/path/to/python3.12 setup` overrules.
@@ -14,7 +16,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible slurm-if-possible demo learn doctor check test e2e soak mutants format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible slurm-if-possible demo learn doctor check quick hosted test e2e soak mutants format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,19 +24,19 @@ help: ## list the targets
 	@echo "  PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
 
 setup: python ## everything: .venv, the engine's environment and the model (once; then a quick no-op)
-	@$(PYTHON) -m launch.setup dev engine --engine $(ENGINE)
+	@$(SOURCES) $(PYTHON) -m prorl_launch.setup dev engine --engine $(ENGINE)
 
 setup-dev: python ## only .venv: enough for `make check` and the quick tests
-	@$(PYTHON) -m launch.setup dev
+	@$(SOURCES) $(PYTHON) -m prorl_launch.setup dev
 
 engine: python ## only the inference engine and the model, in the cache folder (about 4 GB)
-	@$(PYTHON) -m launch.setup engine --engine $(ENGINE)
+	@$(SOURCES) $(PYTHON) -m prorl_launch.setup engine --engine $(ENGINE)
 
 trainers: python ## the trainers' own environments, for tests and `make learn`, in the cache folder (about 2.5 GB)
-	@$(PYTHON) -m launch.setup train verl --engine $(ENGINE)
+	@$(SOURCES) $(PYTHON) -m prorl_launch.setup train verl --engine $(ENGINE)
 
-lock: python ## resolve what set-up installs again: writes launch/locks/*.txt
-	@$(PYTHON) -m launch.relock
+lock: python ## resolve what set-up installs again: writes launch/prorl_launch/locks/*.txt
+	@$(SOURCES) $(PYTHON) -m prorl_launch.relock
 
 .PHONY: python
 python:
@@ -44,13 +46,13 @@ python:
 		echo "On Ubuntu 22.04: sudo apt-get install python3.11 python3.11-venv" >&2; exit 1; fi
 
 apptainer: ## install Apptainer on Debian/Ubuntu (root or sudo; names the system packages first)
-	@launch/apptainer.sh
+	@launch/prorl_launch/apptainer.sh
 
 apptainer-if-possible:
-	@[ "$(APPTAINER)" = no ] || launch/apptainer.sh --if-possible
+	@[ "$(APPTAINER)" = no ] || launch/prorl_launch/apptainer.sh --if-possible
 
 slurm-if-possible:
-	@[ "$(SLURM)" = no ] || launch/slurm/cluster.sh install --if-possible
+	@[ "$(SLURM)" = no ] || launch/prorl_launch/slurm/cluster.sh install --if-possible
 
 learn: setup trainers ## a real policy learns to use a tool: an hour on two cores (QUICK=1: three minutes)
 	@$(VENV)/prorl-trio learn $(if $(QUICK),--quick) $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
@@ -71,7 +73,7 @@ check: setup-dev ## format, lint, types, async rules, import direction
 	grep -rlwE --include='*.py' 'async|await|trio' $(PACKAGES) tests | xargs $(VENV)/python -m flake8; code=$$?; \
 	wait $$types && exit $$code
 	$(VENV)/lint-imports
-	$(VENV)/shellcheck launch/*.sh launch/*/*.sh .ci/run
+	$(VENV)/shellcheck launch/*/*.sh launch/*/*/*.sh .ci/run
 
 format: setup-dev ## let ruff format and repair what it can
 	$(VENV)/ruff format $(PACKAGES) tests
@@ -87,6 +89,13 @@ define pytest
 	$(VENV)/python -m pytest -m "$(1) and alone" --durations=15 || code=$$?; \
 	exit $$code
 endef
+
+quick: setup-dev ## unit and component tests of what changed against main, the nearest first: a minute (BASE=ref)
+	@$(VENV)/python tests/support/quick.py $(if $(BASE),--base $(BASE))
+
+hosted: setup-dev ## the unit and component tests, as hosted CI runs them: no engine, no trainers, no namespaces needed
+	$(VENV)/python -m pytest tests/unit tests/component -m "not slow and not soak and not alone" \
+		-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: setup trainers apptainer-if-possible check ## check, then the whole suite but for the slow marks
 	$(call pytest,not slow and not soak)
@@ -105,5 +114,5 @@ clean: ## remove what was made in the checkout
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-cache: python ## remove what was made in the cache folder: engine and trainer environments, the model, tokenizers, peers, images, logs
-	cd "$$($(PYTHON) -c 'from launch.paths import cache_dir; print(cache_dir())')" && \
+	cd "$$($(SOURCES) $(PYTHON) -c 'from prorl_launch.paths import cache_dir; print(cache_dir())')" && \
 		rm -rf engine-* train-* verl-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs

@@ -21,8 +21,8 @@ import msgspec
 import trio
 
 from prorl_trio.config import NodeConfig
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.serve import serve_node
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 
@@ -79,7 +79,6 @@ async def open_local_node(
             node_toml = {
                 "model": {"path": f"{folder}/model"},
                 "listen": {"port": 0, "token": secrets.token_hex(8), "endpoint_file": f"{folder}/endpoint.json"},
-                "rest": {"enabled": True, "port": 0},
                 "backends": {"urls": [engine.url]},
                 "sandbox": {"provider": provider, "packages": [*packages]},
             }

@@ -1,6 +1,6 @@
 """Rollouts over REST with the standard library alone, for scripts that have nothing of this project installed.
 
-PRORL_REST=http://127.0.0.1:8701 PRORL_TOKEN=... python examples/rest.py
+PRORL_REST=http://127.0.0.1:8700 PRORL_TOKEN=... python examples/rest.py
 
 For a node, see `examples/local_node.py`; the description of all endpoints is at `$PRORL_REST/docs`.
 """

@@ -19,12 +19,12 @@ import numpy as np
 import trio
 
 from prorl_trio import SamplingParams, TaskInstance, connect, pad_batch
-from prorl_trio.client.sampling import GroupRules, JobTemplate, open_groups
+from prorl_trio.sampling import GroupRules, JobTemplate, open_groups
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from prorl_trio.client.sampling import Batch
+    from prorl_trio.sampling import Batch
 
 STEPS = 2
 RULES = GroupRules(size=4, groups_per_step=2, max_staleness=0)  # 1: sample on while training, at most one update old

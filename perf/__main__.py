@@ -12,10 +12,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from perf.harness import FILE_COLUMNS
-from perf.machine import describe_machine
-
-__all__ = ["find_benchmarks", "main"]
+from perf.harness import FILE_COLUMNS, describe_machine
 
 FOLDER: Final = Path(__file__).parent
 STARTS_ONE: Final = re.compile(r"^    sys\.exit\(run_benchmark\(", re.MULTILINE)

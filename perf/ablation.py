@@ -3,45 +3,27 @@
     python -m perf.ablation [--quick] [--json FILE]
 
 Load balancing, efficient bash and the clean-up of stale jobs are left out one at a time, over the real pipeline, pool
-and sampler, with simulated engines and sandboxes (`perf.dapo_work`). The paper does not say how many workers it had,
+and sampler, with simulated engines and sandboxes (`perf.training`). The paper does not say how many workers it had,
 how many tokens a turn, or how much instances differ: so each of these is varied as well, to see which of them its gains
 depend on. Nothing is fitted to the paper's gains.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
+from statistics import fmean
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from perf.dapo_work import PAPER_ACTION_S, PAPER_TMUX_ACTION_S, Conditions
-from perf.dapo_world import simulate_steps
-from perf.finding_report import report_finding
-from perf.findings import Bar, Bars, Finding, Rows
-from perf.harness import run_benchmark
-from perf.simulated_runs import simulate_all
+from perf.harness import CAPTIONS, Bar, Bars, Finding, Rows, rows_of, run_benchmark
+from perf.training import PAPER_ACTION_S, PAPER_TMUX_ACTION_S, Conditions, simulate_all, simulate_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from perf.dapo_world import Steps
-    from perf.harness import Options, Report
-
-__all__ = [
-    "BASE",
-    "GOALS",
-    "PAPER",
-    "PARTS",
-    "VARIANTS",
-    "PaperRow",
-    "Variant",
-    "ablation",
-    "ablation_finding",
-    "measure_ablation",
-    "paper_gain",
-]
+    from perf.harness import Options
+    from perf.training import Steps
 
 Variant = Literal["full", "no_balancing", "no_bash", "no_cleanup"]
 VARIANTS: Final[dict[Variant, dict[str, object]]] = {
@@ -111,20 +93,7 @@ IMPLIED_ACTIONS: Final = (1 / 0.29 - 1 / 0.37) / (PAPER_TMUX_ACTION_S - PAPER_AC
 """Actions of a rollout for each rollout that runs at once, if their times alone are to make the paper's gain by its
 bash. W rollouts at once, R of them ended a second, take W / R seconds each."""
 MAX_TURNS: Final = Conditions().max_turns
-CAPTION: Final = [
-    "Simulated: 8 engines (a 14B policy on one 80 GB GPU each: 80 tokens/s alone, 1,600 tokens/s together, 275,000 "
-    "tokens of cache), 32 groups of 8 rollouts a step, at most 50 turns, 64 rollouts at once, 150 tokens a turn, "
-    "actions of 0.42 s on average. How many rollouts run at once, the tokens of a turn and the spread of the instances "
-    "are not in the paper: 64 is the default of its server, whose guide has 4 engines of 2 GPUs and 32 rollouts at "
-    "once for this policy (in the second table). Two things of the paper go in: the size of the run, and the times of "
-    "its actions, 0.42 s and 0.78 s. Its gains do not.",
-    "Throughput is of informative rollouts that are trained on: the paper does not say whether its instances are "
-    "these, all rollouts, or whole groups, so compare the gains and not the rates. `Finished` counts all rollouts "
-    "that came to their end. Without clean-up no rollout is lost, so by that count waiting costs less. The busy share "
-    "is the time in which an engine had anything to do; GPU utilisation, which the paper has, says no more than that.",
-    "What is left out is as in the paper: the same number of instances for each engine, with all their rollouts; tmux, "
-    "which adds 0.36 s to each action; and waiting for all jobs before the next step.",
-]
+CAPTION: Final = CAPTIONS["ablation"]
 
 
 IMPLIED: Final = (
@@ -137,6 +106,10 @@ IMPLIED: Final = (
     "policy on 8 GPUs. So tmux cost it more than the time of its actions, or turns have several, or its instances are "
     "not rollouts."
 )
+
+
+Runs = dict[tuple[str, Variant, int], "Steps"]
+"""By condition, variant and seed."""
 
 
 def _conditions(quick: bool) -> dict[tuple[str, Variant, int], Conditions]:
@@ -155,86 +128,91 @@ async def measure_ablation(options: Options) -> Finding:
     return ablation_finding(await simulate_all(simulate_steps, _conditions(options.quick)))
 
 
-def ablation_finding(runs: Mapping[tuple[str, Variant, int], Steps]) -> Finding:
+def ablation_finding(runs: Runs) -> Finding:
     """Return the tables of runs by condition, variant and seed. There must be those of `BASE`."""
-    rows = {variant: _of(runs, BASE, variant) for variant in VARIANTS}
+    figures: dict[str, Callable[[Steps], float]] = {
+        "trained_per_s": lambda run: run.trained_per_s,
+        "ended_per_s": lambda run: run.ended / run.wall_s,
+        "action_s": lambda run: run.action_s,
+        "engine_busy": lambda run: run.engine_busy,
+        "decode_use": lambda run: run.decode_use,
+    }
     metrics: dict[str, float] = {}
-    for variant, steps in rows.items():
-        metrics[f"ablation.{variant}.trained_per_s"] = _mean([run.trained_per_s for run in steps])
-        metrics[f"ablation.{variant}.ended_per_s"] = _mean([run.ended / run.wall_s for run in steps])
-        metrics[f"ablation.{variant}.action_s"] = _mean([run.action_s for run in steps])
-        metrics[f"ablation.{variant}.engine_busy"] = _mean([run.engine_busy for run in steps])
-        metrics[f"ablation.{variant}.decode_use"] = _mean([run.decode_use for run in steps])
+    for variant in VARIANTS:
+        steps = _of(runs, BASE, variant)
+        metrics |= {f"ablation.{variant}.{name}": fmean(map(figure, steps)) for name, figure in figures.items()}
         if variant != "full":
             metrics[f"ablation.{variant}.gain"] = _gain(runs, BASE, variant)
             metrics[f"ablation.{variant}.paper_gain"] = paper_gain(variant)
-    metrics = {name: round(value, 4) for name, value in metrics.items()}
+    names = list(dict.fromkeys(name for name, _, _ in runs))
+    conditions = rows_of(
+        "What the gains depend on: other conditions",
+        [*names, "the paper"],
+        {"conditions": str, **{part: _gain_cell(runs, variant) for variant, part in PARTS.items()}},
+    )
     return Finding(
-        tables=[_main_table(metrics), _conditions_table(runs)],
-        figures=[_figure(metrics)],
+        title="Table 3, simulated",
+        tables=[_main_table(metrics), conditions],
+        figures=[gain_bars(metrics, "ablation", "simulated")],
         caption=[*CAPTION, IMPLIED, _differences(runs)],
         metrics=metrics,
+        at_least=GOALS,
     )
 
 
-def _of(runs: Mapping[tuple[str, Variant, int], Steps], name: str, variant: Variant) -> list[Steps]:
+def _of(runs: Runs, name: str, variant: Variant) -> list[Steps]:
     return [run for (condition, left_out, _), run in runs.items() if (condition, left_out) == (name, variant)]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
-
-
-def _gain(runs: Mapping[tuple[str, Variant, int], Steps], name: str, variant: Variant) -> float:
-    """Throughput of the full system over that of the variant, less 1: the mean over seeds."""
+def _gain(runs: Runs, name: str, variant: Variant) -> float:
+    """Return the throughput of the full system over that of the variant, less 1: the mean over seeds."""
     pairs = zip(_of(runs, name, "full"), _of(runs, name, variant), strict=True)
-    return _mean([full.trained_per_s / without.trained_per_s - 1 for full, without in pairs])
+    return fmean(full.trained_per_s / without.trained_per_s - 1 for full, without in pairs)
+
+
+def _gain_cell(runs: Runs, variant: Variant) -> Callable[[str], str]:
+    return lambda name: f"{paper_gain(variant) if name == 'the paper' else _gain(runs, name, variant):+.0%}"
+
+
+def system_of(variant: Variant) -> str:
+    """Return the words of a variant."""
+    return "all three" if variant == "full" else f"without {PARTS[variant]}"
 
 
 def _main_table(metrics: Mapping[str, float]) -> Rows:
-    rows = []
-    for variant in VARIANTS:
-        paper = PAPER[variant]
-        gain = "" if variant == "full" else _shown_gain(variant, metrics[f"ablation.{variant}.gain"])
-        rows.append(
-            [
-                "all three" if variant == "full" else f"without {PARTS[variant]}",
-                f"{metrics[f'ablation.{variant}.action_s']:.2f} s",
-                f"{paper.action_s:.2f} s",
-                f"{metrics[f'ablation.{variant}.engine_busy']:.0%}",
-                f"{metrics[f'ablation.{variant}.decode_use']:.0%}",
-                f"{paper.gpu_use:.0%}",
-                f"{metrics[f'ablation.{variant}.trained_per_s']:.3f}",
-                f"{metrics[f'ablation.{variant}.ended_per_s']:.3f}",
-                f"{paper.instances_per_s:.2f}",
-                gain,
-                "" if variant == "full" else f"{paper_gain(variant):+.0%}",
-            ]
-        )
-    headings = ["system", "action", "paper's", "engines busy", "tokens/s of capacity", "paper's GPU use"]
-    headings += ["trained on, rollouts/s", "finished, rollouts/s", "paper's instances/s", "gain by it", "paper's gain"]
-    return Rows(title="Table 3: each part left out, simulated", headings=headings, rows=rows)
+    def cell(name: str, spec: str) -> Callable[[Variant], str]:
+        return lambda variant: format(metrics[f"ablation.{variant}.{name}"], spec)
+
+    def gain(variant: Variant) -> str:
+        if variant == "full":
+            return ""
+        name = f"ablation.{variant}.gain"
+        return f"{metrics[name]:+.0%}{', goal missed' if metrics[name] < GOALS[name] else ''}"
+
+    return rows_of(
+        "Table 3: each part left out, simulated",
+        VARIANTS,
+        {
+            "system": system_of,
+            "action, s": cell("action_s", ".2f"),
+            "paper's": lambda variant: f"{PAPER[variant].action_s:.2f}",
+            "engines busy": cell("engine_busy", ".0%"),
+            "tokens/s of capacity": cell("decode_use", ".0%"),
+            "paper's GPU use": lambda variant: f"{PAPER[variant].gpu_use:.0%}",
+            "trained on, rollouts/s": cell("trained_per_s", ".3f"),
+            "finished, rollouts/s": cell("ended_per_s", ".3f"),
+            "paper's instances/s": lambda variant: f"{PAPER[variant].instances_per_s:.2f}",
+            "gain by it": gain,
+            "paper's gain": lambda variant: "" if variant == "full" else f"{paper_gain(variant):+.0%}",
+        },
+    )
 
 
-def _shown_gain(variant: Variant, gain: float) -> str:
-    missed = gain < GOALS[f"ablation.{variant}.gain"]
-    return f"{gain:+.0%}, goal missed" if missed else f"{gain:+.0%}"
-
-
-def _conditions_table(runs: Mapping[tuple[str, Variant, int], Steps]) -> Rows:
-    names = list(dict.fromkeys(name for name, _, _ in runs))
-    rows = [[name, *(f"{_gain(runs, name, variant):+.0%}" for variant in PARTS)] for name in names]
-    rows.append(["the paper", *(f"{paper_gain(variant):+.0%}" for variant in PARTS)])
-    headings = ["conditions", *PARTS.values()]
-    return Rows(title="What the gains depend on: other conditions", headings=headings, rows=rows)
-
-
-def _differences(runs: Mapping[tuple[str, Variant, int], Steps]) -> str:
+def _differences(runs: Runs) -> str:
     """Say, of each part, whether its gain is the paper's, and under which of the conditions it is largest."""
-    names = list(dict.fromkeys(name for name, _, _ in runs))
     said = []
     for variant, part in PARTS.items():
-        gains = {name: _gain(runs, name, variant) for name in names}
+        gains = {name: _gain(runs, name, variant) for name, _, _ in runs}
         most = max(gains, key=gains.__getitem__)
         paper = paper_gain(variant)
         reached = "reaches" if gains[BASE] >= paper else "stays below"
@@ -245,18 +223,14 @@ def _differences(runs: Mapping[tuple[str, Variant, int], Steps]) -> str:
     return f"What differs: {'; '.join(said)}."
 
 
-def _figure(metrics: Mapping[str, float]) -> Bars:
+def gain_bars(metrics: Mapping[str, float], prefix: str, where: str) -> Bars:
+    """Return the gains of the parts as bars, each beside the paper's."""
     bars = []
     for variant, part in PARTS.items():
-        bars.append(Bar(label=f"{part}, simulated", value=100 * metrics[f"ablation.{variant}.gain"]))
+        bars.append(Bar(label=f"{part}, {where}", value=100 * metrics[f"{prefix}.{variant}.gain"]))
         bars.append(Bar(label=f"{part}, the paper", value=100 * paper_gain(variant), role="paper"))
     return Bars(title="Throughput gained by each part", unit="% more than without it", bars=bars)
 
 
-async def ablation(options: Options) -> Report:
-    """Table 3, as a benchmark on its own."""
-    return report_finding("Table 3, simulated", await measure_ablation(options), at_least=GOALS)
-
-
 if __name__ == "__main__":
-    sys.exit(run_benchmark(ablation))
+    sys.exit(run_benchmark(measure_ablation))

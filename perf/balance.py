@@ -1,4 +1,4 @@
-"""The worth of placing tasks by load: the strategies of the backend pool on one training batch over 8 engines.
+"""The worth of placing tasks by load: strategies of the backend pool on one training batch over 8 engines.
 
     python -m perf.balance [--quick] [--json FILE]
 
@@ -13,24 +13,54 @@ by the pool, and once by each policy of vllm-router. Without it that is left out
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
-from typing import TYPE_CHECKING, Any, get_args
+from contextlib import AsyncExitStack
+from random import Random
+from statistics import fmean
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import trio
-from rich.table import Table
+import trio.testing
 
-from perf.balance_batch import HEAVY, LIGHT, REASONING, Work
-from perf.balance_peers import measure_router
-from perf.balance_world import ROOMY_KV_TOKENS, Event, Run, Scenario, simulate
-from perf.harness import PLOT_DPI, Options, Report, run_benchmark, tell
-from perf.simulated_runs import map_in_processes
-from prorl_trio.config import Strategy
+from perf.balance_router import measure_router
+from perf.batch import (
+    HEAVY,
+    LIGHT,
+    REASONING,
+    STRATEGIES,
+    TOKENS,
+    Batch,
+    Figures,
+    Strategy,
+    Work,
+    gains_of,
+    means_of,
+    pool_of,
+    strategy_rows,
+)
+from perf.harness import CAPTIONS, Line, Lines, Options, Report, run_benchmark, tell
+from perf.training import ENGINE, map_in_processes
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.simulation.engine import SimulatedEngine
+from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from prorl_trio.inference.engines.protocol import Completion, CompletionRequest
+    from prorl_trio.inference.pool.pool import Backends
+
+ROOMY_KV_TOKENS = 4_000_000 // TOKENS
+"""No prefix is ever evicted: shows what is due to the load alone, and not to the cache."""
+NOTES: Final = CAPTIONS["balance"]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """At `at_s`, backend number `backend` is added, or killed: what runs there fails, and whatever comes."""
+
+    at_s: float
+    kind: Literal["add", "kill"]
+    backend: int
+
 
 QUICK_SEEDS, SEEDS = 2, 10
 OTHER_SEEDS = 1, 4
@@ -39,200 +69,199 @@ KILL = Event(at_s=150.0, kind="kill", backend=0)
 ADD = Event(at_s=250.0, kind="add", backend=8)
 SETTLED_S = 60.0
 """After it was added, a backend is looked at for so long."""
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 LEAST_OVER_STATIC = 1.48
 MAX_OVER_MEAN = 1.1
-NOTES = [
-    "static_split gives each backend the same number of instances, with all their rollouts; it and assignments_ever "
-    "bind a rollout to its backend when it is submitted, the others when it starts. Nothing else differs.",
-    "Ratios are of the batch's throughput (rollouts over makespan), the mean over seeds. max/mean is of rollouts in "
-    "flight, in time average while others wait for a worker.",
-    "In the heavy batch a backend that has too much evicts the prefixes of its own tasks and reads them again: that is "
-    "nearly all that blind placement loses there. With a cache that never evicts (roomy), or alike rollouts (light), "
-    "nothing is gained: the longest rollouts then set the makespan.",
-    "In the reasoning batch there is nothing to evict: few turns of long completions, heavier tails, and as many at "
-    "once as saturate the engines. What is gained there is due to the load alone: under a static split some engines "
-    "are full while others run out of work. The paper measures 1.48 for it (0.37 over 0.25 instances/s), on 8 H100.",
-    "A backend that is added gets what comes, and none beyond its share: at most added_peak_over_mean times the mean "
-    "of rollouts in flight. Of the one that is killed every rollout goes on elsewhere (moved_off_the_killed), and none "
-    "is lost.",
-]
 
 
-class BalanceReport(Report, frozen=True, kw_only=True):
-    """With the tasks in flight over time of the batch in which one backend is killed and one added."""
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch under one strategy.
 
+    Attributes:
+        backends: at the start, numbered from 0.
+        workers: rollouts that run at once; the others wait.
+        kv_tokens: of each backend.
+    """
+
+    work: Work
+    strategy: Strategy
+    seed: int
+    backends: int = 8
+    workers: int = 128
+    kv_tokens: int = ENGINE.kv_tokens
+    events: list[Event] = []
+
+
+class Run(Figures, frozen=True, kw_only=True):
+    """A run: `moved` rollouts changed their backend. `in_flight`: at each change the second, and each backend's."""
+
+    moved: int
     in_flight: list[list[float]]
 
-    def missed(self) -> list[str]:
-        """See `Report.missed`."""
-        ratio, lost = self.more_metrics["balance.max_over_mean"], self.more_metrics["balance.lost_rollouts"]
-        missed = super().missed()
-        if ratio >= MAX_OVER_MEAN:
-            missed.append(f"balance.max_over_mean: is {ratio:.3g}, to be below {MAX_OVER_MEAN:g}")
-        if lost:
-            missed.append(f"balance.lost_rollouts: is {lost:g}, to be 0")
-        return missed
 
-    def write_plot(self, path: Path) -> bool:
-        """A line for each backend. False, and no file, where matplotlib is missing."""
-        if importlib.util.find_spec("matplotlib") is None:
-            return False
-        pyplot: Any = importlib.import_module("matplotlib.pyplot")
-        pyplot.switch_backend("agg")
-        figure, axes = pyplot.subplots(figsize=(8, 4))
-        seconds, *backends = zip(*self.in_flight, strict=True)
-        for number, tasks in enumerate(backends):
-            width, label = (2.0, f"backend {number}") if number in (KILL.backend, ADD.backend) else (0.7, None)
-            axes.step(seconds, tasks, where="post", linewidth=width, label=label)
-        axes.set_xlabel(f"s; backend {KILL.backend} is killed at {KILL.at_s:g}, {ADD.backend} added at {ADD.at_s:g}")
-        axes.set_ylabel("rollouts in flight")
-        axes.set_title("least_in_flight, one batch")
-        axes.legend()
-        figure.tight_layout()
-        figure.savefig(path, dpi=PLOT_DPI)
-        pyplot.close(figure)
-        return True
+class MortalEngine(SimulatedEngine):
+    """A simulated engine that can be killed."""
 
+    dead = False
 
-class _Plan:
-    """The batches that are run."""
+    def __init__(self, url: str, seed: int, kv_tokens: int) -> None:
+        model = msgspec.structs.replace(ENGINE, kv_tokens=kv_tokens)
+        super().__init__(url, model, failure_rate=0.0, seed=f"{seed} {url.removeprefix('sim://')}")
+        self._calls: set[trio.CancelScope] = set()
 
-    def __init__(self, *, quick: bool) -> None:
-        seeds, other_seeds = range(QUICK_SEEDS if quick else SEEDS), range(OTHER_SEEDS[not quick])
-        least_and_static: tuple[Strategy, ...] = ("least_in_flight", "static_split")
-        self.scenarios: dict[tuple[str, Strategy, int], Scenario] = {}
-        for seed in seeds:
-            for strategy in STRATEGIES:
-                self.scenarios["heavy", strategy, seed] = Scenario(work=HEAVY, strategy=strategy, seed=seed)
-        for seed in other_seeds:
-            for strategy in least_and_static:
-                self.scenarios["light", strategy, seed] = Scenario(
-                    work=_fewer(LIGHT, quick=quick), strategy=strategy, seed=seed
-                )
-                self.scenarios["reasoning", strategy, seed] = Scenario(
-                    work=REASONING,
-                    strategy=strategy,
-                    seed=seed,
-                    workers=256,
-                    kv_tokens=ROOMY_KV_TOKENS,
-                )
-                self.scenarios["roomy", strategy, seed] = Scenario(
-                    work=_fewer(HEAVY, quick=quick), strategy=strategy, seed=seed, kv_tokens=ROOMY_KV_TOKENS
-                )
-        self.scenarios["changed", "least_in_flight", 0] = Scenario(
-            work=HEAVY, strategy="least_in_flight", seed=0, events=[KILL, ADD]
-        )
+    def kill(self) -> None:
+        """Fail what runs, and whatever comes."""
+        self.dead = True
+        for scope in self._calls:
+            scope.cancel()
 
-    def run(self) -> _Figures:
-        """All of them, on all processors. Blocks."""
-        return _Figures(dict(zip(self.scenarios, map_in_processes(simulate, self.scenarios.values()), strict=True)))
+    async def generate(self, request: CompletionRequest) -> Completion:
+        """Answer as `SimulatedEngine.generate`, unless it is killed."""
+        with trio.CancelScope() as scope:
+            self._calls.add(scope)
+            try:
+                if self.dead:
+                    scope.cancel()
+                return await super().generate(request)
+            finally:
+                self._calls.discard(scope)
+        raise BackendError(f"{self.url}: killed", retryable=True)
 
 
-def _fewer(work: Work, *, quick: bool) -> Work:
-    """Half the instances, if it is to be quick."""
-    return msgspec.structs.replace(work, instances=work.instances // 2) if quick else work
+async def _run(scenario: Scenario) -> Run:
+    """Submit the batch, all at once, and wait for its end."""
+    numbers = sorted({*range(scenario.backends), *(event.backend for event in scenario.events)})
+    engines = {url: MortalEngine(url, scenario.seed, scenario.kv_tokens) for url in [f"sim://{n}" for n in numbers]}
+    backends = pool_of(engines.__getitem__, scenario.strategy, Random(f"{scenario.seed} ties"))
+    batch = Batch(scenario.work, scenario.seed, backends=backends, urls=list(engines), strategy=scenario.strategy)
+    async with AsyncExitStack() as stack:
+        for engine in engines.values():
+            await stack.enter_async_context(engine.open())
+        for number in range(scenario.backends):
+            await backends.add(f"sim://{number}")
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(_play, scenario.events, engines, backends)
+            await batch.run(scenario.workers)
+            nursery.cancel_scope.cancel()
+        makespan_s = trio.current_time()
+    prompt_tokens = sum(engine.prompt_tokens for engine in engines.values())
+    return Run(
+        makespan_s=makespan_s,
+        completed=batch.completed,
+        moved=batch.moved,
+        tokens_per_s=sum(engine.tokens_sampled for engine in engines.values()) * TOKENS / makespan_s,
+        max_over_mean=batch.max_over_mean,
+        prefix_hit_rate=sum(engine.prefix_hits_tokens for engine in engines.values()) / prompt_tokens,
+        in_flight=batch.in_flight,
+    )
 
 
-class _Figures(msgspec.Struct, frozen=True):
-    """The figures that are said of the runs."""
+async def _play(events: list[Event], engines: dict[str, MortalEngine], backends: Backends) -> None:
+    for event in events:
+        await trio.sleep_until(event.at_s)
+        url = f"sim://{event.backend}"
+        if event.kind == "kill":
+            engines[url].kill()
+            await backends.remove(url)
+        else:
+            await backends.add(url)
 
-    runs: dict[tuple[str, Strategy, int], Run]
 
-    def of(self, work: str, strategy: Strategy) -> list[Run]:
-        """By seed."""
-        return [run for (name, placed, _), run in self.runs.items() if (name, placed) == (work, strategy)]
+def simulate(scenario: Scenario) -> Run:
+    """Run it on a clock of its own. Blocks for a second or so; not for a thread with a trio loop."""
+    return trio.run(_run, scenario, clock=trio.testing.MockClock(autojump_threshold=0))
 
-    def gains(self, work: str, over: Strategy) -> list[float]:
-        """Throughput of `least_in_flight` over that of another strategy, by seed."""
-        pairs = zip(self.of(work, "least_in_flight"), self.of(work, over), strict=True)
-        return [least.rollouts_per_s / other.rollouts_per_s for least, other in pairs]
 
-    @property
-    def changed(self) -> Run:
-        """Return the run in which one backend is killed and one added."""
-        return self.of("changed", "least_in_flight")[0]
+Name = tuple[str, Strategy, int]
+"""Of a batch's kind, its strategy and its seed."""
 
-    def added_share(self) -> tuple[float, float]:
-        """In flight on the backend that was added, over the mean of all: at most, and when it has settled."""
-        shares = [
-            tasks[ADD.backend] * (len(tasks) - 1) / sum(tasks)
-            for at_s, *tasks in self.changed.in_flight
-            if ADD.at_s <= at_s <= ADD.at_s + SETTLED_S
-        ]
-        return max(shares), shares[-1]
 
-    def metrics(self) -> dict[str, float]:
-        """For the table."""
-        least = self.of("heavy", "least_in_flight")
-        peak, settled = self.added_share()
-        metrics = {
-            "balance.least_over_static": _mean(self.gains("heavy", "static_split")),
-            "balance.least_over_assignments_ever": _mean(self.gains("heavy", "assignments_ever")),
-            "balance.least_over_round_robin": _mean(self.gains("heavy", "round_robin")),
-            "balance.least_over_static_roomy": _mean(self.gains("roomy", "static_split")),
-            "balance.least_over_static_reasoning": _mean(self.gains("reasoning", "static_split")),
-            "balance.least_over_static_light": _mean(self.gains("light", "static_split")),
-            "balance.max_over_mean": _mean([run.max_over_mean for run in least]),
-            "balance.prefix_hit_rate": _mean([run.prefix_hit_rate for run in least]),
-            "balance.lost_rollouts": float(HEAVY.instances * HEAVY.rollouts - self.changed.completed),
-            "balance.moved_off_the_killed": float(self.changed.moved),
-            "balance.added_peak_over_mean": peak,
-            "balance.added_settled_over_mean": settled,
-        }
-        return {name: round(value, 3) for name, value in metrics.items()}
+def scenarios_of(*, quick: bool) -> dict[Name, Scenario]:
+    """Return the batches that are run."""
+    found: dict[Name, Scenario] = {}
 
-    def details(self) -> dict[str, float]:
-        """For the file."""
-        details = {"balance.seeds": float(len(self.of("heavy", "least_in_flight")))}
+    def plan(name: str, work: Work, strategy: Strategy, seed: int, **fields: object) -> None:
+        fewer = {"instances": work.instances // 2} if quick and name in ("light", "roomy") else {}
+        scenario = Scenario(work=msgspec.structs.replace(work, **fewer), strategy=strategy, seed=seed)
+        found[name, strategy, seed] = msgspec.structs.replace(scenario, **fields)
+
+    for seed in range(QUICK_SEEDS if quick else SEEDS):
         for strategy in STRATEGIES:
-            runs = self.of("heavy", strategy)
-            details[f"balance.{strategy}.makespan_s"] = _mean([run.makespan_s for run in runs])
-            details[f"balance.{strategy}.tokens_per_s"] = _mean([run.tokens_per_s for run in runs])
-            details[f"balance.{strategy}.max_over_mean"] = _mean([run.max_over_mean for run in runs])
-            details[f"balance.{strategy}.prefix_hit_rate"] = _mean([run.prefix_hit_rate for run in runs])
-            details[f"balance.{strategy}.least_over_min"] = min(self.gains("heavy", strategy))
-            details[f"balance.{strategy}.least_over_max"] = max(self.gains("heavy", strategy))
-        return {name: round(value, 3) for name, value in details.items()}
-
-    def table(self) -> Table:
-        """A row for each strategy, of the heavy work."""
-        table = Table(title="heavy-tailed batch, mean over seeds")
-        table.add_column("strategy")
-        for heading in ("makespan", "tokens/s", "max/mean in flight", "prefix hits", "least is faster by (min to max)"):
-            table.add_column(heading, justify="right")
-        for strategy in STRATEGIES:
-            runs, gains = self.of("heavy", strategy), self.gains("heavy", strategy)
-            table.add_row(
-                strategy,
-                f"{_mean([run.makespan_s for run in runs]):.0f} s",
-                f"{_mean([run.tokens_per_s for run in runs]):.0f}",
-                f"{_mean([run.max_over_mean for run in runs]):.2f}",
-                f"{_mean([run.prefix_hit_rate for run in runs]):.1%}",
-                f"{_mean(gains):.2f} x ({min(gains):.2f} to {max(gains):.2f})",
-            )
-        return table
+            plan("heavy", HEAVY, strategy, seed)
+    for seed in range(OTHER_SEEDS[not quick]):
+        for strategy in ("least_in_flight", "static_split"):
+            plan("light", LIGHT, strategy, seed)
+            plan("reasoning", REASONING, strategy, seed, workers=256, kv_tokens=ROOMY_KV_TOKENS)
+            plan("roomy", HEAVY, strategy, seed, kv_tokens=ROOMY_KV_TOKENS)
+    plan("changed", HEAVY, "least_in_flight", 0, events=[KILL, ADD])
+    return found
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def balance_report(runs: dict[Name, Run]) -> Report:
+    """Return the report of the runs of `scenarios_of`."""
+
+    def of(work: str, strategy: Strategy) -> list[Run]:
+        return [run for (name, placed, _), run in runs.items() if (name, placed) == (work, strategy)]
+
+    def gains(work: str, over: Strategy) -> list[float]:
+        return gains_of(of(work, "least_in_flight"), of(work, over))
+
+    heavy, (changed,) = of("heavy", "least_in_flight"), of("changed", "least_in_flight")
+    shares = [
+        tasks[ADD.backend] * (len(tasks) - 1) / sum(tasks)
+        for at_s, *tasks in changed.in_flight
+        if ADD.at_s <= at_s <= ADD.at_s + SETTLED_S
+    ]
+    details = {"balance.seeds": float(len(heavy))}
+    for strategy in STRATEGIES:
+        details |= means_of(f"balance.{strategy}", of("heavy", strategy))
+        details[f"balance.{strategy}.least_over_min"] = min(gains("heavy", strategy))
+        details[f"balance.{strategy}.least_over_max"] = max(gains("heavy", strategy))
+    return Report(
+        title="Placing tasks on 8 backends, simulated",
+        more_metrics={
+            "balance.least_over_static": fmean(gains("heavy", "static_split")),
+            "balance.least_over_assignments_ever": fmean(gains("heavy", "assignments_ever")),
+            "balance.least_over_round_robin": fmean(gains("heavy", "round_robin")),
+            "balance.least_over_static_roomy": fmean(gains("roomy", "static_split")),
+            "balance.least_over_static_reasoning": fmean(gains("reasoning", "static_split")),
+            "balance.least_over_static_light": fmean(gains("light", "static_split")),
+            "balance.max_over_mean": fmean(run.max_over_mean for run in heavy),
+            "balance.prefix_hit_rate": fmean(run.prefix_hit_rate for run in heavy),
+            "balance.lost_rollouts": float(HEAVY.instances * HEAVY.rollouts - changed.completed),
+            "balance.moved_off_the_killed": float(changed.moved),
+            "balance.added_peak_over_mean": max(shares),
+            "balance.added_settled_over_mean": shares[-1],
+        },
+        detail_metrics=details,
+        at_least={"balance.least_over_static": LEAST_OVER_STATIC, "balance.least_over_assignments_ever": 1.0},
+        at_most={"balance.max_over_mean": MAX_OVER_MEAN, "balance.lost_rollouts": 0},
+        tables=[strategy_rows("heavy-tailed batch, mean over seeds", {s: of("heavy", s) for s in STRATEGIES}, heavy)],
+        figures=[_in_flight(changed)],
+        notes=NOTES,
+    )
+
+
+def _in_flight(run: Run) -> Lines:
+    seconds, *backends = zip(*run.in_flight, strict=True)
+    return Lines(
+        title="least_in_flight, one batch",
+        x_label=f"s; backend {KILL.backend} is killed at {KILL.at_s:g}, {ADD.backend} added at {ADD.at_s:g}",
+        y_label="rollouts in flight",
+        lines=[
+            Line(label=f"backend {number}", points=list(zip(seconds, tasks, strict=True)))
+            for number, tasks in enumerate(backends)
+        ],
+        steps=True,
+    )
 
 
 async def balance(options: Options) -> Report:
     """Simulate all batches and compare; then those over HTTP."""
     tell("simulated batches")
-    figures = await trio.to_thread.run_sync(_Plan(quick=options.quick).run)
-    routed = await measure_router(quick=options.quick)
-    return BalanceReport(
-        title="Placing tasks on 8 backends, simulated",
-        series=[],
-        more_metrics=figures.metrics() | routed.more_metrics,
-        detail_metrics=figures.details() | routed.detail_metrics,
-        at_least={"balance.least_over_static": LEAST_OVER_STATIC, "balance.least_over_assignments_ever": 1.0},
-        more_tables=[figures.table(), *routed.more_tables],
-        notes=NOTES + routed.notes,
-        in_flight=figures.changed.in_flight,
-    )
+    scenarios = scenarios_of(quick=options.quick)
+    runs = await trio.to_thread.run_sync(map_in_processes, simulate, scenarios.values())
+    report = balance_report(dict(zip(scenarios, runs, strict=True)))
+    return report.joined_with(await measure_router(quick=options.quick))
 
 
 if __name__ == "__main__":

@@ -12,40 +12,33 @@ vLLM's own.
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
-from rich.table import Table
 
-from launch.paths import engine_python, model_dir
-from launch.vllm import open_vllm
-from perf.balance_batch import Batch, Work
+from perf.batch import Batch, Figures, Strategy, Work, gains_of, means_of, pool_of, strategy_rows
+from perf.engine_replay import metric_sum, read_metrics
 from perf.harness import Options, Report, run_benchmark, tell
+from prorl_launch.paths import engine_python, model_dir
+from prorl_launch.vllm import open_vllm
 from prorl_trio.http.client import HttpClient
-from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
-from prorl_trio.inference.pool.pool import Backends
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    from prorl_trio.config import Strategy
-
-__all__ = ["EngineCounts", "RealRun", "balance_vllm", "compare", "open_servers", "read_counts"]
 
 SERVERS: Final = 2
 SERVER_ARGUMENTS: Final = ("--block-size", "32", "--num-gpu-blocks-override", "300")
 SEEDS: Final = 3
 WORKERS: Final = 12
-METRICS_TIMEOUT_S: Final = 30.0
 WORK: Final = Work(
     name="real",
     instances=12,
@@ -63,12 +56,6 @@ WORK: Final = Work(
 )
 QUICK_WORK: Final = msgspec.structs.replace(WORK, instances=8)
 STRATEGIES: Final[tuple[Strategy, ...]] = ("least_in_flight", "static_split", "round_robin")
-MEANS: Final = ("makespan_s", "tokens_per_s", "max_over_mean", "prefix_hit_rate")
-_COUNTS: Final = {
-    "sampled": "vllm:generation_tokens_total",
-    "queries": "vllm:prefix_cache_queries_total",
-    "hits": "vllm:prefix_cache_hits_total",
-}
 
 
 class EngineCounts(msgspec.Struct, frozen=True):
@@ -84,22 +71,9 @@ class EngineCounts(msgspec.Struct, frozen=True):
 
 
 def read_counts(page: str) -> EngineCounts:
-    """From a metrics page. What it does not have counts as 0."""
-    found = {
-        field: sum(float(value) for value in re.findall(rf"^{name}(?:\{{.*\}})? +(\S+)", page, re.MULTILINE))
-        for field, name in _COUNTS.items()
-    }
-    return msgspec.convert(found, EngineCounts)
-
-
-class RealRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch under one strategy. See `perf.balance_world.Run`."""
-
-    makespan_s: float
-    completed: int
-    tokens_per_s: float
-    max_over_mean: float
-    prefix_hit_rate: float
+    """Return the counts on a metrics page; those that it does not have are 0."""
+    names = ("generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
+    return EngineCounts(*(metric_sum(page, f"vllm:{name}") for name in names))
 
 
 async def balance_vllm(options: Options) -> Report:
@@ -138,18 +112,31 @@ async def compare(urls: list[str], work: Work, seeds: int = 1) -> Report:
     Raises:
         BackendError: a server is not fit, or fails twice.
     """
-    runs: dict[Strategy, list[RealRun]] = {strategy: [] for strategy in STRATEGIES}
+    runs: dict[Strategy, list[Figures]] = {strategy: [] for strategy in STRATEGIES}
     first_token_id = 0
     for seed in range(seeds):
         for strategy in STRATEGIES if seed % 2 == 0 else reversed(STRATEGIES):
             tell(f"seed {seed}: {strategy}")
             first_token_id += 1000
             runs[strategy].append(await _run(work, seed, strategy, urls, first_token_id=first_token_id))
-    return _report(runs, work, len(urls))
+    ours = runs["least_in_flight"]
+    details = {"balance_vllm.rollouts": float(sum(run.completed for run in ours)), "balance_vllm.seeds": float(seeds)}
+    for strategy, of_strategy in runs.items():
+        details |= means_of(f"balance_vllm.{strategy}", of_strategy)
+    title = f"{work.instances} instances of {work.rollouts} rollouts, {WORKERS} at once, {seeds} seeds"
+    return Report(
+        title=f"Placing tasks on {len(urls)} vLLM servers",
+        more_metrics={
+            f"balance_vllm.least_over_{other}": fmean(gains_of(ours, runs[other])) for other in STRATEGIES[1:]
+        },
+        detail_metrics=details,
+        tables=[strategy_rows(title, dict(runs), ours)],
+        notes=["A batch for each seed, one run of each strategy after the other: the direction, not the size."],
+    )
 
 
-async def _run(work: Work, seed: int, strategy: Strategy, urls: list[str], *, first_token_id: int) -> RealRun:
-    backends = Backends(made_by(partial(VllmClient, max_connections=WORKERS)), strategy=strategy, random=Random(seed))
+async def _run(work: Work, seed: int, strategy: Strategy, urls: list[str], *, first_token_id: int) -> Figures:
+    backends = pool_of(partial(VllmClient, max_connections=WORKERS), strategy, Random(seed))
     try:
         for url in urls:
             await backends.add(url)
@@ -161,7 +148,7 @@ async def _run(work: Work, seed: int, strategy: Strategy, urls: list[str], *, fi
         counts = [(await _counts(url)).since(start) for url, start in zip(urls, before, strict=True)]
     finally:
         await backends.aclose()
-    return RealRun(
+    return Figures(
         makespan_s=makespan_s,
         completed=batch.completed,
         tokens_per_s=sum(count.sampled for count in counts) / makespan_s,
@@ -173,53 +160,9 @@ async def _run(work: Work, seed: int, strategy: Strategy, urls: list[str], *, fi
 async def _counts(url: str) -> EngineCounts:
     http = HttpClient(url)
     try:
-        return read_counts((await http.request("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)).body.decode())
+        return read_counts(await read_metrics(http))
     finally:
         http.close()
-
-
-def _report(runs: dict[Strategy, list[RealRun]], work: Work, servers: int) -> Report:
-    """Report on the runs of each strategy, by seed."""
-    gains = {
-        strategy: [
-            other.makespan_s / least.makespan_s for other, least in zip(run, runs["least_in_flight"], strict=True)
-        ]
-        for strategy, run in runs.items()
-    }
-    seeds = len(runs["least_in_flight"])
-    details: dict[str, float] = {}
-    table = Table(title=f"{work.instances} instances of {work.rollouts} rollouts, {WORKERS} at once, {seeds} seeds")
-    table.add_column("strategy")
-    for heading in ("makespan", "tokens/s", "max/mean in flight", "prefix hits", "least_in_flight is faster by"):
-        table.add_column(heading, justify="right")
-    for strategy, run in runs.items():
-        means = {name: _mean([getattr(each, name) for each in run]) for name in MEANS}
-        table.add_row(
-            strategy,
-            f"{means['makespan_s']:.0f} s",
-            f"{means['tokens_per_s']:.0f}",
-            f"{means['max_over_mean']:.2f}",
-            f"{means['prefix_hit_rate']:.1%}",
-            f"{_mean(gains[strategy]):.2f} x ({min(gains[strategy]):.2f} to {max(gains[strategy]):.2f})",
-        )
-        details |= {f"balance_vllm.{strategy}.{name}": round(value, 3) for name, value in means.items()}
-    rollouts = sum(run.completed for run in runs["least_in_flight"])
-    return Report(
-        title=f"Placing tasks on {servers} vLLM servers",
-        series=[],
-        more_metrics={
-            f"balance_vllm.least_over_{strategy}": round(_mean(gained), 3)
-            for strategy, gained in gains.items()
-            if strategy != "least_in_flight"
-        },
-        detail_metrics=details | {"balance_vllm.rollouts": float(rollouts), "balance_vllm.seeds": float(seeds)},
-        more_tables=[table],
-        notes=["A batch for each seed, one run of each strategy after the other: the direction, not the size."],
-    )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from ipc.session import Accepted
-from launch.node import open_node_process
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark, tell
+from perf.rollouts import math_job, open_engine, submit_all
+from prorl_launch.node import open_node_process
 from prorl_trio.client import connect
-from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
-from prorl_trio.testing.tiny_model import make_tiny_model
-from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -32,14 +29,11 @@ if TYPE_CHECKING:
     from prorl_trio.client import RolloutClient
     from prorl_trio.testing.fake_engine import FakeEngine
 
-__all__ = ["benchmark"]
-
 QUICK_ROUNDS, ROUNDS = 10, 100
 WARM_UP_ROUNDS: Final = 1
 TURN_TEXT: Final = '<tool_call>{"name": "ipython", "arguments": {"code": "import time; time.sleep(600)"}}</tool_call>'
 SETTLE_S: Final = 0.5
 """A tool that was called before so long is at work."""
-MAX_MODEL_LEN: Final = 8000
 
 
 class _Rig:
@@ -73,11 +67,7 @@ class _Rig:
     async def _begin(self) -> str:
         self._begun += 1
         job_id = f"cancelled-{self._begun}"
-        instance = TaskInstance(instance_id=job_id, handler="math", payload={"question": "6 * 7?", "answer": "42"})
-        spec = JobSpec(job_id=job_id, instance=instance, sampling=SamplingParams(max_output_tokens=200))
-        (answer,) = await self._client.submit([spec])
-        if not isinstance(answer, Accepted):
-            raise RuntimeError(f"job {job_id} was rejected: {answer.message}")
+        await submit_all(self._client, [math_job(job_id)])
         return job_id
 
     async def _cancel(self, job_id: str) -> float:
@@ -95,14 +85,8 @@ class _Rig:
 
 @asynccontextmanager
 async def _open_rig(folder: Path) -> AsyncIterator[_Rig]:
-    tiny = await trio.to_thread.run_sync(make_tiny_model, folder / "model")
-    ids = tiny.turn(TURN_TEXT)
-    engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=MAX_MODEL_LEN)
-    config: dict[str, object] = {
-        "model": {"path": str(folder / "model")},
-        "sandbox": {"max_warm": 0},
-    }
-    async with open_fake_engine(script=lambda _: (ids, [-0.5] * len(ids), "stop"), config=engine_config) as engine:
+    config: dict[str, object] = {"model": {"path": str(folder / "model")}, "sandbox": {"max_warm": 0}}
+    async with open_engine(folder / "model", TURN_TEXT) as engine:
         config["backends"] = {"urls": [engine.url], "required": True}
         async with (
             open_node_process(config, folder=folder, log_file=folder / "node.log") as node,

@@ -7,17 +7,13 @@ behaves as the family's does. There are no weights. For ids that can be counted 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from perf.chat_family_templates import FAMILY_MARKUP, FAMILY_TEMPLATES, FAMILY_TOKENS
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
-
-__all__ = ["ALL_CHAT_FAMILIES", "CHAT_FAMILIES", "ChatFamily", "write_family_model"]
 
 ChatFamily = Literal[
     "smollm2", "qwen2.5", "qwen3", "qwen3-coder", "glm", "deepseek", "llama", "mistral", "gemma", "gpt-oss"
@@ -38,6 +34,76 @@ _CORPUS = (
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+_CHATML: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+FAMILY_TOKENS: Final[dict[str, tuple[str, ...]]] = {
+    "smollm2": _CHATML,
+    "qwen2.5": _CHATML,
+    "qwen3": _CHATML,
+    "qwen3-coder": _CHATML,
+    "glm": ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+    "deepseek": (
+        "<｜end▁of▁sentence｜>",
+        "<｜begin▁of▁sentence｜>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        *(f"<｜tool▁{part}▁{end}｜>" for part in ("calls", "call", "outputs", "output") for end in ("begin", "end")),
+        "<｜tool▁sep｜>",
+    ),
+    "llama": (
+        "<|end_of_text|>",
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|python_tag|>",
+    ),
+    "mistral": (
+        "</s>",
+        "<s>",
+        *(
+            f"[{end}{part}]"
+            for part in ("INST", "SYSTEM_PROMPT", "TOOL_RESULTS", "AVAILABLE_TOOLS")
+            for end in ("", "/")
+        ),
+        "[TOOL_CALLS]",
+    ),
+    "gemma": ("<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+    "gpt-oss": (
+        "<|return|>",
+        "<|startoftext|>",
+        *(f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "call")),
+    ),
+}
+"""The control tokens; the first one ends a sequence."""
+
+FAMILY_MARKUP: Final[dict[str, tuple[str, ...]]] = {
+    "glm": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+}
+"""Tokens of an assistant's markup that only this family has."""
+
+
+def _qwen(default_system: str, *, thinks: bool, example: str = '{"name": <name>, "arguments": <object>}') -> str:
+    named = _template("qwen").replace("DEFAULT_SYSTEM", repr(default_system)).replace("THINKS", repr(thinks))
+    return named.replace("EXAMPLE", example)
+
+
+def _template(name: str) -> str:
+    return (Path(__file__).parent / "families" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+FAMILY_TEMPLATES: Final[dict[str, str]] = {
+    "qwen2.5": _qwen("You are Qwen. You are a helpful assistant.", thinks=False),
+    "qwen3": _qwen("", thinks=True),
+    "qwen3-coder": _qwen(
+        "", thinks=False, example=r"<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>"
+    ),
+    **{name: _template(name) for name in FAMILY_TOKENS if not name.startswith("qwen")},
+}
+"""Chat templates that behave as those of the families do: the same control tokens in the same places."""
 
 
 def write_family_model(

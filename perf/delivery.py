@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import secrets
 import sys
 import tempfile
+import threading
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +27,159 @@ import msgspec
 import numpy as np
 import trio
 
-from ipc.arena_socket import open_mapped_arena
-from ipc.nursery import open_single_nursery
-from ipc.session import Ack, AttachArena, OutcomeFrame, OutcomeRefFrame, ServerFrame, ServerMessage
-from ipc.websocket import CloseCode, LinkLimits, WebSocketLink, open_client_link
-from perf.delivery_source import BYTES_PER_TOKEN, SourceAddress, open_source
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
-from prorl_trio.types.models import Outcome
-from prorl_trio.types.outcome_refs import join_outcome
+from perf.processes import open_child
+from prorl_ipc.arena import BLOCK_TOKENS, open_arena
+from prorl_ipc.arena_socket import open_mapped_arena, serve_arena
+from prorl_ipc.errors import ChannelBroken
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import (
+    Ack,
+    AttachArena,
+    ClientFrame,
+    ClientMessage,
+    OutcomeFrame,
+    OutcomeRefFrame,
+    ServerFrame,
+    ServerMessage,
+)
+from prorl_ipc.websocket import CloseCode, LinkLimits, WebSocketLink, open_client_link, open_server_link
+from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory
+from prorl_trio.types.outcome_refs import join_outcome, split_outcome
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from ipc.arena_socket import MappedArena
+    from prorl_ipc.arena import Arena, TokenBuffer
+    from prorl_ipc.arena_socket import MappedArena
 
-__all__ = ["benchmark"]
+PROMPT_SHARE = 32
+"""So much of an outcome is its prompt."""
+VOCABULARY = 150_000
+BYTES_PER_TOKEN = 9
+ROOM = 2
+"""The arena is so many times as large as what is in it."""
+
+
+class SourceAddress(msgspec.Struct, frozen=True):
+    """The addresses of the source."""
+
+    port: int
+    json_port: int
+    arena_socket: str
+    token: str
+
+
+@asynccontextmanager
+async def serve_source(folder: str, count: int, tokens: int) -> AsyncIterator[SourceAddress]:
+    """Serve so many distinct outcomes of so many tokens by three ways: the node's side, in a process of its own."""
+    token = secrets.token_hex(16)
+    with open_arena(ROOM * count * max(tokens, BLOCK_TOKENS) * BYTES_PER_TOKEN + 2**20) as arena:
+        stored = [_store(arena, number, tokens) for number in range(count)]
+        with _serve_json([outcome for outcome, _ in stored]) as json_port:
+            async with open_single_nursery() as nursery:
+                path = Path(folder, "arena")
+                await nursery.start(partial(serve_arena, arena, path, admits=token.__eq__))
+                (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+                nursery.start_soon(trio.serve_listeners, partial(_serve_link, arena, stored), [listener])
+                yield SourceAddress(listener.socket.getsockname()[1], json_port, str(path), token)
+                nursery.cancel_scope.cancel()
+
+
+def _store(arena: Arena, number: int, tokens: int) -> tuple[Outcome, TokenBuffer]:
+    """Make an outcome whose arrays are in the arena."""
+    random = np.random.default_rng(number)
+    buffer = arena.open_nowait()
+    ids = random.integers(0, VOCABULARY, tokens, dtype=np.int32)
+    prompt_tokens = tokens // PROMPT_SHARE
+    buffer.append(ids[:prompt_tokens])
+    sampled = ids[prompt_tokens:]
+    buffer.append(sampled, -random.exponential(size=len(sampled)).astype(np.float32))
+    buffer.seal()
+    span = PolicySpan(start=prompt_tokens, end=tokens, policy_version="1", engine="perf")
+    segment = Segment.over_arrays(*buffer.arrays(), [span])
+    outcome = Outcome(
+        job_id=f"job-{number}",
+        instance_id=f"instance-{number}",
+        group_id="",
+        status="completed",
+        reward=1.0,
+        cause=None,
+        error="",
+        trajectory=Trajectory(segments=[segment], turns=[], stop_reason="finished"),
+        details={},
+        timing=Timing(run_s=1.0),
+    )
+    return outcome, buffer
+
+
+async def _serve_link(arena: Arena, stored: Sequence[tuple[Outcome, TokenBuffer]], stream: trio.SocketStream) -> None:
+    """A trainer's connection: outcomes follow as far as the last `Ack` allows; by reference after `AttachArena`."""
+    encode = msgspec.msgpack.Encoder().encode
+    decode = msgspec.msgpack.Decoder(ClientMessage).decode
+    sent, allowed, attached = 0, 0, False
+
+    def next_frame() -> bytes | None:
+        nonlocal sent
+        if sent == allowed:
+            return None
+        sent += 1
+        outcome, buffer = stored[sent % len(stored)]
+        if attached:
+            assert buffer.ref is not None
+            return encode(split_outcome(sent, outcome, [buffer.ref]))
+        return encode(OutcomeFrame(cursor=sent, job_id=outcome.job_id, outcome=msgspec.Raw(encode(outcome))))
+
+    async def read(link: WebSocketLink[ClientFrame]) -> None:
+        nonlocal allowed, attached
+        try:
+            while True:
+                match await link.receive():
+                    case Ack(cursor=cursor):
+                        allowed = cursor
+                        link.wake()
+                    case AttachArena(reader_id=reader_id):
+                        attached = arena.has_reader(reader_id)
+        except ChannelBroken:
+            link.end(1000, "")
+
+    async with open_server_link(stream, decode, LinkLimits()) as link:
+        link.trust()
+        link.batches = True
+        await link.run(partial(read, link), next_frame)
+
+
+@contextmanager
+def _serve_json(outcomes: Sequence[Outcome]) -> Iterator[int]:
+    """The way of the reference: lists of numbers, as JSON, in the answer to a request. Yields the port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            outcome = outcomes[int(self.path.rsplit("/", 1)[1]) % len(outcomes)]
+            assert outcome.trajectory is not None
+            segment = outcome.trajectory.segments[0]
+            arrays = {name: getattr(segment, name).tolist() for name in ("token_ids", "logprobs", "loss_mask")}
+            body = json.dumps({"job_id": outcome.job_id, "reward": outcome.reward} | arrays).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
 
 OUTCOMES = 64
 QUICK_ROUNDS, ROUNDS = 15, 60
@@ -199,16 +341,16 @@ async def benchmark(options: Options) -> Report:
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
         series = await measure_interleaved(cases, rounds=rounds, warm_up_rounds=WARM_UP_ROUNDS)
     ways = [(one, SMALL if one.case.name.endswith("_small") else LARGE) for one in series if one.case.self_timed]
-    metrics = {f"{one.case.name}_mb_s": round(1e3 * load.megabytes / one.percentile(50), 1) for one, load in ways}
+    metrics = {f"{one.case.name}_mb_s": 1e3 * load.megabytes / one.percentile(50) for one, load in ways}
     return Report(
         title=f"delivery of outcomes of {LARGE.tokens:,} tokens, and of {SMALL.tokens:,}",
         series=series,
         more_metrics=metrics
         | {
             "deliver.shm_arrays_copied": by_ref.outside + small_ref.outside,
-            "deliver.shm_bytes_per_token": round(by_ref.bytes_per_token, 4),
-            "wire.bytes_per_token": round(by_ws.bytes_per_token, 4),
-            "deliver.json_bytes_per_token": round(by_json.bytes_per_token, 2),
+            "deliver.shm_bytes_per_token": by_ref.bytes_per_token,
+            "wire.bytes_per_token": by_ws.bytes_per_token,
+            "deliver.json_bytes_per_token": by_json.bytes_per_token,
         },
         at_least={"deliver.ws_mb_s": WS_AT_LEAST_MB_S, "deliver.shm_mb_s": SHM_AT_LEAST_MB_S},
         notes=["MB/s count 9 bytes a token, whatever crosses the socket; both processes share this machine's cores"],
@@ -220,7 +362,8 @@ async def _open_ways(load: Load) -> AsyncIterator[tuple[LinkTrainer, LinkTrainer
     """A source of such outcomes, and its trainers: by reference, by WebSocket, by JSON. All end with the block."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-perf-")))
-        source = await stack.enter_async_context(open_source(folder, outcomes=OUTCOMES, tokens=load.tokens))
+        child = open_child(serve_source, str(folder), OUTCOMES, load.tokens, ready=SourceAddress)
+        _, source = await stack.enter_async_context(child)
         mapped = await stack.enter_async_context(open_mapped_arena(source.arena_socket, token=source.token))
         by_ref, by_ws = LinkTrainer(load, mapped), LinkTrainer(load)
         by_json = JsonTrainer(load, source.json_port)

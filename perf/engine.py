@@ -14,33 +14,39 @@ import sys
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
-from rich.table import Table
 
-from launch.node import open_node_process
-from launch.paths import engine_python, model_dir
-from launch.vllm import open_vllm
-from perf.engine_replay import EngineSeen, recorded_turns, replay, watch_engine
-from perf.engine_slots import PlacedRollout, Slots, account, place_calls
-from perf.harness import Options, Report, run_benchmark, tell
-from perf.process_cpu import NO_PROCESS, all_processes, tree_of
+from perf.engine_replay import (
+    EngineSeen,
+    PlacedRollout,
+    Slots,
+    account,
+    place_calls,
+    recorded_turns,
+    replay,
+    watch_engine,
+)
+from perf.harness import CAPTIONS, CannotRun, Options, Report, Rows, run_benchmark, tell
+from perf.processes import process_time, tree_time
+from prorl_launch.node import open_node_process
+from prorl_launch.paths import engine_python, model_dir
+from prorl_launch.vllm import open_vllm
 from prorl_trio.client import connect
-from prorl_trio.client.collect import make_jobs
-from prorl_trio.client.word_problems import word_problem
+from prorl_trio.runs.collect import make_jobs
+from prorl_trio.tasks.sets.word_problems import word_problem
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable, Sequence
 
-    from launch.node import NodeProcess
-    from launch.vllm import VllmProcess
+    from prorl_launch.node import NodeProcess
+    from prorl_launch.vllm import VllmProcess
     from prorl_trio.client import RolloutClient
     from prorl_trio.types.models import JobSpec, Outcome, TaskInstance
-
-__all__ = ["Round", "Scale", "benchmark", "measure"]
 
 LEAST_SHARE: Final = 0.95
 MIN_COMPLETED_SHARE: Final = 0.95
@@ -48,16 +54,7 @@ MIN_COMPLETED_SHARE: Final = 0.95
 TEMPERATURE: Final = 0.7
 """So that the model writes programs that run, more often than not."""
 WARM_UP_ROLLOUTS: Final = 2
-NOTES: Final = (
-    "share: sampled tokens per second of the run over those of the bare loop. Without the tail both are taken to the "
-    "start of their last rollout: from then on slots get empty, in both, and a longer run has as short a tail.",
-    "The share is the product of two: slots in calls (the run's over the loop's), and the speed of a call, by which "
-    "the run's is slower where sandboxes and the node take the cores that the engine computes on.",
-    "The bare loop asks for the recorded prompts, with what it sampled itself in place of what the run sampled, and "
-    "for as many tokens: prefixes are cached alike.",
-    "cpu_share: the engine's seconds of CPU over those of engine, node and sandboxes together. Where the engine "
-    "computes on the same cores it bounds the share, and hardly depends on what else the machine does.",
-)
+NOTES: Final = CAPTIONS["engine"]
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,11 +86,7 @@ class Cpu(msgspec.Struct, frozen=True, kw_only=True):
 
     def since(self, before: Cpu) -> Cpu:
         """Return the seconds since `before`."""
-        return Cpu(
-            engine_s=self.engine_s - before.engine_s,
-            node_s=self.node_s - before.node_s,
-            sandboxes_s=self.sandboxes_s - before.sandboxes_s,
-        )
+        return Cpu(**{name: getattr(self, name) - getattr(before, name) for name in self.__struct_fields__})
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +103,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 async def benchmark(options: Options) -> Report:
     """Start an engine and a node, and compare."""
     if not engine_python().exists():
-        raise SystemExit("there is no engine here to measure: run `make engine`")
+        raise CannotRun("there is no engine here to measure: run `make engine`")
     scale = QUICK if options.quick else FULL
     with tempfile.TemporaryDirectory(prefix="prorl-engine-") as folder:
         async with _open_engine_and_node(Path(folder), scale) as (engine, node):
@@ -211,13 +204,8 @@ async def _run(client: RolloutClient, jobs: list[JobSpec]) -> tuple[list[Outcome
 
 def cpu_of(engine_pid: int, node_pid: int) -> Cpu:
     """Return the seconds of CPU so far. What is ended and waited for counts to the process that waited."""
-    stats = all_processes()
-    node = stats.get(node_pid, NO_PROCESS)
-    return Cpu(
-        engine_s=sum(stats[pid].own_s for pid in tree_of(engine_pid, stats)),
-        node_s=node.own_s,
-        sandboxes_s=node.ended_s,
-    )
+    node = process_time(node_pid)
+    return Cpu(engine_s=tree_time(engine_pid).own_s, node_s=node.own_s, sandboxes_s=node.ended_s)
 
 
 def report_of(rounds: list[Round], scale: Scale) -> Report:
@@ -233,7 +221,7 @@ def report_of(rounds: list[Round], scale: Scale) -> Report:
         "engine.share_without_tail": steady_run.tokens_per_s / steady_bare.tokens_per_s,
         "engine.share_min": min(shares),
         "engine.share_max": max(shares),
-        "engine.busy_share": _mean([r.run_engine.busy_share for r in rounds]),
+        "engine.busy_share": fmean([r.run_engine.busy_share for r in rounds]),
         "engine.calls_share": run.calls / bare.calls,
         "engine.call_speed_share": run.tokens_per_call_s / bare.tokens_per_call_s,
         "engine.cpu_share": sum(r.run_cpu.engine_s for r in rounds) / sum(r.run_cpu.all_s for r in rounds),
@@ -248,8 +236,8 @@ def report_of(rounds: list[Round], scale: Scale) -> Report:
         "engine.calls": float(sum(len(rollout.calls) for r in rounds for rollout in r.run)),
         "engine.sandbox_cpu_s": sum(r.run_cpu.sandboxes_s for r in rounds) / sum(len(r.run) for r in rounds),
         "engine.node_cpu_s": sum(r.run_cpu.node_s for r in rounds) / sum(len(r.run) for r in rounds),
-        "engine.mean_running": _mean([r.run_engine.mean_running for r in rounds]),
-        "engine.bare_mean_running": _mean([r.bare_engine.mean_running for r in rounds]),
+        "engine.mean_running": fmean([r.run_engine.mean_running for r in rounds]),
+        "engine.bare_mean_running": fmean([r.bare_engine.mean_running for r in rounds]),
         "engine.call_outside_share": 1 - sum(r.run_engine.latency_s for r in rounds) / call_s,
         **{f"engine.slots.{name}": getattr(run, name) for name in SLOT_ROWS},
         **{f"engine.bare_slots.{name}": getattr(bare, name) for name in SLOT_ROWS},
@@ -257,11 +245,10 @@ def report_of(rounds: list[Round], scale: Scale) -> Report:
     title = f"{scale.questions * scale.rollouts} rollouts, {scale.slots} at a time, {len(rounds)} rounds"
     return Report(
         title=f"The engine's share: {title}",
-        series=[],
-        more_metrics={name: round(value, 3) for name, value in metrics.items()},
-        detail_metrics={name: round(value, 4) for name, value in details.items()},
+        more_metrics=metrics,
+        detail_metrics=details,
         at_least={"engine.share": LEAST_SHARE},
-        more_tables=[_slot_table(run, bare, steady_run, steady_bare), _cpu_table(rounds)],
+        tables=[_slot_rows((run, bare, steady_run, steady_bare)), _cpu_rows(rounds)],
         notes=list(NOTES),
     )
 
@@ -275,34 +262,33 @@ SLOT_ROWS: Final = {
 }
 
 
-def _slot_table(run: Slots, bare: Slots, steady_run: Slots, steady_bare: Slots) -> Table:
-    table = Table(title="where the time of the slots goes")
-    table.add_column("")
-    for heading in ("run", "bare", "run, without the tail", "bare, without the tail"):
-        table.add_column(heading, justify="right")
-    every = (run, bare, steady_run, steady_bare)
-    for name, said in SLOT_ROWS.items():
-        table.add_row(said, *(f"{getattr(slots, name):.1%}" for slots in every))
-    table.add_row("tokens per second of a call", *(f"{slots.tokens_per_call_s:.2f}" for slots in every))
-    table.add_row("tokens per second", *(f"{slots.tokens_per_s:.1f}" for slots in every))
-    table.add_row("seconds", *(f"{slots.wall_s:.1f}" for slots in every))
-    return table
+def _slot_rows(every: Sequence[Slots]) -> Rows:
+    figures: dict[str, Callable[[Slots], str]] = {
+        said: (lambda slots, name=name: f"{getattr(slots, name):.1%}")  # type: ignore[misc]  # mypy infers no default
+        for name, said in SLOT_ROWS.items()
+    }
+    figures |= {
+        "tokens per second of a call": lambda slots: f"{slots.tokens_per_call_s:.2f}",
+        "tokens per second": lambda slots: f"{slots.tokens_per_s:.1f}",
+        "seconds": lambda slots: f"{slots.wall_s:.1f}",
+    }
+    rows = [[said, *map(cell, every)] for said, cell in figures.items()]
+    headings = ["", "run", "bare", "run, without the tail", "bare, without the tail"]
+    return Rows(title="where the time of the slots goes", headings=headings, rows=rows)
 
 
-def _cpu_table(rounds: list[Round]) -> Table:
+def _cpu_rows(rounds: list[Round]) -> Rows:
     """Return who had the cores, and the CPU that a token took the engine: idle time and others are not told apart."""
     cores = len(os.sched_getaffinity(0))
-    table = Table(title=f"CPU seconds, and their share of {cores} cores")
-    table.add_column("")
-    for heading in ("run", "bare"):
-        table.add_column(heading, justify="right")
-    walls = [sum(max(rollout.end_s for rollout in rollouts) for rollouts in kind) for kind in _kinds(rounds)]
+    kinds = ([r.run for r in rounds], [r.bare for r in rounds])
+    walls = [sum(max(rollout.end_s for rollout in rollouts) for rollouts in kind) for kind in kinds]
     used = ([r.run_cpu for r in rounds], [r.bare_cpu for r in rounds])
+    rows = []
     for name, said in (("engine_s", "engine"), ("node_s", "node"), ("sandboxes_s", "sandboxes that have ended")):
         seconds = [sum(getattr(cpu, name) for cpu in kind) for kind in used]
-        table.add_row(said, *(f"{s:.1f} ({s / (wall * cores):.1%})" for s, wall in zip(seconds, walls, strict=True)))
-    table.add_row("engine, ms a token", *(f"{ms:.2f}" for ms in _engine_ms_per_token(rounds)))
-    return table
+        rows.append([said, *(f"{s:.1f} ({s / (wall * cores):.1%})" for s, wall in zip(seconds, walls, strict=True))])
+    rows.append(["engine, ms a token", *(f"{ms:.2f}" for ms in _engine_ms_per_token(rounds))])
+    return Rows(title=f"CPU seconds, and their share of {cores} cores", headings=["", "run", "bare"], rows=rows)
 
 
 def _engine_ms_per_token(rounds: list[Round]) -> tuple[float, float]:
@@ -310,10 +296,6 @@ def _engine_ms_per_token(rounds: list[Round]) -> tuple[float, float]:
     tokens = sum(call.tokens for r in rounds for rollout in r.run for call in rollout.calls)
     run_s, bare_s = sum(r.run_cpu.engine_s for r in rounds), sum(r.bare_cpu.engine_s for r in rounds)
     return 1e3 * run_s / tokens, 1e3 * bare_s / tokens
-
-
-def _kinds(rounds: list[Round]) -> tuple[list[list[PlacedRollout]], list[list[PlacedRollout]]]:
-    return [r.run for r in rounds], [r.bare for r in rounds]
 
 
 def _joined(every: list[Slots]) -> Slots:
@@ -324,10 +306,6 @@ def _joined(every: list[Slots]) -> Slots:
         for name in ("tokens_per_s", *SLOT_ROWS)
     }
     return msgspec.structs.replace(every[0], wall_s=wall_s, **means)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 if __name__ == "__main__":

@@ -21,23 +21,17 @@ from typing import Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
-from ipc.session import Accepted
-from launch.supervised import open_supervised
 from perf.harness import Options, Report, run_benchmark, tell
+from perf.rollouts import math_job, open_engine, submit_all
+from prorl_ipc.nursery import open_single_nursery
+from prorl_launch.supervised import open_supervised
 from prorl_trio.client import connect
-from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
-from prorl_trio.testing.tiny_model import make_tiny_model
-from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
-
-__all__ = ["Delivered", "benchmark", "measure_delivery"]
 
 QUICK_JOBS, JOBS = 60, 400
 QUICK_KILLS, KILLS = 3, 20
 READY_POLL_S: Final = 0.05
 READY_TIMEOUT_S: Final = 300.0
 GRACE_S: Final = 3.0
-MAX_MODEL_LEN: Final = 8000
 TOOL_TEXT: Final = '<tool_call>{"name": "ipython", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
 
 
@@ -101,13 +95,7 @@ async def measure_delivery(folder: Path, *, jobs: int, kills: int) -> Delivered:
     Raises:
         RuntimeError: a job was rejected.
     """
-    tiny = await trio.to_thread.run_sync(make_tiny_model, folder / "model")
-    config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=MAX_MODEL_LEN)
-    ids = tiny.turn(TOOL_TEXT)
-    async with (
-        open_fake_engine(script=lambda _: (ids, [-0.5] * len(ids), "stop"), config=config) as engine,
-        open_single_nursery() as nursery,
-    ):
+    async with open_engine(folder / "model", TOOL_TEXT) as engine, open_single_nursery() as nursery:
         tables: dict[str, object] = {
             "model": {"path": str(folder / "model")},
             "ledger": {"dir": str(folder / "ledger")},
@@ -130,9 +118,7 @@ async def _deliver(node: _Node, jobs: int, kills: int) -> Delivered:
             await trio.sleep(READY_POLL_S)
     async with connect(token=node.token, endpoint_file=node.endpoint_file) as client:
         began_s = time.monotonic()
-        for answer in await client.submit([_spec(f"job-{number}") for number in range(jobs)]):
-            if not isinstance(answer, Accepted):
-                raise RuntimeError(f"job {answer.job_id} was rejected: {answer.message}")
+        await submit_all(client, [math_job(f"job-{number}", max_turns=2) for number in range(jobs)])
         async for outcome in client.results():
             seen[outcome.job_id] += 1
             failed += outcome.status != "completed"
@@ -152,11 +138,6 @@ async def _deliver(node: _Node, jobs: int, kills: int) -> Delivered:
     )
 
 
-def _spec(job_id: str) -> JobSpec:
-    instance = TaskInstance(instance_id=job_id, handler="math", payload={"question": "6 * 7?", "answer": "42"})
-    return JobSpec(job_id=job_id, instance=instance, sampling=SamplingParams(max_output_tokens=200), max_turns=2)
-
-
 async def benchmark(options: Options) -> Report:
     """Deliver jobs without kills, then with them."""
     jobs, kills = (QUICK_JOBS, QUICK_KILLS) if options.quick else (JOBS, KILLS)
@@ -172,7 +153,6 @@ async def benchmark(options: Options) -> Report:
     }
     return Report(
         title="jobs through a node that is killed with -9",
-        series=[],
         more_metrics=metrics,
         at_most={f"faults.{name}.{field}": 0 for name in runs for field in ("lost", "doubled")},
         notes=[

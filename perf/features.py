@@ -19,16 +19,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from perf.finding_report import report_finding
-from perf.findings import CannotRun, Finding, Rows
-from perf.harness import run_benchmark, tell
+from perf.harness import CAPTIONS, CannotRun, Finding, Rows, run_benchmark, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perf.harness import Options, Report
-
-__all__ = ["FEATURES", "Feature", "Proof", "measure_features"]
+    from perf.harness import Options
 
 ROOT: Final = Path(__file__).parents[1]
 WROTE_RESULTS: Final = (0, 1)
@@ -47,96 +43,15 @@ class Feature(msgspec.Struct, frozen=True, kw_only=True):
     column: bool = False
 
 
-FEATURES: Final = [
-    Feature(
-        name="Training-rollout decoupled",
-        claim="Table 1",
-        column=True,
-        tests=[
-            "tests/integration/test_node.py::test_a_trainer_that_comes_back_finds_its_outcomes",
-            "tests/integration/test_any_trainer.py::test_a_loop_of_ones_own",
-            "tests/integration/test_stranger_client.py::test_a_client_written_from_the_page_alone_gets_its_rollouts",
-        ],
-    ),
-    Feature(
-        name="Rootless sandbox",
-        claim="Table 1",
-        column=True,
-        tests=[
-            "tests/integration/test_sandbox_leaks.py::test_as_a_normal_user",
-            "tests/integration/test_sandbox_escape.py::test_no_mounts_and_no_privileges",
-        ],
-    ),
-    Feature(
-        name="Scaffold-independent",
-        claim="Table 1",
-        column=True,
-        tests=[
-            "tests/integration/test_handler_example.py::test_the_handler_of_the_example",
-            "tests/component/test_agent_dialogues.py::test_agents_that_are_asked_have_segments_of_their_own",
-        ],
-    ),
-    Feature(
-        name="Clients of the paper's HTTP interface work",
-        claim="3.1",
-        tests=["tests/integration/test_prorl_client.py::test_a_batch_as_its_trainers_run_one"],
-    ),
-    Feature(
-        name="A failing stage gives a well-formed outcome",
-        claim="3.2.1, 3.3.4",
-        tests=["tests/component/test_pipeline.py::test_a_failure_is_data_with_its_cause_and_without_a_reward"],
-    ),
-    Feature(
-        name="One sandbox cannot reach another, or the network",
-        claim="3.2.2",
-        tests=[
-            "tests/integration/test_sandbox_escape.py::test_one_sandbox_cannot_reach_another",
-            "tests/integration/test_sandbox_escape.py::test_no_network_not_even_loopback_or_abstract_sockets",
-        ],
-    ),
-    Feature(
-        name="LLM servers come and go while jobs run",
-        claim="3.3.2",
-        tests=["tests/integration/test_node.py::test_jobs_wait_for_a_backend_and_backends_come_and_go"],
-    ),
-    Feature(
-        name="Token in, token out",
-        claim="3.3.3",
-        tests=["tests/integration/test_node.py::test_a_rollout_from_the_trainer_to_the_sandbox_and_back"],
-    ),
-    Feature(
-        name="Time in queues is charged to no budget",
-        claim="3.3.4",
-        tests=["tests/component/test_pipeline.py::test_waiting_in_a_queue_is_not_charged_to_a_budget"],
-    ),
-    Feature(
-        name="A cancelled job leaves nothing",
-        claim="3.3.4",
-        tests=["tests/integration/test_node.py::test_cancel_ends_the_sandbox_and_the_call"],
-    ),
-    Feature(
-        name="A shutdown drains, and leaves no container",
-        claim="3.3.4",
-        tests=[
-            "tests/integration/test_node.py::test_drain_lets_jobs_finish_and_takes_nothing_new",
-            "tests/integration/test_node.py::test_a_second_signal_cancels",
-        ],
-    ),
-]
-PAPER_TABLE: Final = [
-    ["SkyRL-Agent", "no", "no", "yes"],
-    ["VeRL-Tool", "no", "no", "yes"],
-    ["Agent Lightning", "no", "no", "no"],
-    ["rLLM", "no", "no", "yes"],
-    ["GEM", "no", "no", "yes"],
-    ["ProRL Agent", "yes", "yes", "yes"],
-]
-CAPTION: Final = [
-    "The rows of other frameworks, and that of ProRL Agent, are the paper's word; nothing of them was run here. A "
-    "`yes` of ours is the result of the tests in the table below it, which ran for this report.",
-    "What differs: the paper lists its features, and this table tests them. Those below Table 1's three columns are "
-    "what the paper's section 3 claims of itself.",
-]
+class _Table(msgspec.Struct, frozen=True):
+    others: list[list[str]]
+    feature: list[Feature]
+
+
+_TABLE: Final = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Table)
+FEATURES: Final = _TABLE.feature
+PAPER_TABLE: Final = _TABLE.others
+CAPTION: Final = CAPTIONS["features"]
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,6 +136,7 @@ def finding_of(proofs: Sequence[Proof]) -> Finding:
         ],
     )
     return Finding(
+        title="features, proven by tests",
         tables=[comparison, evidence],
         caption=CAPTION,
         metrics={
@@ -234,10 +150,5 @@ def finding_of(proofs: Sequence[Proof]) -> Finding:
     )
 
 
-async def features(options: Options) -> Report:
-    """Table 1, as a benchmark on its own."""
-    return report_finding("features, proven by tests", await measure_features(options))
-
-
 if __name__ == "__main__":
-    sys.exit(run_benchmark(features))
+    sys.exit(run_benchmark(measure_features))

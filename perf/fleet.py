@@ -2,35 +2,303 @@
 
     python -m perf.fleet [--quick] [--json FILE]
 
-`prorl-trio slurm up` starts each fleet on a Slurm of its own (`launch/slurm/cluster.sh`), whose machines have a
-network, a name and a /tmp each; one client gives it work, rollouts in real sandboxes. All of them share the processors
-of this machine, so a rollout waits: for its engine, and for a tool call that sleeps. Wants root, and Slurm's daemons.
+`prorl-trio slurm up` starts each fleet on a Slurm of its own (`launch/prorl_launch/slurm/cluster.sh`), whose machines
+have a network, a name and a /tmp each; one client gives it work, rollouts in real sandboxes. All of them share the
+processors of this machine, so a rollout waits: for its engine, and for a tool call that sleeps. Wants root, and Slurm's
+daemons.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Final
 
-from perf.children import open_child, raise_file_limit
-from perf.finding_report import report_finding
-from perf.findings import CannotRun, Finding, Line, Lines, Rows
-from perf.fleet_cluster import open_cluster
-from perf.fleet_engine import FleetEngine
-from perf.fleet_load import FleetScale, measure_fleet, turns_of
-from perf.harness import run_benchmark, tell
-from perf.scaling import PAPER, PAPER_NODES
-from perf.scaling_world import FleetSize, Times, simulate_fleet
-from perf.simulated_runs import simulate_all
+import msgspec
+import trio
+
+from perf.fleet_cluster import open_cluster, open_slurm_fleet
+from perf.fleet_head import time_reads
+from perf.harness import Finding, rows_of, run_benchmark, tell
+from perf.processes import machine_time, open_child, process_time, raise_file_limit, tree_time
+from perf.rollouts import SAMPLING, engine_of, submit_all
+from perf.scaling import PAPER, PAPER_NODES, FleetSize, Times, places_of, simulate_fleet, steady_rate, throughput_lines
+from perf.training import simulate_all
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.client import connect
+from prorl_trio.rendezvous.head import read_head
+from prorl_trio.testing.fake_engine import FakeEngine
+from prorl_trio.types.models import JobSpec, TaskInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from perf.fleet_load import MeasuredFleet
-    from perf.harness import Options, Report
-    from perf.scaling_world import FleetRun
+    from perf.fleet_cluster import Cluster
+    from perf.harness import Options
+    from perf.processes import Child
+    from perf.scaling import FleetRun
+    from prorl_trio.client import RolloutClient
+    from prorl_trio.types.models import Outcome
 
-__all__ = ["FULL", "QUICK", "fleet", "fleet_finding", "measure_fleets", "predicted_size"]
+MAX_MODEL_LEN = 8192
+BACKLOG = 512
+
+
+class FleetEngine(msgspec.Struct, frozen=True):
+    """The port of it, and the folder of the model that nodes are to have."""
+
+    port: int
+    model: str
+
+
+def turn_text(action_s: float) -> str:
+    """Return the text of a turn."""
+    return f"```python\nimport time; time.sleep({action_s:g}); print(42)\n```"
+
+
+@asynccontextmanager
+async def serve_engine(folder: str, engine_s: float, action_s: float) -> AsyncIterator[FleetEngine]:
+    """Serve an engine that is no limit, at all addresses of this machine; `folder` gets the model.
+
+    Each completion takes `engine_s` seconds, however many there are, and is the same Python block.
+    """
+    model = Path(folder, "model")
+    config, script = engine_of(model, turn_text(action_s), first_token_s=engine_s, max_model_len=MAX_MODEL_LEN)
+    listeners = await trio.open_tcp_listeners(0, host="0.0.0.0", backlog=BACKLOG)
+    port: int = listeners[0].socket.getsockname()[1]
+    engine = FakeEngine(f"http://0.0.0.0:{port}", config, script)
+    async with open_single_nursery() as nursery:
+        await nursery.start(trio.serve_listeners, engine.serve_connection, listeners)
+        yield FleetEngine(port, str(model))
+        nursery.cancel_scope.cancel()
+
+
+CONNECT_TIMEOUT_S: Final = 60.0
+MIB: Final = 2**20
+
+
+class FleetScale(msgspec.Struct, frozen=True, kw_only=True):
+    """The amounts of a measurement.
+
+    Attributes:
+        nodes: sizes of the fleets.
+        workers: rollouts that run at once on each node.
+        jobs_per_worker: rollouts for each of those.
+        lengths: turns of a rollout; there are as many of each, in any order.
+        engine_s, action_s: time of a completion, and of the tool call that it makes.
+        idle_s: how long the client is looked at while it has no jobs.
+    """
+
+    nodes: tuple[int, ...] = (1, 2, 4, 8)
+    workers: int = 4
+    jobs_per_worker: int
+    lengths: tuple[int, ...] = (2, 3, 4, 5, 6)
+    engine_s: float
+    action_s: float
+    idle_s: float
+
+    @property
+    def ideal_per_s(self) -> float:
+        """Rollouts a second of a node where nothing but engine and tools takes time, and no place is ever empty."""
+        return self.workers * len(self.lengths) / (sum(self.lengths) * (self.engine_s + self.action_s))
+
+
+class MeasuredFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet at work.
+
+    Attributes:
+        nodes, jobs, turns: how many there were.
+        start_s: from `slurm up` to the last node that was ready.
+        wall_s: from the first submission to the last outcome.
+        steady_per_s: rollouts a second; see `perf.scaling.steady_rate`.
+        init_s, run_s: mean of the rollouts' time in INIT and in RUN.
+        client_cpu_s: of this process, meanwhile; `head_cpu_s`: of the fleet's head.
+        idle_head, idle_node: shares of a core that the head, and a node, take while there are no jobs.
+        read_s: CPU of a look at the fleet's folder.
+        node_cpu_s: of the nodes' own processes; `sandbox_cpu_s`: of their sandboxes and other children.
+        slurm_cpu_s: of all else that Slurm runs, with its own daemons. `engine_cpu_s`: of the engine.
+        machine_busy: share of the processors' time in which they were busy with anybody's work; `cores`: how many.
+    """
+
+    nodes: int
+    jobs: int
+    turns: int
+    start_s: float
+    wall_s: float
+    steady_per_s: float
+    init_s: float
+    run_s: float
+    client_cpu_s: float
+    head_cpu_s: float
+    idle_head: float
+    idle_node: float
+    read_s: float
+    node_cpu_s: float
+    sandbox_cpu_s: float
+    slurm_cpu_s: float
+    engine_cpu_s: float
+    machine_busy: float
+    cores: int
+
+    @property
+    def jobs_per_s(self) -> float:
+        """Rollouts a second."""
+        return self.jobs / self.wall_s
+
+    @property
+    def turn_s(self) -> float:
+        """CPU of a node's own process for a turn, beside what it takes without jobs."""
+        return max(0.0, self.node_cpu_s - self.idle_node * self.nodes * self.wall_s) / self.turns
+
+    @property
+    def own_busy(self) -> float:
+        """Share of the processors' time that this measurement took, with all its processes."""
+        cpu_s = (
+            self.client_cpu_s
+            + self.head_cpu_s
+            + self.node_cpu_s
+            + self.sandbox_cpu_s
+            + self.slurm_cpu_s
+            + self.engine_cpu_s
+        )
+        return cpu_s / (self.wall_s * self.cores)
+
+
+class _Run:
+    """Beginning and end of each rollout's RUN, its time in INIT, and when the last was submitted; in seconds."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[float, float]] = []
+        self.init_s: list[float] = []
+        self.submitted_s = 0.0
+
+
+class _Cpu(msgspec.Struct, frozen=True, kw_only=True):
+    client_s: float
+    head_s: float
+    nodes_s: float
+    sandboxes_s: float
+    tree_s: float
+    engine_s: float
+
+
+def turns_of(scale: FleetScale, nodes: int) -> tuple[int, ...]:
+    """Return the turns of each rollout of a fleet, in the order of submission: always the same."""
+    jobs = scale.jobs_per_worker * scale.workers * nodes
+    turns = [scale.lengths[number % len(scale.lengths)] for number in range(jobs)]
+    Random(f"perf.fleet {nodes}").shuffle(turns)
+    return tuple(turns)
+
+
+async def measure_fleet(
+    cluster: Cluster, engine: tuple[Child, FleetEngine], scale: FleetScale, nodes: int
+) -> MeasuredFleet:
+    """Start so many nodes, have the jobs done, and end the nodes."""
+    folder = cluster.folder / f"fleet-{nodes}"
+    turns = turns_of(scale, nodes)
+    began_s = time.monotonic()
+    async with open_slurm_fleet(cluster, folder, _node_config(cluster, engine[1], scale), nodes) as entries:
+        start_s = time.monotonic() - began_s
+        async with connect(fleet=folder, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
+            await _run(client, _jobs("warm-up", scale.lengths[:1] * nodes), nodes)
+            head = read_head(folder).process.pid
+            pids = [head, *(entry.process.pid for entry in entries)]
+            idle = _cpu(cluster, engine[0], pids)
+            await trio.sleep(scale.idle_s)
+            machine, before, began_s = machine_time(), _cpu(cluster, engine[0], pids), time.monotonic()
+            run = await _run(client, _jobs("job", turns), places_of(scale.workers) * nodes)
+            wall_s, after = time.monotonic() - began_s, _cpu(cluster, engine[0], pids)
+            busy = machine_time().busy_share_since(machine)
+            read_s = await trio.to_thread.run_sync(time_reads, folder)
+    nodes_s, sandboxes_s = after.nodes_s - before.nodes_s, after.sandboxes_s - before.sandboxes_s
+    return MeasuredFleet(
+        nodes=nodes,
+        jobs=len(turns),
+        turns=sum(turns),
+        start_s=start_s,
+        wall_s=wall_s,
+        steady_per_s=steady_rate(run.spans, run.submitted_s),
+        init_s=sum(run.init_s) / len(turns),
+        run_s=sum(end_s - start_s for start_s, end_s in run.spans) / len(turns),
+        client_cpu_s=after.client_s - before.client_s,
+        head_cpu_s=after.head_s - before.head_s,
+        idle_head=(before.head_s - idle.head_s) / scale.idle_s,
+        idle_node=(before.nodes_s - idle.nodes_s) / scale.idle_s / nodes,
+        read_s=read_s,
+        node_cpu_s=nodes_s,
+        sandbox_cpu_s=sandboxes_s,
+        slurm_cpu_s=after.tree_s - before.tree_s - nodes_s - sandboxes_s - (after.head_s - before.head_s),
+        engine_cpu_s=after.engine_s - before.engine_s,
+        machine_busy=busy,
+        cores=len(os.sched_getaffinity(0)),
+    )
+
+
+def _node_config(cluster: Cluster, engine: FleetEngine, scale: FleetScale) -> dict[str, object]:
+    stages = {"init_workers": scale.workers, "run_workers": scale.workers, "eval_workers": 1}
+    return {
+        "model": {"path": engine.model},
+        "backends": {"urls": [f"http://{cluster.address}:{engine.port}"], "required": True},
+        "stages": stages,
+        "sandbox": {"max_warm": 0},
+        "ledger": {"reserve_bytes": MIB},  # machines' disks are memory here
+    }
+
+
+def _jobs(name: str, turns: Sequence[int]) -> list[JobSpec]:
+    payload = {"question": "How many are there?", "answer": "42", "describe_tools": False}
+    return [
+        JobSpec(
+            job_id=f"{name}-{number}",
+            instance=TaskInstance(instance_id=f"{name}-{number}", handler="math", payload=payload),
+            sampling=SAMPLING,
+            max_turns=count,
+        )
+        for number, count in enumerate(turns)
+    ]
+
+
+async def _run(client: RolloutClient, jobs: Sequence[JobSpec], at_once: int) -> _Run:
+    """Have all jobs done, so many of them in flight."""
+    began_s = trio.current_time()
+    await submit_all(client, jobs[:at_once])
+    submitted, run = min(at_once, len(jobs)), _Run()
+    async for outcome in client.results(len(jobs)):
+        _require_whole(outcome)
+        timing = outcome.timing
+        end_s = trio.current_time() - began_s - timing.eval_s - timing.queued_eval_s
+        run.spans.append((end_s - timing.run_s, end_s))
+        run.init_s.append(timing.init_s)
+        if submitted < len(jobs):
+            await submit_all(client, [jobs[submitted]])
+            submitted += 1
+            run.submitted_s = trio.current_time() - began_s
+    return run
+
+
+def _require_whole(outcome: Outcome) -> None:
+    trajectory = outcome.trajectory
+    if outcome.status != "completed" or trajectory is None or trajectory.stop_reason != "max_turns":
+        why = outcome.error or (trajectory.stop_reason if trajectory is not None else "")
+        raise RuntimeError(f"job {outcome.job_id} {outcome.status}: {why}")
+
+
+def _cpu(cluster: Cluster, engine: Child, pids: Sequence[int]) -> _Cpu:
+    """Return the times of all; `pids` are the head's and the nodes'."""
+    head, *times = [process_time(pid) for pid in pids]
+    return _Cpu(
+        client_s=time.process_time(),
+        head_s=head.all_s,
+        nodes_s=sum(each.own_s for each in times),
+        sandboxes_s=sum(each.ended_s for each in times),
+        tree_s=tree_time(cluster.root_pid).all_s,
+        engine_s=engine.cpu_s(),
+    )
+
 
 QUICK: Final = FleetScale(jobs_per_worker=5, engine_s=0.8, action_s=0.4, idle_s=3.0)
 FULL: Final = FleetScale(jobs_per_worker=8, engine_s=1.6, action_s=0.8, idle_s=10.0)
@@ -50,8 +318,8 @@ async def measure_fleets(options: Options) -> Finding:
     raise_file_limit()
     measured: dict[int, MeasuredFleet] = {}
     async with open_cluster(max(scale.nodes)) as cluster:
-        arguments = [str(cluster.folder), f"{scale.engine_s:g}", f"{scale.action_s:g}"]
-        async with open_child("perf.fleet_engine", arguments, FleetEngine) as engine:
+        folder, times_s = str(cluster.folder), (scale.engine_s, scale.action_s)
+        async with open_child(serve_engine, folder, *times_s, ready=FleetEngine) as engine:
             for nodes in scale.nodes:
                 tell(f"a fleet of {nodes}: {len(turns_of(scale, nodes))} rollouts")
                 measured[nodes] = await measure_fleet(cluster, engine, scale, nodes)
@@ -69,10 +337,56 @@ def predicted_size(scale: FleetScale, one: MeasuredFleet, nodes: int) -> FleetSi
         nodes=nodes,
         workers=scale.workers,
         jobs=len(turns),
-        client_s=one.client_cpu_s / one.jobs,
+        client_s=(one.client_cpu_s + one.head_cpu_s) / one.jobs,
         turn_s=one.turn_s,
         times=times,
     )
+
+
+FIGURES: Final[dict[str, Callable[[MeasuredFleet], float]]] = {
+    "rollouts_per_s": lambda run: run.steady_per_s,
+    "whole_rollouts_per_s": lambda run: run.jobs_per_s,
+    "client_ms": lambda run: 1e3 * run.client_cpu_s / run.jobs,
+    "client_busy": lambda run: run.client_cpu_s / run.wall_s,
+    "head_ms": lambda run: 1e3 * run.head_cpu_s / run.jobs,
+    "head_idle_busy": lambda run: run.idle_head,
+    "folder_read_ms": lambda run: 1e3 * run.read_s,
+    "node_ms_per_turn": lambda run: 1e3 * run.turn_s,
+    "node_idle_busy": lambda run: run.idle_node,
+    "sandbox_ms": lambda run: 1e3 * run.sandbox_cpu_s / run.jobs,
+    "slurm_busy": lambda run: run.slurm_cpu_s / run.wall_s,
+    "start_s": lambda run: run.start_s,
+    "own_busy": lambda run: run.own_busy,
+    "machine_busy": lambda run: run.machine_busy,
+}
+COSTS: Final = {
+    "client, a job": "client_ms {:.1f} ms",
+    "head, a job": "head_ms {:.1f} ms",
+    "head, idle": "head_idle_busy {:.2%}",
+    "look at folder": "folder_read_ms {:.2f} ms",
+    "node, a turn": "node_ms_per_turn {:.1f} ms",
+    "node, idle": "node_idle_busy {:.1%}",
+    "sandbox, a rollout": "sandbox_ms {:.0f} ms",
+    "Slurm": "slurm_busy {:.1%}",
+    "fleet's start": "start_s {:.0f} s",
+    "all processors, by this": "own_busy {:.0%}",
+    "by all": "machine_busy {:.0%}",
+}
+RATES: Final = {
+    "rollouts/s": "rollouts_per_s {:.2f}",
+    "over one": "times {:.2f} x",
+    "efficiency": "efficiency {:.0%}",
+    "of ideal": "of_ideal {:.0%}",
+    "simulated": "simulated_times {:.2f} x",
+    "with tail": "whole_times {:.2f} x",
+    "its simulation": "simulated_whole_times {:.2f} x",
+}
+"""Columns of the tables: a metric, and the form of its cells."""
+LINES: Final = {
+    "ours, under Slurm": "times",
+    "ours, with the tail of the batch": "whole_times",
+    "the simulator's prediction": "simulated_times",
+}
 
 
 def fleet_finding(
@@ -82,105 +396,43 @@ def fleet_finding(
     first = min(measured)
     metrics: dict[str, float] = {}
     for nodes, run in measured.items():
-        of = f"fleet.{nodes}"
-        metrics[f"{of}.rollouts_per_s"] = run.steady_per_s
-        metrics[f"{of}.times"] = run.steady_per_s / measured[first].steady_per_s
-        metrics[f"{of}.efficiency"] = metrics[f"{of}.times"] * first / nodes
-        metrics[f"{of}.of_ideal"] = run.steady_per_s / (nodes * scale.ideal_per_s)
-        metrics[f"{of}.whole_rollouts_per_s"] = run.jobs_per_s
-        metrics[f"{of}.whole_times"] = run.jobs_per_s / measured[first].jobs_per_s
-        metrics[f"{of}.simulated_times"] = simulated[nodes].steady_per_s / simulated[first].steady_per_s
-        metrics[f"{of}.simulated_rollouts_per_s"] = simulated[nodes].steady_per_s
-        metrics[f"{of}.simulated_whole_times"] = simulated[nodes].jobs_per_s / simulated[first].jobs_per_s
-        metrics[f"{of}.client_ms"] = 1e3 * run.client_cpu_s / run.jobs
-        metrics[f"{of}.client_busy"] = run.client_cpu_s / run.wall_s
-        metrics[f"{of}.client_idle_busy"] = run.idle_client
-        metrics[f"{of}.folder_read_ms"] = 1e3 * run.read_s
-        metrics[f"{of}.node_ms_per_turn"] = 1e3 * run.turn_s
-        metrics[f"{of}.node_idle_busy"] = run.idle_node
-        metrics[f"{of}.sandbox_ms"] = 1e3 * run.sandbox_cpu_s / run.jobs
-        metrics[f"{of}.slurm_busy"] = run.slurm_cpu_s / run.wall_s
-        metrics[f"{of}.start_s"] = run.start_s
-        metrics[f"{of}.own_busy"] = run.own_busy
-        metrics[f"{of}.machine_busy"] = run.machine_busy
-    metrics = {name: round(value, 5) for name, value in metrics.items()}
+        times, predicted, one = run.steady_per_s / measured[first].steady_per_s, simulated[nodes], simulated[first]
+        values = {name: figure(run) for name, figure in FIGURES.items()} | {
+            "times": times,
+            "efficiency": times * first / nodes,
+            "of_ideal": run.steady_per_s / (nodes * scale.ideal_per_s),
+            "whole_times": run.jobs_per_s / measured[first].jobs_per_s,
+            "simulated_times": predicted.steady_per_s / one.steady_per_s,
+            "simulated_rollouts_per_s": predicted.steady_per_s,
+            "simulated_whole_times": predicted.jobs_per_s / one.jobs_per_s,
+        }
+        metrics |= {f"fleet.{nodes}.{name}": value for name, value in values.items()}
+
+    def cell(form: str) -> Callable[[int], str]:
+        name, _, text = form.partition(" ")
+        return lambda nodes: text.format(metrics[f"fleet.{nodes}.{name}"])
+
+    rates: dict[str, Callable[[int], str]] = {heading: cell(form) for heading, form in RATES.items()}
+    rates = {"nodes": str, "rollouts": lambda nodes: str(measured[nodes].jobs), **rates, "the paper": _of_paper}
+    costs: dict[str, Callable[[int], str]] = {"nodes": str, **{heading: cell(form) for heading, form in COSTS.items()}}
+    points = {label: {nodes: metrics[f"fleet.{nodes}.{name}"] for nodes in measured} for label, name in LINES.items()}
     return Finding(
-        tables=[_table(measured, metrics), _cost_table(measured, metrics)],
-        figures=[_figure(measured, metrics)],
+        title="Figure 5, under Slurm",
+        tables=[
+            rows_of("Figure 5: throughput over nodes under Slurm", measured, rates),
+            rows_of("What it costs: CPU, as time or as a share of one core", measured, costs),
+        ],
+        figures=[throughput_lines(list(measured), points)],
         caption=_caption(scale, measured, metrics, separate=separate),
         metrics=metrics,
+        at_least=GOALS,
     )
-
-
-def _table(measured: Mapping[int, MeasuredFleet], metrics: Mapping[str, float]) -> Rows:
-    rows = []
-    for nodes, run in measured.items():
-        of = f"fleet.{nodes}"
-        rows.append(
-            [
-                str(nodes),
-                str(run.jobs),
-                f"{run.steady_per_s:.2f}",
-                f"{metrics[f'{of}.times']:.2f} x",
-                f"{metrics[f'{of}.efficiency']:.0%}",
-                f"{metrics[f'{of}.of_ideal']:.0%}",
-                f"{metrics[f'{of}.simulated_times']:.2f} x",
-                f"{metrics[f'{of}.whole_times']:.2f} x",
-                f"{metrics[f'{of}.simulated_whole_times']:.2f} x",
-                _of_paper(nodes),
-            ]
-        )
-    headings = ["nodes", "rollouts", "rollouts/s", "over one", "efficiency", "of ideal", "simulated", "with tail"]
-    headings += ["simulated", "the paper"]
-    return Rows(title="Figure 5: throughput over nodes under Slurm", headings=headings, rows=rows)
 
 
 def _of_paper(nodes: int) -> str:
     """Return the paper's throughput over that of one node, of all its models; empty where it has none."""
     times = [rates[nodes] / rates[1] for rates in PAPER.values() if nodes in rates]
     return f"{min(times):.1f} to {max(times):.1f} x" if times else ""
-
-
-def _cost_table(measured: Mapping[int, MeasuredFleet], metrics: Mapping[str, float]) -> Rows:
-    rows = []
-    for nodes, run in measured.items():
-        of = f"fleet.{nodes}"
-        rows.append(
-            [
-                str(nodes),
-                f"{metrics[f'{of}.client_ms']:.1f} ms",
-                f"{run.idle_client:.2%}",
-                f"{1e3 * run.read_s:.2f} ms",
-                f"{metrics[f'{of}.node_ms_per_turn']:.1f} ms",
-                f"{run.idle_node:.1%}",
-                f"{metrics[f'{of}.sandbox_ms']:.0f} ms",
-                f"{metrics[f'{of}.slurm_busy']:.1%}",
-                f"{run.start_s:.0f} s",
-                f"{run.own_busy:.0%}",
-                f"{run.machine_busy:.0%}",
-            ]
-        )
-    headings = ["nodes", "client, a job", "client, idle", "look at folder", "node, a turn", "node, idle"]
-    headings += ["sandbox, a rollout", "Slurm", "fleet's start", "all processors, by this", "by all"]
-    return Rows(title="What it costs: CPU, as time or as a share of one core", headings=headings, rows=rows)
-
-
-def _figure(measured: Mapping[int, MeasuredFleet], metrics: Mapping[str, float]) -> Lines:
-    def line(label: str, name: str) -> Line:
-        return Line(label=label, points=[(float(nodes), metrics[f"fleet.{nodes}.{name}"]) for nodes in measured])
-
-    lines = [
-        Line(label="linear", points=[(float(nodes), float(nodes)) for nodes in measured], role="floor"),
-        line("ours, under Slurm", "times"),
-        line("ours, with the tail of the batch", "whole_times"),
-        line("the simulator's prediction", "simulated_times"),
-    ]
-    for model, rates in PAPER.items():
-        points = [(float(count), rate / rates[1]) for count, rate in rates.items()]
-        lines.append(Line(label=f"the paper, {model}", points=points, role="paper"))
-    return Lines(
-        title="Throughput over that of one node", x_label="nodes", y_label="times", lines=lines, logarithmic=True
-    )
 
 
 def _caption(
@@ -215,20 +467,11 @@ def _caption(
         f"What differs: the paper's {PAPER_NODES} nodes do 4.7 to 5.0 times the work of one, with engines and tools "
         f"that work, on machines of their own. Here {most} do {metrics[f'{of}.times']:.2f} times the work of one, and "
         f"the simulation says {metrics[f'{of}.simulated_times']:.2f}. What is shown is that nothing of ours stands in "
-        f"the way: the client takes {metrics[f'{of}.client_ms']:.1f} ms of CPU a job over {most} nodes, and watching "
-        f"the folder of the fleet, with heartbeats to all, {last.idle_client:.2%} of a core. No network of a "
+        f"the way: of CPU a job over {most} nodes the client takes {metrics[f'{of}.client_ms']:.1f} ms, and the head "
+        f"{metrics[f'{of}.head_ms']:.1f} ms, which takes {last.idle_head:.2%} of a core without jobs. No network of a "
         "cluster, no GPU, and no disk that machines share over a network is in it.",
     ]
 
 
-async def fleet(options: Options) -> Report:
-    """Figure 5 under Slurm, as a benchmark on its own."""
-    try:
-        finding = await measure_fleets(options)
-    except CannotRun as exc:
-        raise SystemExit(str(exc)) from exc
-    return report_finding("Figure 5, under Slurm", finding, at_least=GOALS)
-
-
 if __name__ == "__main__":
-    sys.exit(run_benchmark(fleet))
+    sys.exit(run_benchmark(measure_fleets))

@@ -1,4 +1,4 @@
-"""A real Slurm of several machines on this one, `launch/slurm/cluster.sh`, and a fleet that it starts.
+"""A real Slurm of several machines on this one, `launch/prorl_launch/slurm/cluster.sh`, and a fleet that it starts.
 
 Each machine has a network, a name and a /tmp of its own where this kernel and user allow it. All of it ends with its
 block, also if this process is killed.
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from launch.slurm.cluster import SCRIPT, free_ports, has_networks
-from launch.supervised import Supervised, open_supervised
-from perf.findings import CannotRun
-from perf.process_tree import parent_of
+from perf.harness import CannotRun
+from perf.processes import parent_of
+from prorl_launch.slurm.cluster import SCRIPT, free_ports, has_networks
+from prorl_launch.supervised import Supervised, open_supervised
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from prorl_trio.rendezvous.entry import NodeEntry
-
-__all__ = ["Cluster", "open_cluster", "open_slurm_fleet", "require_slurm"]
 
 PROGRAMS: Final = ("slurmctld", "slurmd", "srun", "munged", "ip")
 KEEP: Final = """\
@@ -74,7 +72,8 @@ def require_slurm() -> None:
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     if lacking:
         raise CannotRun(
-            f"Slurm is not installed, there is no {', '.join(lacking)}: run `launch/slurm/cluster.sh install`"
+            f"Slurm is not installed, there is no {', '.join(lacking)}: "
+            "run launch/prorl_launch/slurm/cluster.sh install"
         )
 
 

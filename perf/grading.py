@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import trio
-from rich.table import Table
 
 from perf.grading_work import SANDBOXED_CASES, SCORED_CASES
-from perf.harness import Case, Options, Report, Series, run_benchmark, tell
-from perf.process_cpu import tree_cpu
+from perf.harness import Case, Options, Report, Rows, Series, rows_of, run_benchmark, tell
+from perf.processes import tree_cpu
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["grading"]
-
 ROOT: Final = Path(__file__).parents[1]
+IMPORTED_FROM: Final = (".", "ipc", "launch", "sandbox_daemon")
+"""Folders of a checkout that its packages are in."""
 WORK: Final = Path(__file__).with_name("grading_work.py")
 TURN_CHARS: Final = 100_000
 MAX_LOOP_MS: Final = 20.0
@@ -78,7 +77,7 @@ async def grading(options: Options) -> Report:
         more_metrics={"loop.worst_ms": max(map(_worst_ms, loop.values()))},
         detail_metrics={f"loop.{reader}.worst_ms": _worst_ms(worst) for reader, worst in loop.items()},
         at_most={"loop.worst_ms": MAX_LOOP_MS},
-        more_tables=[_loop_table(loop)],
+        tables=[_loop_rows(loop)],
         notes=notes,
     )
 
@@ -121,7 +120,7 @@ async def _open_worker(checkout: Path) -> AsyncIterator[_Worker]:
         [sys.executable, "-P", str(WORK)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(checkout)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(checkout / each) for each in IMPORTED_FROM)},
         cwd=checkout,
     )
     try:
@@ -154,13 +153,16 @@ def _worst_ms(worst: dict[str, Any]) -> float:
     return round(1e3 * float(worst["worst_s"]), 2)
 
 
-def _loop_table(found: dict[str, dict[str, Any]]) -> Table:
-    table = Table(title=f"event loop: the worst turns of {TURN_CHARS:,} characters")
-    for heading in ("reader", "worst", "turn"):
-        table.add_column(heading, justify="right" if heading == "worst" else "left")
-    for reader, worst in sorted(found.items(), key=lambda item: -item[1]["worst_s"]):
-        table.add_row(reader, f"{_worst_ms(worst):.3g} ms", worst["turn"])
-    return table
+def _loop_rows(found: dict[str, dict[str, Any]]) -> Rows:
+    return rows_of(
+        f"event loop: the worst turns of {TURN_CHARS:,} characters",
+        sorted(found, key=lambda reader: -found[reader]["worst_s"]),
+        {
+            "reader": str,
+            "worst": lambda reader: f"{_worst_ms(found[reader]):.3g} ms",
+            "turn": lambda reader: str(found[reader]["turn"]),
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,10 @@ from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls
 from prorl_trio.chat.families.family import FAMILIES
 from prorl_trio.chat.tool_calls import parse_turn
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.grading import (
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.tasks.grading import (
     AssertTests,
     FunctionCase,
     FunctionTests,
@@ -36,11 +39,8 @@ from prorl_trio.grading import (
     UnitTests,
     grade_code,
 )
-from prorl_trio.handlers.shell.handler import ShellHandler
-from prorl_trio.handlers.swe import SweHandler
-from prorl_trio.sandbox.host import open_sandbox_host
-from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.tasks.handlers.shell.handler import ShellHandler
+from prorl_trio.tasks.handlers.swe import SweHandler
 from prorl_trio.tools import FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import JobSpec, TaskInstance
@@ -48,10 +48,8 @@ from prorl_trio.types.models import JobSpec, TaskInstance
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from prorl_trio.grading import CodeTests
     from prorl_trio.sandbox.host import SandboxHost
-
-__all__ = ["CODE_CASES", "SANDBOXED_CASES", "SCORED_CASES"]
+    from prorl_trio.tasks.grading import CodeTests
 
 GRADE_TIMEOUT_S: Final = 120.0
 SHORT_CHARS: Final = 10_000
@@ -147,10 +145,10 @@ class _Scored(NamedTuple):
 
 
 SCORED_CASES: Final = {
-    "math": _Scored("prorl_trio.handlers.math_scorer:score", _maths),
-    "stem.number": _Scored("prorl_trio.handlers.stem.scorer:score", _numbers),
-    "stem.choice": _Scored("prorl_trio.handlers.stem.scorer:score", _choices),
-    "stem.text": _Scored("prorl_trio.handlers.stem.scorer:score", _texts),
+    "math": _Scored("prorl_trio.tasks.handlers.math_scorer:score", _maths),
+    "stem.number": _Scored("prorl_trio.tasks.handlers.stem.scorer:score", _numbers),
+    "stem.choice": _Scored("prorl_trio.tasks.handlers.stem.scorer:score", _choices),
+    "stem.text": _Scored("prorl_trio.tasks.handlers.stem.scorer:score", _texts),
 }
 """Graded by a scoring process; this one stands in for it."""
 
@@ -279,84 +277,8 @@ async def _open_sandboxes(stack: AsyncExitStack) -> _Sandboxes:
 
 # ---------------------------------------------------------------- readers on the event loop
 
-_PIECES: Final = (
-    *(
-        r"\boxed{",
-        r"\boxed",
-        r"\fbox{",
-        "{",
-        "}",
-        "[",
-        "]",
-        "(",
-        ")",
-        "<",
-        ">",
-        "$",
-        "\\",
-        "`",
-        "```",
-        "~~~",
-        "#",
-        "*",
-        "_",
-    ),
-    *(
-        "```python\n",
-        "```\n",
-        "````",
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "####",
-        "The answer is ",
-        "answer:",
-    ),
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<function=bash>",
-        "</function>",
-        "<parameter=code>",
-        "</parameter>",
-        "<tool_call",
-    ),
-    *(
-        '{"name": "',
-        '{"name": "ipython", "arguments": {',
-        '{"arguments":',
-        '"',
-        "'",
-        '\\"',
-        "[{",
-        "{[",
-        ", ",
-        "a",
-        "1",
-        "1,",
-    ),
-    *(
-        "0.",
-        "-",
-        " ",
-        "\n",
-        "\t",
-        "\x00",
-        "é",
-        "\U0001f600",
-        "1/",
-        "\\frac{",
-        "x^",
-        "=",
-        "1 ",
-        "finish(",
-        "def f():\n",
-        ": ",
-        ".",
-        "?",
-    ),
-)
+_PIECES: Final[list[str]] = json.loads(Path(__file__).with_name("grading_pieces.json").read_text())
+"""What readers of turns know, and what surrounds it."""
 
 
 def _turns(chars: int) -> Iterator[tuple[str, str]]:
@@ -390,7 +312,7 @@ def _readers() -> dict[str, Callable[[str], object]]:
     readers["calls.code"] = CodeBlocks({"python": ("ipython", "code")}).read
     # Of this checkout alone: another one's handlers need not have them, and it has to grade all the same.
     code, math, stem = (
-        importlib.import_module(f"prorl_trio.handlers.{name}") for name in ("code", "math", "stem.handler")
+        importlib.import_module(f"prorl_trio.tasks.handlers.{name}") for name in ("code", "math", "stem.handler")
     )
     styles = {
         "code": code._CodeStyle(),

@@ -1,19 +1,22 @@
 """The base of all benchmarks: options, interleaved measuring, percentiles, and the three forms of a report.
 
-A benchmark is an async function that returns a `Report`; `run_benchmark` gives it the command line that every benchmark
-has: `--quick` and `--json FILE`.
+A benchmark is an async function that returns a `Report`, or a `Finding` where `perf.paper` shows it as well;
+`run_benchmark` gives it the command line that every benchmark has: `--quick` and `--json FILE`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import importlib.util
+import os
+import platform
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,21 +24,39 @@ import trio
 from rich.console import Console
 from rich.table import Table
 
-from perf.machine import describe_machine
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["Case", "Options", "Report", "Series", "measure_interleaved", "run_benchmark", "tell"]
+    from collections.abc import Iterable, Mapping, Sequence
 
 Unit = Literal["ms", "us"]
 PER_SECOND: dict[Unit, float] = {"ms": 1e3, "us": 1e6}
 PERCENTS = (50, 95, 99)
+DIGITS: Final = 5
+"""Decimal places of the metrics in the file."""
 PLOT_DPI = 120
 FILE_COLUMNS = 120
 INTERRUPTED = 130
 """Exit code of shells for a program that was ended by SIGINT."""
+PACKAGES = ("trio", "msgspec", "ptyprocess", "IPython")
 _BEGAN_S = time.monotonic()
+
+Role = Literal["ours", "paper", "floor", "peer"]
+ROLES: Final[dict[Role, tuple[str, str]]] = {
+    "ours": ("tab:blue", "ours, measured in this run"),
+    "paper": ("tab:red", "the paper's number"),
+    "floor": ("lightgrey", "the floor: the machine alone"),
+    "peer": ("tab:orange", "a peer, measured in this run"),
+}
+"""The owners of a value, with the colour of each, and its words in the legend."""
+MARKERS: Final = "osD^vPX*"
+INCHES_PER_BAR: Final = 0.36
+
+KeyT = TypeVar("KeyT")
+CAPTIONS: Final = msgspec.toml.decode(Path(__file__).with_name("captions.toml").read_bytes(), type=dict[str, list[str]])
+"""Paragraphs of each benchmark: the conditions, and what differs from the paper."""
+
+
+class CannotRun(Exception):
+    """The benchmark cannot run on this machine; the message says what is missing, and what to do."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +68,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tell(doing: str) -> None:
-    """Say on standard error what is measured now, for who waits."""
+    """Print to standard error what is measured now."""
     sys.stderr.write(f"{time.monotonic() - _BEGAN_S:4.0f} s  {doing}\n")
+
+
+def describe_machine() -> str:
+    """Return CPU, cores, memory, load, kernel and versions: figures mean nothing without them."""
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return (
+        f"{cpu[0].partition(':')[2].strip() if cpu else platform.machine()}, {len(os.sched_getaffinity(0))} of "
+        f"{os.cpu_count()} cores, {memory_gib:.0f} GiB, load {os.getloadavg()[0]:.1f}; "
+        f"{platform.system()} {platform.release()}; Python {platform.python_version()}, {versions}"
+    )
+
+
+# ---------------------------------------------------------------- measuring
 
 
 async def _measured_elsewhere() -> None:
@@ -91,8 +127,13 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     samples: list[float]
 
     def percentile(self, percent: float) -> float:
-        """Linear between samples, as numpy has it."""
+        """Return a percentile, linear between samples."""
         return float(np.percentile(self.samples, percent))
+
+    def percentiles_ms(self) -> list[float]:
+        """Return p50, p95 and p99 in milliseconds."""
+        per_ms = PER_SECOND["ms"] / PER_SECOND[self.case.unit]
+        return [self.percentile(percent) * per_ms for percent in PERCENTS]
 
 
 async def measure_interleaved(cases: Sequence[Case], *, rounds: int, warm_up_rounds: int) -> list[Series]:
@@ -105,8 +146,7 @@ async def measure_interleaved(cases: Sequence[Case], *, rounds: int, warm_up_rou
     if len(samples) < len(cases):
         raise ValueError("two cases have the same name")
     for round_index in range(-warm_up_rounds, rounds):
-        first = round_index % len(cases)
-        for case in (*cases[first:], *cases[:first]):
+        for case in rotated(cases, round_index):
             if round_index >= 0 and round_index % case.every:
                 continue
             for _ in range(case.burst):
@@ -118,6 +158,113 @@ async def measure_interleaved(cases: Sequence[Case], *, rounds: int, warm_up_rou
     return [Series(case=case, samples=samples[case.name]) for case in cases]
 
 
+def rotated(items: Sequence[KeyT], number: int) -> list[KeyT]:
+    """Return the items in their order, beginning with another one for each number."""
+    first = number % len(items)
+    return [*items[first:], *items[:first]]
+
+
+# ---------------------------------------------------------------- what is reported
+
+
+class Rows(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of texts: `headings`, and rows of as many cells."""
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.headings) for row in self.rows):
+            raise ValueError(f"{self.title}: a row has not {len(self.headings)} cells")
+
+    def shown(self) -> Table:
+        """Return it for a terminal."""
+        table = Table(title=self.title)
+        for place, heading in enumerate(self.headings):
+            table.add_column(heading, justify="right" if place else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def rows_of(title: str, keys: Iterable[KeyT], columns: Mapping[str, Callable[[KeyT], str]]) -> Rows:
+    """Return a table with a row for each key, and a column for each function of it."""
+    rows = [[cell(key) for cell in columns.values()] for key in keys]
+    return Rows(title=title, headings=list(columns), rows=rows)
+
+
+class Bar(msgspec.Struct, frozen=True, kw_only=True):
+    """A value. `high`: to where its whisker goes, as a 95th percentile; None for none."""
+
+    label: str
+    value: float
+    role: Role = "ours"
+    high: float | None = None
+
+
+class Bars(msgspec.Struct, frozen=True, kw_only=True, tag="bars"):
+    """Horizontal bars in the order given. `unit` says what their length is."""
+
+    title: str
+    unit: str
+    bars: list[Bar]
+    logarithmic: bool = False
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """Points (x, y) that belong together."""
+
+    label: str
+    points: list[tuple[float, float]]
+    role: Role = "ours"
+
+
+class Lines(msgspec.Struct, frozen=True, kw_only=True, tag="lines"):
+    """Lines over one x. `logarithmic`: both axes, to the base 2. `steps`: a value holds until the next one."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: list[Line]
+    logarithmic: bool = False
+    steps: bool = False
+
+
+Figure = Bars | Lines
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a benchmark that `perf.paper` shows, as plain values.
+
+    Attributes:
+        title: over its metrics.
+        tables: shown in this order, after the figures.
+        figures: drawn by `draw`.
+        caption: paragraphs: the conditions, and what differs from the paper.
+        metrics: flat, by dotted names, as `--json` writes them.
+        at_least: what metrics are to reach.
+    """
+
+    title: str = ""
+    tables: list[Rows] = []
+    figures: list[Figure] = []
+    caption: list[str] = []
+    metrics: dict[str, float] = {}
+    at_least: dict[str, float] = {}
+
+    def report(self) -> Report:
+        """Return the report of it: its caption as notes, its metrics for the file."""
+        return Report(
+            title=self.title,
+            detail_metrics=self.metrics,
+            at_least=self.at_least,
+            tables=self.tables,
+            figures=self.figures,
+            notes=self.caption,
+        )
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The findings of a benchmark.
 
@@ -125,51 +272,50 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         title: over the table.
         series: the timings.
         more_metrics: numbers that are no timings of cases; rows of the table.
-        detail_metrics: numbers for the file only; `more_tables` show them to people.
+        detail_metrics: numbers for the file only; `tables` show them to people.
         at_least: what metrics are to reach. `at_most`: what they are to stay within.
-        more_tables: printed below the table.
+        tables: printed below the table.
+        figures: the plot; without any it has the cases as bars.
         notes: a sentence each, for people: what was left out and why, under which conditions.
     """
 
     title: str
-    series: list[Series]
+    series: list[Series] = []
     more_metrics: dict[str, float] = {}
     detail_metrics: dict[str, float] = {}
     at_least: dict[str, float] = {}
     at_most: dict[str, float] = {}
-    more_tables: list[Table] = []
+    tables: list[Rows] = []
+    figures: list[Figure] = []
     notes: list[str] = []
 
     def joined_with(self, other: Report) -> Report:
-        """Both in one; the title is this one's."""
-        return Report(
-            title=self.title,
-            series=self.series + other.series,
-            more_metrics=self.more_metrics | other.more_metrics,
-            detail_metrics=self.detail_metrics | other.detail_metrics,
-            at_least=self.at_least | other.at_least,
-            at_most=self.at_most | other.at_most,
-            more_tables=self.more_tables + other.more_tables,
-            notes=self.notes + other.notes,
-        )
+        """Return both in one; the title is this one's."""
+        joined: dict[str, Any] = {}
+        for name in self.__struct_fields__[1:]:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            joined[name] = mine | theirs if isinstance(mine, dict) else mine + theirs
+        return Report(title=self.title, **joined)
 
     def ratio(self, series: Series) -> float | None:
-        """p50 over the p50 of its floor; None without one."""
+        """Return p50 over the p50 of its floor; None without one."""
         floors = [other for other in self.series if other.case.name == series.case.floor]
         return series.percentile(50) / floors[0].percentile(50) if floors else None
 
     def metrics(self) -> dict[str, float]:
-        """Flat: what `--json` writes."""
+        """Return what `--json` writes."""
         metrics: dict[str, float] = {}
         for series in self.series:
             for percent in PERCENTS:
-                metrics[f"{series.case.name}.p{percent}_{series.case.unit}"] = round(series.percentile(percent), 4)
+                metrics[f"{series.case.name}.p{percent}_{series.case.unit}"] = series.percentile(percent)
             if (ratio := self.ratio(series)) is not None:
-                metrics[f"{series.case.name}.x_floor"] = round(ratio, 3)
-        return metrics | self.more_metrics | self.detail_metrics
+                metrics[f"{series.case.name}.x_floor"] = ratio
+        return {
+            name: round(value, DIGITS) for name, value in (metrics | self.more_metrics | self.detail_metrics).items()
+        }
 
     def missed(self) -> list[str]:
-        """A sentence for each target that was not met."""
+        """Return a sentence for each target that was not met."""
         missed = []
         for series in self.series:
             case, p50, ratio = series.case, series.percentile(50), self.ratio(series)
@@ -178,87 +324,144 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             if case.max_x_floor is not None and ratio is not None and ratio >= case.max_x_floor:
                 missed.append(f"{case.name}: is {ratio:.2f} times {case.floor}, to be below {case.max_x_floor:g}")
         metrics = self.metrics()
-        missed += [
-            f"{name}: is {metrics[name]:.3g}, to be at least {least:g}"
-            for name, least in self.at_least.items()
-            if name in metrics and metrics[name] < least
-        ]
-        missed += [
-            f"{name}: is {metrics[name]:.3g}, to be at most {most:g}"
-            for name, most in self.at_most.items()
-            if name in metrics and metrics[name] > most
-        ]
+        for targets, words, sign in ((self.at_least, "at least", 1), (self.at_most, "at most", -1)):
+            missed += [
+                f"{name}: is {metrics[name]:.3g}, to be {words} {target:g}"
+                for name, target in targets.items()
+                if name in metrics and sign * metrics[name] < sign * target
+            ]
         return missed
 
-    def table(self) -> Table:
-        """For people."""
-        table = Table(title=self.title)
-        table.add_column("case")
-        for heading in ("n", "p50", "p95", "p99", "x floor", "target"):
-            table.add_column(heading, justify="right")
+    def table(self) -> Rows:
+        """Return cases and metrics for people."""
+        rows = []
         for series in self.series:
             case, ratio = series.case, self.ratio(series)
             targets = [f"< {case.max_p50:g} {case.unit}"] if case.max_p50 is not None else []
             targets += [f"< {case.max_x_floor:g} x"] if case.max_x_floor is not None else []
-            table.add_row(
-                case.name,
-                str(len(series.samples)),
-                *(f"{series.percentile(percent):.3g} {case.unit}" for percent in PERCENTS),
-                "" if ratio is None else f"{ratio:.2f}",
-                ", ".join(targets),
-            )
+            percentiles = [f"{series.percentile(percent):.3g} {case.unit}" for percent in PERCENTS]
+            over_floor = "" if ratio is None else f"{ratio:.2f}"
+            rows.append([case.name, str(len(series.samples)), *percentiles, over_floor, ", ".join(targets)])
         for name, value in self.more_metrics.items():
             target = f">= {self.at_least[name]:g}" if name in self.at_least else ""
             target = f"<= {self.at_most[name]:g}" if name in self.at_most else target
-            table.add_row(name, "", f"{value:g}", "", "", "", target)
-        return table
+            rows.append([name, "", f"{round(value, 3):g}", "", "", "", target])
+        headings = ["case", "n", "p50", "p95", "p99", "x floor", "target"]
+        return Rows(title=self.title, headings=headings, rows=rows)
 
     def write_json(self, path: Path) -> None:
-        """`metrics` as one JSON object, in the order of the cases."""
+        """Write `metrics` as one JSON object, in the order of the cases."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self.metrics()), indent=2) + b"\n")
 
     def write_plot(self, path: Path) -> bool:
-        """p50 as bars, p95 as whiskers, on a logarithmic scale. False, and no file, where matplotlib is missing."""
-        if importlib.util.find_spec("matplotlib") is None:
-            return False
-        pyplot: Any = importlib.import_module("matplotlib.pyplot")
-        pyplot.switch_backend("agg")
+        """Write the figures, or p50 of the cases with p95 as whiskers. False, and no file, without matplotlib."""
         floors = {series.case.floor for series in self.series}
-        figure, axes = pyplot.subplots(figsize=(8, 1 + 0.4 * len(self.series)))
-        for series in reversed(self.series):
-            per_ms = PER_SECOND["ms"] / PER_SECOND[series.case.unit]
-            p50, p95 = series.percentile(50) * per_ms, series.percentile(95) * per_ms
-            own_color = "tab:orange" if series.case.peer else "tab:blue"
-            color = "lightgrey" if series.case.name in floors else own_color
-            axes.barh(series.case.name, p50, xerr=[[0], [p95 - p50]], color=color, ecolor="grey", capsize=2)
-        axes.set_xscale("log")
-        axes.set_xlabel("ms (p50, whisker to p95; blue: ours, grey: floors, orange: peers)")
-        axes.set_title(self.title)
-        figure.text(0.01, 0, describe_machine(), fontsize=5, va="bottom", color="grey")
-        figure.tight_layout()
-        figure.savefig(path, dpi=PLOT_DPI)
-        pyplot.close(figure)
-        return True
+        bars = []
+        for series in self.series:
+            p50, p95, _ = series.percentiles_ms()
+            role: Role = "floor" if series.case.name in floors else "peer" if series.case.peer else "ours"
+            bars.append(Bar(label=series.case.name, value=p50, role=role, high=p95))
+        cases = [Bars(title=self.title, unit="ms (p50; whisker to p95)", bars=bars, logarithmic=True)] if bars else []
+        return draw(self.figures or cases, path)
 
 
-def _measure(benchmark: Callable[[Options], Awaitable[Report]], options: Options) -> Report | None:
+# ---------------------------------------------------------------- drawing
+
+
+def can_draw() -> bool:
+    """Return True if matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(figures: Sequence[Figure], path: Path) -> bool:
+    """Write all figures to one file, one below the other, in the format of its suffix.
+
+    Returns False, and writes no file, without matplotlib or without figures.
+    """
+    if not can_draw() or not figures:
+        return False
+    mpl: Any = importlib.import_module("matplotlib")
+    mpl.use("agg")
+    mpl.rcParams["svg.hashsalt"] = "prorl-trio"
+    heights = [1.6 + INCHES_PER_BAR * len(figure.bars) if isinstance(figure, Bars) else 4.0 for figure in figures]
+    whole: Any = importlib.import_module("matplotlib.figure").Figure(figsize=(8, sum(heights)), layout="constrained")
+    axes = whole.subplots(len(figures), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for ax, figure in zip(axes, figures, strict=True):
+        if isinstance(figure, Bars):
+            _bars(ax, figure)
+        else:
+            _lines(ax, figure)
+        ax.set_title(figure.title, fontsize=10)
+        ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    whole.savefig(path, dpi=PLOT_DPI, metadata=metadata)
+    return True
+
+
+def _bars(ax: Any, figure: Bars) -> None:
+    seen: set[str] = set()
+    for place, bar in enumerate(figure.bars):
+        color, words = ROLES[bar.role]
+        whisker = None if bar.high is None else [[0.0], [max(0.0, bar.high - bar.value)]]
+        label = None if bar.role in seen else words
+        seen.add(bar.role)
+        ax.barh(place, bar.value, xerr=whisker, color=color, ecolor="grey", capsize=2, label=label)
+        ax.annotate(f" {bar.value:.3g}", (max(bar.value, bar.high or 0.0), place), va="center", fontsize=7)
+    ax.set_yticks(range(len(figure.bars)), [bar.label for bar in figure.bars], fontsize=8)
+    ax.invert_yaxis()
+    ax.margins(x=0.15)
+    if figure.logarithmic:
+        ax.set_xscale("log")
+    ax.set_xlabel(figure.unit, fontsize=8)
+
+
+def _lines(ax: Any, figure: Lines) -> None:
+    one_color = len({line.role for line in figure.lines}) == 1
+    for number, line in enumerate(figure.lines):
+        color, style = None if one_color else ROLES[line.role][0], "--" if line.role in ("paper", "peer") else "-"
+        marker = None if figure.steps else MARKERS[number % len(MARKERS)]
+        drawn = "steps-post" if figure.steps else "default"
+        xs, ys = zip(*line.points, strict=True)
+        ax.plot(xs, ys, style, marker=marker, color=color, label=line.label, markersize=5, drawstyle=drawn)
+    if figure.logarithmic:
+        ticks = sorted({x for line in figure.lines for x, _ in line.points})
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.set_yscale("log", base=2)
+        ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_xlabel(figure.x_label, fontsize=8)
+    ax.set_ylabel(figure.y_label, fontsize=8)
+    ax.grid(alpha=0.3)
+
+
+# ---------------------------------------------------------------- the command line
+
+Benchmark = Callable[[Options], Awaitable[Report | Finding]]
+
+
+async def _measured(benchmark: Benchmark, options: Options) -> Report:
+    try:
+        found = await benchmark(options)
+    except CannotRun as exc:
+        raise SystemExit(str(exc)) from exc
+    return found.report() if isinstance(found, Finding) else found
+
+
+def _measure(benchmark: Benchmark, options: Options) -> Report | None:
     """Return what was measured; None if Ctrl-C ended it."""
     try:
-        return trio.run(benchmark, options)
+        return trio.run(_measured, benchmark, options)
     except* KeyboardInterrupt:
         pass
     return None
 
 
-def run_benchmark(
-    benchmark: Callable[[Options], Awaitable[Report]], argv: Sequence[str] | None = None, *, compares: bool = False
-) -> int:
+def run_benchmark(benchmark: Benchmark, argv: Sequence[str] | None = None, *, compares: bool = False) -> int:
     """Parse the command line, run, print the table, write the files asked for. Returns 0, or 130 after Ctrl-C.
 
-    A benchmark that `compares` checkouts has the option `--beside`.
-
-    A missed target is said, but is no error: it may be the machine's doing. What the benchmark raises flies.
+    A benchmark that `compares` checkouts has the option `--beside`. A missed target is printed, but is no error: it may
+    be the machine's doing. What the benchmark raises flies, but for `CannotRun`, which ends the program with its words.
     """
     parser = argparse.ArgumentParser(
         description=sys.modules[benchmark.__module__].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -277,8 +480,8 @@ def run_benchmark(
         print("ended by Ctrl-C: nothing is reported, nothing was written", file=sys.stderr)
         return INTERRUPTED
     console = Console(width=None if sys.stdout.isatty() else FILE_COLUMNS)
-    for table in (report.table(), *report.more_tables):
-        console.print(table)
+    for rows in (report.table(), *report.tables):
+        console.print(rows.shown())
     took_s = time.monotonic() - _BEGAN_S
     for note in (*report.notes, f"measured on: {describe_machine()}; in {took_s:.0f} s"):
         console.print(note, style="dim", highlight=False, markup=False)
@@ -287,5 +490,5 @@ def run_benchmark(
     if options.json_path is not None:
         report.write_json(options.json_path)
         if not report.write_plot(options.json_path.with_suffix(".png")):
-            console.print("no plot: matplotlib is not installed", style="dim")
+            console.print("no plot: matplotlib is not installed, or there is nothing to draw", style="dim")
     return 0

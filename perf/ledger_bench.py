@@ -14,11 +14,9 @@ from typing import Final
 import numpy as np
 import trio
 
-from ipc.nursery import open_single_nursery
 from perf.harness import Case, Options, Report, Series, run_benchmark
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.ledger import Ledger, NewJob, open_ledger
-
-__all__ = ["measure_ledger"]
 
 OUTCOME_BYTES: Final = 300_000
 SPEC_BYTES: Final = 2_000

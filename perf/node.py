@@ -9,27 +9,105 @@ job, the reference's way, and rllm-model-gateway; then `perf.delivery` and `perf
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
+import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
-import trio
 
 from perf import delivery, ledger_bench
 from perf.harness import Case, Options, Report, Series, run_benchmark, tell
-from perf.node_gateway import measure_calls, open_gateway
-from perf.node_jobs import JobProcesses
-from perf.node_load import BYTES_PER_TOKEN, measure_crowd, measure_latencies, open_node_rig
-from perf.peers.environments import PeerUnavailable
+from perf.node_rig import (
+    BYTES_PER_TOKEN,
+    RESULT_TIMEOUT_S,
+    JobProcesses,
+    measure_crowd,
+    measure_latencies,
+    open_node_rig,
+    run_job_processes,
+)
+from perf.peers.environments import PEERS, PeerUnavailable
+from perf.peers.process import free_port, open_peer_server
+from perf.processes import Child, open_child
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import HttpLimits
 
 if TYPE_CHECKING:
-    from perf.node_load import Crowd, Latencies, NodeRig
+    from collections.abc import AsyncIterator
 
-__all__ = ["benchmark"]
+    from perf.node_rig import Crowd, Latencies, NodeRig
+
+CALLERS: Final = 32
+PROMPT_TOKENS: Final = 1500
+CALL_TIMEOUT_S: Final = 60.0
+
+
+class GatewayRate(msgspec.Struct, frozen=True):
+    """Calls a second, and CPU ms a call of the process that was called."""
+
+    calls_per_s: float
+    cpu_ms: float
+
+
+@asynccontextmanager
+async def open_gateway(engine_url: str, folder: Path) -> AsyncIterator[tuple[str, Child]]:
+    """The gateway in front of the engine, with its own defaults: sqlite traces, one process. It ends with the block.
+
+    Raises:
+        PeerUnavailable: it is not installed, or does not get ready.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    arguments = ["-m", "rllm_model_gateway", "--host", "127.0.0.1", "--port", str(port)]
+    arguments += ["--worker", f"{engine_url}/v1", "--db-path", str(folder / "gateway.db"), "--log-level", "warning"]
+    async with open_peer_server(PEERS["gateway"], arguments, url=url, folder=folder) as process:
+        yield url, Child(process)
+
+
+async def measure_calls(url: str, path_prefix: str, called: Child, calls: int) -> GatewayRate:
+    """`CALLERS` at a time, each a completion with token ids and log-probabilities, as the node makes them.
+
+    `path_prefix` comes before `/v1/completions`, with `{caller}` for a session of each caller.
+    """
+    body = msgspec.json.encode(
+        {
+            "model": "fake-model",
+            "prompt": [65] * PROMPT_TOKENS,
+            "max_tokens": 200,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "temperature": 1.0,
+        }
+    )
+    http = HttpClient(url, limits=HttpLimits(max_connections=CALLERS))
+
+    async def call(caller: int, times: int) -> None:
+        path = f"{path_prefix.format(caller=caller)}/v1/completions"
+        headers = [("Content-Type", "application/json")]
+        for _ in range(times):
+            response = await http.request("POST", path, body=body, headers=headers, timeout_s=CALL_TIMEOUT_S)
+            if response.status != 200:
+                raise PeerUnavailable(f"{url} answered with {response.status}: {response.body[:200]!r}")
+
+    try:
+        async with open_single_nursery() as nursery:  # connections, and what is made at a first call
+            for caller in range(CALLERS):
+                nursery.start_soon(call, caller, 1)
+        cpu_s, started = called.cpu_s(), time.perf_counter()
+        async with open_single_nursery() as nursery:
+            for caller in range(CALLERS):
+                nursery.start_soon(call, caller, calls // CALLERS)
+        wall_s = time.perf_counter() - started
+    finally:
+        http.close()
+    made = calls // CALLERS * CALLERS
+    return GatewayRate(made / wall_s, 1e3 * (called.cpu_s() - cpu_s) / made)
+
 
 ROLLOUTS: Final = 2_000
 MIB: Final = 2**20
@@ -95,11 +173,11 @@ def _node_report(latencies: Latencies, crowd: Crowd, scale: Scale) -> Report:
             "rollouts.rss_mib": round((crowd.rss_bytes - token_bytes) / MIB, 1),
             "rollouts.tokens_mib": round(token_bytes / MIB, 1),
             "rollouts.kib_each": round((crowd.rss_bytes - crowd.rss_before_bytes - token_bytes) / 1024 / ROLLOUTS, 1),
-            "stall.p50_ms": round(crowd.stalls["p50_ms"], 3),
-            "stall.p99_ms": round(crowd.stalls["p99_ms"], 3),
-            "stall.max_ms": round(crowd.stalls["max_ms"], 1),
-            "stall.cpu_p99_ms": round(crowd.stalls["cpu_p99_ms"], 3),
-            "stall.cpu_max_ms": round(crowd.stalls["cpu_max_ms"], 1),
+            "stall.p50_ms": crowd.stalls["p50_ms"],
+            "stall.p99_ms": crowd.stalls["p99_ms"],
+            "stall.max_ms": crowd.stalls["max_ms"],
+            "stall.cpu_p99_ms": crowd.stalls["cpu_p99_ms"],
+            "stall.cpu_max_ms": crowd.stalls["cpu_max_ms"],
             "world.turn_cpu_ms": round(1e3 * crowd.world_cpu_s / crowd.turns, 3),
         },
         at_most={"turn.cpu_ms": TURN_MAX_MS, "stall.cpu_max_ms": STALL_MAX_MS, "rollouts.rss_mib": RSS_MAX_MIB},
@@ -120,10 +198,12 @@ def _node_report(latencies: Latencies, crowd: Crowd, scale: Scale) -> Report:
 
 
 async def _run_processes(rig: NodeRig, scale: Scale) -> JobProcesses:
-    arguments = [msgspec.json.encode(rig.world).decode(), str(scale.processes), str(scale.turns)]
-    argv = [sys.executable, "-m", "perf.node_jobs", *arguments]
-    done = await trio.run_process(argv, stdin=subprocess.DEVNULL, capture_stdout=True)
-    return msgspec.json.decode(done.stdout, type=JobProcesses)
+    world = msgspec.to_builtins(rig.world)
+    child = open_child(
+        run_job_processes, world, scale.processes, scale.turns, ready=JobProcesses, timeout_s=RESULT_TIMEOUT_S
+    )
+    async with child as (_, processes):
+        return processes
 
 
 def _process_report(processes: JobProcesses, crowd: Crowd) -> Report:
@@ -132,7 +212,6 @@ def _process_report(processes: JobProcesses, crowd: Crowd) -> Report:
     own_mib = (crowd.rss_bytes - crowd.rss_before_bytes) / crowd.rollouts / MIB
     return Report(
         title="",
-        series=[],
         more_metrics={
             "process_per_job.rollout_cpu_ms": round(cpu_ms, 1),
             "process_per_job.rollout_mib": round(mib, 1),

@@ -10,42 +10,217 @@ rollouts once more, with nothing in between.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import trio
 
-from launch.learn import SHARED_CORES
-from launch.node import open_node_process
-from launch.paths import checkout_dir, engine_python, model_dir, trainer_python
-from launch.vllm import open_vllm
-from perf.finding_report import report_finding
-from perf.findings import CannotRun, Finding
-from perf.harness import run_benchmark, tell
+from perf.engine_replay import recorded_turns, replay
+from perf.harness import CAPTIONS, CannotRun, Finding, rotated, run_benchmark, tell
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
 from perf.peers.process import open_peer
-from perf.peers.race_round import RaceRecord, RaceRound, read_record
-from perf.process_cpu import tree_cpu
+from perf.peers.race_round import CpuClock, RaceRecord, RaceRollout, RaceRound, RaceTask, read_record
+from perf.processes import tree_cpu
 from perf.race_figures import BARE, NODE, Entrant, Lap, race_finding
-from perf.race_node import node_config, race_problems, race_tasks, ride_bare, ride_node
-from perf.race_policy import make_policy
+from prorl_launch.learn import SHARED_CORES
+from prorl_launch.learning.prompt import PAYLOAD
+from prorl_launch.learning.record import CHECKPOINTS, SETTINGS, Settings, write_atomically
+from prorl_launch.node import open_node_process
+from prorl_launch.paths import engine_python, import_path, model_dir, trainer_python
+from prorl_launch.supervised import open_supervised
+from prorl_launch.vllm import open_vllm
 from prorl_trio.client import connect
 from prorl_trio.http.client import HttpClient
+from prorl_trio.runs.collect import make_jobs
 from prorl_trio.sandbox.providers.bubblewrap import find_bubblewrap
+from prorl_trio.tasks.sets.word_problems import word_problems
+from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from launch.vllm import VllmProcess
-    from perf.harness import Options, Report
-    from prorl_trio.client.word_problems import WordProblem
+    from perf.harness import Options
+    from prorl_launch.node import NodeProcess
+    from prorl_launch.vllm import VllmProcess
+    from prorl_trio.client import RolloutClient
+    from prorl_trio.tasks.sets.word_problems import WordProblem
     from prorl_trio.types.models import Outcome
 
-__all__ = ["ENTRANTS", "Scale", "measure_race", "race"]
+SEED: Final = 5
+
+
+def race_problems(number: int, count: int) -> list[WordProblem]:
+    """Return the problems of round `number`, which no other round has. -1: those to warm up with."""
+    return word_problems(count, seed=SEED, start=(number + 1) * count)
+
+
+def race_tasks(problems: Sequence[WordProblem]) -> list[RaceTask]:
+    """Return the problems as the peers get them."""
+    return [
+        RaceTask(
+            task_id=problem.problem_id,
+            question=problem.question,
+            answer=str(problem.answer),
+            system_prompt=PAYLOAD["system_prompt"],
+        )
+        for problem in problems
+    ]
+
+
+def node_config(race: RaceRound) -> dict[str, Any]:
+    """Return the configuration of a node for rounds like this one."""
+    return {
+        "model": {"path": race.model},
+        "backends": {"urls": [race.url], "required": True},
+        "sandbox": {"provider": "bubblewrap"},
+        "stages": {"run_workers": race.slots},
+        "agent": {
+            "max_nudges": 0,
+            "max_observation_chars": race.max_observation_chars,
+            "tool_timeout_s": race.tool_timeout_s,
+        },
+    }
+
+
+async def ride_node(
+    client: RolloutClient, node: NodeProcess, problems: Sequence[WordProblem], race: RaceRound
+) -> tuple[RaceRecord, list[Outcome]]:
+    """Do a round; return its record, and the outcomes in the order in which their RUN stage began.
+
+    Raises:
+        RuntimeError: a rollout failed.
+    """
+    sampling = SamplingParams(temperature=race.temperature, max_output_tokens=race.max_output_tokens)
+    jobs = make_jobs(
+        [problem.instance(**PAYLOAD) for problem in problems],
+        rollouts=race.rollouts,
+        sampling=sampling,
+        max_turns=race.max_turns,
+    )
+    clock, before, began_s = CpuClock(), tree_cpu(node.pid), trio.current_time()
+    await client.submit(jobs)
+    found = [(outcome.detached(), trio.current_time() - began_s) async for outcome in client.results()]
+    wall_s, after = trio.current_time() - began_s, tree_cpu(node.pid)
+    client_s, _, machine_s = clock.read()
+    failed = [outcome for outcome, _ in found if outcome.status != "completed" or outcome.trajectory is None]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(jobs)} rollouts failed, one with: {failed[0].error}")
+    rollouts = [(rollout_of(outcome, came_s), outcome) for outcome, came_s in found]
+    rollouts.sort(key=lambda pair: pair[0].start_s)
+    record = RaceRecord(
+        rollouts=[rollout for rollout, _ in rollouts],
+        wall_s=wall_s,
+        framework_cpu_s=after[0] - before[0] + client_s,
+        sandboxes_cpu_s=after[1] - before[1],
+        machine_cpu_s=machine_s,
+    )
+    return record, [outcome for _, outcome in rollouts]
+
+
+def rollout_of(outcome: Outcome, came_s: float) -> RaceRollout:
+    """Return the record of a rollout whose outcome came at `came_s`. Its times are counted back from there."""
+    assert outcome.trajectory is not None
+    timing, turns = outcome.timing, outcome.trajectory.turns
+    run_end_s = came_s - timing.eval_s - timing.queued_eval_s
+    return RaceRollout(
+        start_s=max(0.0, run_end_s - timing.run_s),
+        end_s=came_s,
+        turns=len(turns),
+        tool_calls=sum(len(turn.tool_calls) for turn in turns),
+        tokens=sum(turn.completion_end - turn.completion_start for turn in turns),
+        reward=outcome.reward or 0.0,
+    )
+
+
+async def ride_bare(race: RaceRound, outcomes: Sequence[Outcome], salt: str) -> RaceRecord:
+    """Make the calls of a round's `outcomes` again with nothing in between, as many at a time."""
+    clock, began_s = CpuClock(), trio.current_time()
+    placed = await replay(
+        race.url,
+        race.model,
+        [recorded_turns(outcome) for outcome in outcomes],
+        race.slots,
+        salt=salt,
+        temperature=race.temperature,
+    )
+    rollouts = [
+        RaceRollout(
+            start_s=each.start_s,
+            end_s=each.end_s,
+            turns=len(each.calls),
+            tool_calls=0,
+            tokens=sum(call.tokens for call in each.calls),
+            reward=0.0,
+        )
+        for each in placed
+    ]
+    wall_s, (own_s, _, machine_s) = trio.current_time() - began_s, clock.read()
+    return RaceRecord(
+        rollouts=rollouts, wall_s=wall_s, framework_cpu_s=own_s, sandboxes_cpu_s=0.0, machine_cpu_s=machine_s
+    )
+
+
+WEIGHTS: Final = "model.safetensors"
+TEMPLATE: Final = "chat_template.jinja"
+MESSAGE: Final = re.compile(r"\{\{[^{}]*message\['content'\][^{}]*\}\}")
+NOT_A_RESULT: Final = "{% if message['role'] != 'tool' %}"
+RESULT: Final = (
+    r"{% else %}{{ '<|im_start|>user\n<tool_response>\n' + message['content'] + '\n</tool_response><|im_end|>\n' }}"
+    "{% endif %}"
+)
+GRACE_S: Final = 5.0
+LOG_TAIL_BYTES: Final = 2000
+
+
+async def make_policy(model: Path, folder: Path) -> Path:
+    """Show `model` the demonstrations; return a folder below `folder` that an engine can serve. Takes a minute or two.
+
+    Raises:
+        RuntimeError: the training failed; the message has the end of its log.
+    """
+    run, log_file = folder / "demonstrations", folder / "demonstrations.log"
+    run.mkdir()
+    write_atomically(run / SETTINGS, Settings(model=str(model)))
+    command = [str(trainer_python("train")), "-m", "prorl_launch.learning.warm_up", str(run)]
+    env = {**os.environ, "PYTHONPATH": import_path(), "HF_HUB_OFFLINE": "1", **SHARED_CORES}
+    async with open_supervised(command, env=env, log_file=log_file, grace_s=GRACE_S) as process:
+        code = await process.wait()
+    if code:
+        said = (await trio.Path(log_file).read_bytes())[-LOG_TAIL_BYTES:].decode(errors="replace")
+        raise RuntimeError(f"the demonstrations ended with exit code {code}; the end of the log:\n{said}")
+    checkpoint = max((run / CHECKPOINTS).glob("step-*"))
+    return serve_folder(model, checkpoint / WEIGHTS, folder / "policy")
+
+
+def serve_folder(model: Path, weights: Path, folder: Path) -> Path:
+    """Make `folder` of links to the files of `model`, with other weights, and a template for tools; return it."""
+    folder.mkdir()
+    for path in model.iterdir():
+        if path.name == TEMPLATE:
+            (folder / TEMPLATE).write_text(with_tool_results(path.read_text()))
+        else:
+            (folder / path.name).symlink_to(weights if path.name == WEIGHTS else path)
+    return folder
+
+
+def with_tool_results(template: str) -> str:
+    """Return a chat template that writes results of tools as the node does where a model's own knows no tools.
+
+    So everybody's prompts are those that the demonstrations had, the engine's own rendering of chats included.
+
+    Raises:
+        ValueError: it has not one place where messages are written.
+    """
+    changed, places = MESSAGE.subn(lambda found: f"{NOT_A_RESULT}{found[0]}{RESULT}", template)
+    if places != 1:
+        raise ValueError(f"the chat template writes messages in {places} places")
+    return changed
+
 
 ENTRANTS: Final = (
     Entrant(name=NODE, title="prorl-trio", role="ours"),
@@ -68,24 +243,7 @@ PEER_ENV: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
-CAPTION: Final = [
-    "Tasks: word problems; SmolLM2-135M after twelve steps of demonstrations, after which it calls the tool, and is "
-    "mostly wrong. All have the same weights, prompts, temperature and limits of tokens and turns, and get "
-    "log-probabilities with every token. Nobody sends a seed. Before each round the engine forgets its prefix cache; "
-    "no two rounds share a question.",
-    "The node's sandbox is bubblewrap's with IPython, kept for the rollout, with limits and a seccomp filter, and its "
-    "graders are processes. The peers' is bubblewrap around a fresh `python -I -S` for each call, with the same "
-    "namespaces, but without limits, filter and state, which costs less. They grade in their own process.",
-    "TRL: the worker of `AsyncGRPOTrainer` with `tools=`, which begins a rollout whenever a slot is free; "
-    "`GRPOTrainer` takes the turns of a batch together. It is told how the policy writes calls by a response template, "
-    "and sends no seed, which this engine does not survive. verifiers: `ToolEnv`, rollouts scored one by one, so that "
-    "none waits for its group; calls are read from the text by a method of ten lines.",
-    "At a time: rollouts that sample or call. Around them the node readies sandboxes and grades, and up to 8 sandboxes "
-    "are warm when a round begins. CPU of the framework is that of its processes, the client's or the trainer's side "
-    "included; that of sandboxes has the node's graders in it. A round ends when the last rollout has its reward. The "
-    "starts of processes that serve a whole round (the node and its graders, the peers' Pythons) are before it.",
-    "The engine computes on the cores that frameworks and sandboxes take, so CPU beside the engine slows a round down.",
-]
+CAPTION: Final = CAPTIONS["race"]
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,9 +350,8 @@ async def run_laps(engine: VllmProcess, policy: Path, scale: Scale, bubblewrap: 
         for number in range(scale.rounds):
             problems = race_problems(number, scale.tasks)
             race = round_of(engine.url, policy, scale, problems, bubblewrap)
-            first = number % len(riders)
             outcomes: list[Outcome] = []
-            for name in (*riders[first:], *riders[:first], BARE):
+            for name in (*rotated(riders, number), BARE):
                 tell(f"round {number + 1} of {scale.rounds}: {name}, {race.total} rollouts")
                 await forget_prefixes(engine.url)
                 before_s = sum(tree_cpu(engine.pid))
@@ -219,7 +376,7 @@ async def ride_peer(name: str, race: RaceRound, folder: Path) -> RaceRecord:
         **PEER_ENV,
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": str(folder),
-        "PYTHONPATH": str(checkout_dir()),
+        "PYTHONPATH": import_path(),
     }
     worker = ("-m", f"perf.peers.race_{name}")
     async with open_peer(PEERS[name], env=env, cwd=folder, log=folder / "log", worker=worker) as peer:
@@ -247,13 +404,5 @@ async def forget_prefixes(url: str) -> None:
         raise RuntimeError(f"the engine keeps its prefix cache: it answered {response.status}")
 
 
-async def race(options: Options) -> Report:
-    """Race, as a benchmark on its own."""
-    try:
-        return report_finding("A fair race", await measure_race(options))
-    except CannotRun as exc:
-        raise SystemExit(str(exc)) from exc
-
-
 if __name__ == "__main__":
-    sys.exit(run_benchmark(race))
+    sys.exit(run_benchmark(measure_race))

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from perf.findings import Bar, Bars, Finding, Role, Rows
+from perf.harness import Bar, Bars, Finding, Role, Rows, rows_of
 from perf.peers.race_round import RaceRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-__all__ = ["BARE", "NODE", "Entrant", "Lap", "race_finding"]
 
 NODE: Final = "node"
 BARE: Final = "bare"
@@ -119,19 +117,20 @@ def race_finding(entrants: Sequence[Entrant], laps: Sequence[Lap], caption: Sequ
     for name, own in by_name.items():
         for figure, of in FIGURES.items():
             values = [of(lap) for lap in own]
-            metrics[f"race.{name}.{figure}"] = round(statistics.median(values), 4)
+            metrics[f"race.{name}.{figure}"] = statistics.median(values)
             if figure in SPREAD:
-                metrics[f"race.{name}.{figure}_min"] = round(min(values), 4)
-                metrics[f"race.{name}.{figure}_max"] = round(max(values), 4)
+                metrics[f"race.{name}.{figure}_min"] = min(values)
+                metrics[f"race.{name}.{figure}_max"] = max(values)
     for entrant in entrants:
         if entrant.name != NODE:
-            metrics[f"race.node_over_{entrant.name}"] = round(_ratio(by_name[NODE], by_name[entrant.name]), 4)
+            metrics[f"race.node_over_{entrant.name}"] = _ratio(by_name[NODE], by_name[entrant.name])
     said = [*verdicts(entrants, metrics), *differences(entrants, metrics), *disturbances(laps)]
     return Finding(
-        tables=[_speed_table(entrants, by_name, metrics), _work_table(entrants, metrics)],
+        title="A fair race",
+        tables=[_speed_rows(by_name, entrants, metrics), _work_rows(entrants, metrics)],
         figures=[
-            _bars(entrants, metrics, "rollouts_per_min", "Rollouts per minute", "rollouts/min"),
-            _bars(entrants, metrics, "tokens_per_s", "Sampled tokens per second", "tokens/s"),
+            _race_bars(entrants, metrics, "rollouts_per_min", "Rollouts per minute", "rollouts/min"),
+            _race_bars(entrants, metrics, "tokens_per_s", "Sampled tokens per second", "tokens/s"),
         ],
         caption=[*said, *caption],
         metrics=metrics,
@@ -199,48 +198,57 @@ def _ratio(ours: Sequence[Lap], theirs: Sequence[Lap]) -> float:
     return statistics.median(mine.tokens_per_s / other.tokens_per_s for mine, other in zip(ours, theirs, strict=True))
 
 
-def _speed_table(
-    entrants: Sequence[Entrant], by_name: Mapping[str, Sequence[Lap]], metrics: Mapping[str, float]
+def _speed_rows(
+    by_name: Mapping[str, Sequence[Lap]], entrants: Sequence[Entrant], metrics: Mapping[str, float]
 ) -> Rows:
-    rows = []
-    for entrant in entrants:
-        cells = [entrant.title, str(len(by_name[entrant.name]))]
-        for figure in SPREAD:
+    def spread(figure: str) -> Callable[[Entrant], str]:
+        def cell(entrant: Entrant) -> str:
             median, low, high = (metrics[f"race.{entrant.name}.{figure}{end}"] for end in ("", "_min", "_max"))
-            cells.append(f"{median:.1f} ({low:.1f} to {high:.1f})")
-        share = _ratio(by_name[entrant.name], by_name[BARE])
-        rows.append([*cells, f"{share:.0%}", f"{metrics[f'race.{entrant.name}.rollout_s']:.2f}"])
-    headings = ["through", "rounds", "rollouts/min", "tokens/s", "tokens/s before the tail", "tokens/s of the limit"]
-    return Rows(title="Speed: median (lowest to highest)", headings=[*headings, "s a rollout"], rows=rows)
+            return f"{median:.1f} ({low:.1f} to {high:.1f})"
+
+        return cell
+
+    return rows_of(
+        "Speed: median (lowest to highest)",
+        entrants,
+        {
+            "through": lambda entrant: entrant.title,
+            "rounds": lambda entrant: str(len(by_name[entrant.name])),
+            "rollouts/min": spread("rollouts_per_min"),
+            "tokens/s": spread("tokens_per_s"),
+            "tokens/s before the tail": spread("steady_tokens_per_s"),
+            "tokens/s of the limit": lambda entrant: f"{_ratio(by_name[entrant.name], by_name[BARE]):.0%}",
+            "s a rollout": lambda entrant: f"{metrics[f'race.{entrant.name}.rollout_s']:.2f}",
+        },
+    )
 
 
-def _work_table(entrants: Sequence[Entrant], metrics: Mapping[str, float]) -> Rows:
-    rows = []
+def _work_rows(entrants: Sequence[Entrant], metrics: Mapping[str, float]) -> Rows:
+    def cell(figure: str, spec: str, scale: float = 1.0) -> Callable[[Entrant], str]:
+        return lambda entrant: format(scale * metrics[f"race.{entrant.name}.{figure}"], spec)
+
+    solved = cell("reward", ".0%")
+    return rows_of(
+        "Work and CPU of a rollout, medians",
+        entrants,
+        {
+            "through": lambda entrant: entrant.title,
+            "s a round": cell("wall_s", ".1f"),
+            "solved": lambda entrant: solved(entrant) if entrant.name != BARE else "",
+            "turns": cell("turns", ".2f"),
+            "tool calls": cell("tool_calls", ".2f"),
+            "tokens": cell("tokens", ".1f"),
+            **{
+                f"ms of CPU: {part}": cell(f"{part}_cpu_s", ".0f", 1e3) for part in ("engine", "framework", "sandboxes")
+            },
+            "cores of strangers": cell("others_cores", ".2f"),
+        },
+    )
+
+
+def _race_bars(entrants: Sequence[Entrant], metrics: Mapping[str, float], figure: str, title: str, unit: str) -> Bars:
+    bars = []
     for entrant in entrants:
-        value = {figure: metrics[f"race.{entrant.name}.{figure}"] for figure in FIGURES}
-        rows.append(
-            [
-                entrant.title,
-                *(f"{value['wall_s']:.1f}", f"{value['reward']:.0%}" if entrant.name != BARE else ""),
-                *(f"{value[figure]:.2f}" for figure in ("turns", "tool_calls")),
-                f"{value['tokens']:.1f}",
-                *(f"{1e3 * value[f'{part}_cpu_s']:.0f}" for part in ("engine", "framework", "sandboxes")),
-                f"{value['others_cores']:.2f}",
-            ]
-        )
-    headings = ["through", "s a round", "solved", "turns", "tool calls", "tokens"]
-    headings += [*(f"ms of CPU: {part}" for part in ("engine", "framework", "sandboxes")), "cores of strangers"]
-    return Rows(title="Work and CPU of a rollout, medians", headings=headings, rows=rows)
-
-
-def _bars(entrants: Sequence[Entrant], metrics: Mapping[str, float], figure: str, title: str, unit: str) -> Bars:
-    bars = [
-        Bar(
-            label=entrant.title,
-            value=metrics[f"race.{entrant.name}.{figure}"],
-            role=entrant.role,
-            high=metrics[f"race.{entrant.name}.{figure}_max"],
-        )
-        for entrant in entrants
-    ]
+        value, high = (metrics[f"race.{entrant.name}.{figure}{end}"] for end in ("", "_max"))
+        bars.append(Bar(label=entrant.title, value=value, role=entrant.role, high=high))
     return Bars(title=title, unit=f"{unit} (median; whisker to the highest)", bars=bars)

@@ -9,40 +9,150 @@ image alone, and an environment as a layer beside one that is uploaded.
 from __future__ import annotations
 
 import logging
+import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
 import trio
 
 from perf.harness import Case, Options, Report, Series, run_benchmark
-from perf.sandbox_images import build_directory_image, build_sif
-from perf.sandbox_layers import build_environment, build_repository, measure_inits, time_environment
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider, find_bubblewrap
 from prorl_trio.sandbox.reaper import descendants
 from prorl_trio.sandbox.warm_pool import WarmLimits
+from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
 
-__all__ = ["Size", "Start", "benchmark", "measure_live"]
+PROGRAMS = ("bash", "sh", "cat", "env", "ls", "sleep", "true")
+FOLDERS = ("bin", "dev", "etc", "proc", "tmp", "usr", "var")
+BUILD_TIMEOUT_S = 120.0
+
+
+def build_directory_image(root: Path) -> Path:
+    """Fill the new folder `root` from this machine, some 30 MB. Blocks; returns `root`."""
+    for folder in FOLDERS:
+        (root / folder).mkdir(parents=True)
+    binaries = [Path(found) for name in PROGRAMS if (found := shutil.which(name))]
+    for binary in binaries:
+        shutil.copy2(binary, root / "bin" / binary.name)
+    extensions = Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so")
+    for library in _libraries([*binaries, Path(sys.executable), Path(msgspec._core.__file__), *extensions]):
+        target = root / str(library).lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(library, target)
+    return root
+
+
+def _libraries(files: Iterable[Path]) -> set[Path]:
+    """Return the libraries that the dynamic loader would load for `files`, itself included."""
+    listed = subprocess.run(["ldd", *map(str, files)], capture_output=True, text=True, check=False).stdout
+    words = {word for line in listed.splitlines() if line[:1].isspace() for word in line.split()}
+    return {Path(word) for word in words if word.startswith("/") and Path(word).is_file()}
+
+
+def build_sif(apptainer: str, root: Path, sif: Path) -> Path:
+    """The directory image `root` as one file. Blocks; returns `sif`.
+
+    Raises:
+        subprocess.CalledProcessError: Apptainer cannot build it; its words are in `stderr`.
+    """
+    command = [apptainer, "--quiet", "build", str(sif), str(root)]
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_TIMEOUT_S)
+    return sif
+
+
+ENVIRONMENT_FILES: Final = 2700
+"""The size of a virtual environment with a data-frame package."""
+ENVIRONMENT_PLACE: Final = "/workspace/env"
+"""Below a folder that a sandbox takes uploads for."""
+FILES_PER_FOLDER: Final = 30
+FILE_BYTES: Final = 12_000
+REPOSITORY_FILES: Final = 120
+
+
+def build_environment(folder: Path) -> Path:
+    """Fill the new layer `folder` with an environment of 2,700 files, 32 MB. Blocks; returns `folder`."""
+    return _fill(folder, f"{ENVIRONMENT_PLACE}/lib".lstrip("/"), ENVIRONMENT_FILES)
+
+
+def build_repository(folder: Path) -> Path:
+    """Fill the new layer `folder` with a repository at /testbed. Blocks; returns `folder`."""
+    return _fill(folder, "testbed", REPOSITORY_FILES)
+
+
+def _fill(folder: Path, below: str, count: int) -> Path:
+    for number in range(count):
+        package = folder / below / f"package{number // FILES_PER_FOLDER}"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / f"module{number}.py").write_bytes(f"NUMBER = {number:7}\n".encode() * (FILE_BYTES // 17))
+    return folder
+
+
+async def time_environment(host: SandboxHost, image: str, environment: Path, *, as_layer: bool) -> float:
+    """Milliseconds from nothing to a sandbox that has the environment: as a layer of it, or uploaded into it."""
+    layers = (str(environment),) if as_layer else ()
+    began = time.perf_counter()
+    sandbox = await host.open(SandboxSpec(image=image, layers=layers, start_timeout_s=START_TIMEOUT_S))
+    if not as_layer:
+        await sandbox.upload(environment / ENVIRONMENT_PLACE.lstrip("/"), ENVIRONMENT_PLACE)
+    taken_ms = (time.perf_counter() - began) * 1e3
+    last = (
+        f"{ENVIRONMENT_PLACE}/lib/package{(ENVIRONMENT_FILES - 1) // FILES_PER_FOLDER}/module{ENVIRONMENT_FILES - 1}.py"
+    )
+    if not (await sandbox.read_file(last)).startswith(b"NUMBER"):
+        raise RuntimeError(f"the environment is not in {sandbox!r}")
+    await sandbox.aclose()
+    return taken_ms
+
+
+async def measure_inits(
+    provider: SandboxProvider, image: str, environment: Path, scratch: Path, count: int
+) -> dict[str, float]:
+    """Start so many sandboxes at the same time, each of another image: one base and environment, a repository each."""
+    repositories = [scratch / f"repository-{number}" for number in range(count)]
+    for number, folder in enumerate(repositories):
+        (folder / "testbed").mkdir(parents=True)
+        (folder / "testbed" / "number").write_text(str(number))
+    failed = 0
+
+    async def start(number: int) -> None:
+        nonlocal failed
+        layers = (str(environment), str(repositories[number]))
+        try:
+            sandbox = await host.open(SandboxSpec(image=image, layers=layers, start_timeout_s=START_TIMEOUT_S))
+        except SandboxUnavailable:
+            failed += 1
+            return
+        failed += await sandbox.read_file("/testbed/number") != str(number).encode()
+        await sandbox.aclose()
+
+    began = time.perf_counter()
+    async with open_sandbox_host(provider) as host, trio.open_nursery() as nursery:
+        for number in range(count):
+            nursery.start_soon(start, number)
+    return {"inits.images": count, "inits.seconds": round(time.perf_counter() - began, 2), "inits.failed": failed}
+
 
 logger = logging.getLogger(__name__)
 
 COLD_TARGET_MS, FORKED_TARGET_MS, WARM_TARGET_MS = 400.0, 80.0, 10.0
 MAX_LAYERED_RATIO = 1.3
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 LIVE_OF = {"cold.host": "live", "cold.bwrap": "live_bwrap"}
 """The starts by which many at once are measured, and what their figures are called."""
 LIVE_STARTS_AT_ONCE = 4

@@ -3,52 +3,296 @@
     python -m perf.scaling [--quick] [--json FILE]
 
 A node and a client on this machine say what a turn costs a node and what a job costs its client; fleets of up to 64
-nodes that do nothing say what the fleet adds to that, and what asking all nodes for their room costs
-(`perf.fleet_client`). The simulation then takes that time for each, over as many nodes as wanted. Once the work grows
+nodes that do nothing say what a job costs the head (`perf.fleet_head`). The simulation then takes that time for each,
+over as many nodes as wanted. Once the work grows
 with the nodes, and once it is a batch of 256 rollouts for however many nodes, as a training step is.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
+import trio
 
-from perf.finding_report import report_finding
-from perf.findings import Finding, Line, Lines, Rows
-from perf.fleet_client import measure_fleet_cost
-from perf.harness import run_benchmark, tell
-from perf.node_load import measure_crowd, open_node_rig
-from perf.scaling_world import FleetSize, simulate_fleet
-from perf.simulated_runs import simulate_all
-from prorl_trio.client.fleet.rooms import FRESH_S
+from perf.batch import HEAVY, TOKENS
+from perf.fleet_head import measure_fleet_cost
+from perf.harness import Finding, Line, Lines, Rows, rows_of, run_benchmark, tell
+from perf.node_rig import measure_crowd, open_node_rig
+from perf.training import NO_BUDGETS, DrawnWork, lognormal, simulate_all
+from prorl_trio.config import SandboxConfig, StagesConfig
+from prorl_trio.pipeline.job import Job
+from prorl_trio.simulation.config import Distribution, EngineModel, SimulationConfig, WorkModel
+from prorl_trio.simulation.run import SimulatedHandler, open_simulated_node, run_in_simulated_time
+from prorl_trio.types.models import JobSpec, TaskInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from perf.fleet_client import FleetCost
-    from perf.harness import Options, Report
-    from perf.scaling_world import FleetRun
+    from perf.fleet_head import FleetCost
+    from perf.harness import Options
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.chat.format import ChatFormat
+    from prorl_trio.inference.pool.lease import Lease
+    from prorl_trio.simulation.run import SimulatedNode
+    from prorl_trio.types.models import Outcome, Status
 
-__all__ = [
-    "PAPER",
-    "PAPER_NODES",
-    "Costs",
-    "Work",
-    "measure_costs",
-    "measure_scaling",
-    "scaling",
-    "scaling_finding",
-]
+ENGINE: Final = EngineModel(
+    max_batch=1000,
+    kv_tokens=10**8,
+    prefill_tokens_per_s=1e6,
+    tokens_per_s=Distribution(value=80 / TOKENS),
+    max_tokens_per_s=1e6,
+)
+"""The engine is no limit here: as fast as that of the ablation for each rollout, however many there are."""
+
+TURN_TOKENS: Final = 10
+"""Tokens of a completion that takes a known time."""
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """Work that is known: `turns` of each job, in the order of submission, and seconds that are always the same.
+
+    `engine_s` is that of a completion, `action_s` of the action after it, the last turn's included, `init_s` of INIT.
+    """
+
+    turns: tuple[int, ...]
+    engine_s: float
+    action_s: float
+    init_s: float
+
+
+class FleetSize(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet and its work.
+
+    Attributes:
+        nodes: alike. `workers`: rollouts that run at once on each.
+        jobs: of all, known from the beginning.
+        client_s: CPU for a job, from its submission to its outcome: of the client, and of the head of a fleet, which
+            are taken to share a core.
+        turn_s: CPU of a node's loop for a turn.
+        turns_p50: turns of the median rollout, where its work is drawn.
+        times: of all jobs; None: their work is drawn.
+    """
+
+    nodes: int
+    workers: int
+    jobs: int
+    client_s: float
+    turn_s: float
+    turns_p50: float = HEAVY.turns_p50
+    times: Times | None = None
+    seed: int = 0
+
+
+class FleetRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The result. `client_busy` and `places_used` are shares: of the time of client and head, and of the workers'.
+
+    `steady_per_s`: see `steady_rate`.
+    """
+
+    wall_s: float
+    jobs: int
+    client_busy: float
+    places_used: float
+    steady_per_s: float
+
+    @property
+    def jobs_per_s(self) -> float:
+        """Rollouts a second, from the first submission to the last outcome."""
+        return self.jobs / self.wall_s
+
+
+def steady_rate(spans: Iterable[tuple[float, float]], until_s: float) -> float:
+    """Return rollouts a second until the last one is submitted, so without the tail in which places get empty.
+
+    One that is under way then counts for the share of its RUN stage that is over.
+
+    Args:
+        spans: beginning and end of each rollout's RUN, in seconds after the first submission.
+        until_s: when the last one is submitted.
+    """
+    done = sum(min(1.0, max(0.0, (until_s - start_s) / (end_s - start_s))) for start_s, end_s in spans)
+    return done / until_s
+
+
+def places_of(workers: int) -> int:
+    """Return the jobs that a node is given at once: a few beside those that run, for INIT."""
+    return workers + math.ceil(workers / 8)
+
+
+class _Handler(SimulatedHandler):
+    """Takes the loop of its node for each turn."""
+
+    def __init__(self, config: SimulationConfig, turn_s: float, loop: trio.Lock | None = None) -> None:
+        super().__init__(config)
+        self._loop = loop or trio.Lock()
+        self._turn_s = turn_s
+
+    async def _sample(self, context: RolloutContext, lease: Lease, turn: int, prompt_tokens: int, sampled: int) -> None:
+        async with self._loop:
+            await trio.sleep(self._turn_s)
+        await super()._sample(context, lease, turn, prompt_tokens, sampled)
+
+
+class _KnownHandler(_Handler):
+    """Takes as many turns as are known of the job, with an action after each."""
+
+    def __init__(self, config: SimulationConfig, turn_s: float, times: Times) -> None:
+        super().__init__(config, turn_s)
+        self._times = times
+        self._of_length = {}
+        for turns in set(times.turns):
+            work = msgspec.structs.replace(config.work, turns=Distribution(value=turns))
+            self._of_length[turns] = _Handler(msgspec.structs.replace(config, work=work), turn_s, self._loop)
+
+    async def run(self, context: RolloutContext) -> None:
+        await self._of_length[self._times.turns[context.spec.instance.payload["number"]]].run(context)
+        await trio.sleep(self._times.action_s)
+
+
+class _Node:
+    """A node as its client sees it. `in_flight`: jobs that it has."""
+
+    session_id = "fleet"
+
+    def __init__(self, node: SimulatedNode, handler: SimulatedHandler, client: _Client) -> None:
+        self._node, self._handler, self._client = node, handler, client
+        self.in_flight = 0
+
+    def submit(self, number: int) -> None:
+        """Give it a job."""
+        job_id = f"job-{number}"
+        instance = TaskInstance(instance_id=job_id, handler=self._handler.name, payload={"number": number})
+        self.in_flight += 1
+        self._node.pipeline.submit(
+            Job(JobSpec(job_id=job_id, instance=instance), self._handler, self._node.resources, self)
+        )
+
+    def deliver(self, outcome: Outcome) -> None:
+        if outcome.status != "completed":
+            raise RuntimeError(f"job {outcome.job_id} {outcome.status}: {outcome.error}")
+        timing = outcome.timing
+        ended_s = trio.current_time() - timing.eval_s - timing.queued_eval_s
+        self.in_flight -= 1
+        self._client.delivered(ended_s - timing.run_s, ended_s)
+
+    def report(self, job_id: str, status: Status, detail: str) -> None:
+        """See `JobSink`."""
+
+
+class _Client:
+    """Submits by free capacity, one job after the other."""
+
+    def __init__(self, size: FleetSize) -> None:
+        self._size = size
+        self._changed = trio.Event()
+        self.nodes: list[_Node] = []
+        self.began_s = trio.current_time()
+        self.submitted_s = 0.0
+        """Time of the last submission, after the beginning."""
+        self.busy_s = 0.0
+        """CPU that it took."""
+        self.spans: list[tuple[float, float]] = []
+        """Beginning and end of each rollout's RUN, after the beginning."""
+
+    def delivered(self, start_s: float, end_s: float) -> None:
+        """Take the outcome of a job that was in RUN then."""
+        self.spans.append((start_s - self.began_s, end_s - self.began_s))
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Submit all jobs, and return when all outcomes are there."""
+        self.began_s = trio.current_time()
+        places = places_of(self._size.workers)
+        for number in range(self._size.jobs):
+            await self._work(self._size.client_s)
+            node = min(self.nodes, key=lambda node: node.in_flight)
+            while node.in_flight >= places:
+                await self._wait()
+                node = min(self.nodes, key=lambda node: node.in_flight)
+            node.submit(number)
+        self.submitted_s = trio.current_time() - self.began_s
+        while len(self.spans) < self._size.jobs:
+            await self._wait()
+
+    async def _work(self, cpu_s: float) -> None:
+        self.busy_s += cpu_s
+        await trio.sleep(cpu_s)
+
+    async def _wait(self) -> None:
+        self._changed = trio.Event()
+        await self._changed.wait()
+
+
+async def _run(size: FleetSize, config: SimulationConfig, chat_format: ChatFormat) -> FleetRun:
+    client = _Client(size)
+    async with AsyncExitStack() as stack:
+        for number in range(size.nodes):
+            of_node = msgspec.structs.replace(config, seed=config.seed + number)
+            node = await stack.enter_async_context(open_simulated_node(of_node, chat_format))
+            client.nodes.append(_Node(node, _handler(config, size), client))
+        await client.run()
+        wall_s = trio.current_time() - client.began_s
+    return FleetRun(
+        wall_s=wall_s,
+        jobs=size.jobs,
+        client_busy=min(1.0, client.busy_s / wall_s),
+        places_used=sum(end_s - start_s for start_s, end_s in client.spans) / (wall_s * size.nodes * size.workers),
+        steady_per_s=steady_rate(client.spans, client.submitted_s),
+    )
+
+
+def _handler(config: SimulationConfig, size: FleetSize) -> SimulatedHandler:
+    return _Handler(config, size.turn_s) if size.times is None else _KnownHandler(config, size.turn_s, size.times)
+
+
+def _drawn(size: FleetSize) -> tuple[WorkModel, EngineModel]:
+    work = DrawnWork(turns_p50=size.turns_p50)
+    spread = math.hypot(work.instance_sigma, HEAVY.turns_sigma)
+    turns = lognormal(work.turns_p50, spread, least=1, most=work.max_turns)
+    return msgspec.structs.replace(work.model(1.0, TOKENS), turns=turns), ENGINE
+
+
+def _known(times: Times) -> tuple[WorkModel, EngineModel]:
+    given = {
+        "prompt_tokens": HEAVY.prompt_tokens,
+        "completion_tokens": TURN_TOKENS,
+        "observation_tokens": TURN_TOKENS,
+        "tool_s": times.action_s,
+        "sandbox_start_s": times.init_s,
+        "prepare_s": 0,
+        "evaluation_s": 0,
+    }
+    work = WorkModel(**{name: Distribution(value=value) for name, value in given.items()})
+    return work, msgspec.structs.replace(ENGINE, tokens_per_s=Distribution(value=TURN_TOKENS / times.engine_s))
+
+
+def simulate_fleet(size: FleetSize) -> FleetRun:
+    """Simulate a fleet in a loop of its own. Blocks; the same size gives the same figures."""
+    width, (work, engine) = size.workers, _drawn(size) if size.times is None else _known(size.times)
+    config = SimulationConfig(
+        seed=size.seed,
+        jobs=size.jobs,
+        work=work,
+        engine=engine,
+        stages=StagesConfig(init_workers=width, run_workers=width, eval_workers=width),
+        budgets=NO_BUDGETS,
+        sandbox=SandboxConfig(max_warm=0, max_concurrent_starts=width, max_concurrent_starts_per_image=width),
+    )
+    return run_in_simulated_time(lambda config, chat_format: _run(size, config, chat_format), config)
+
 
 Work = Literal["growing", "fixed"]
 NODES: Final = (1, 2, 4, 8, 16, 32, 64)
 MEASURED: Final = (1, 8, 64)
-"""Sizes of the fleets whose client is measured."""
+"""Sizes of the fleets whose head is measured."""
 WORKERS: Final[dict[Work, int]] = {"growing": 8, "fixed": 64}
 JOBS_PER_WORKER: Final = 4
 BATCH: Final = 256
@@ -91,9 +335,8 @@ async def measure_scaling(options: Options) -> Finding:
             nodes=nodes,
             workers=WORKERS[work],
             jobs=JOBS_PER_WORKER * WORKERS[work] * nodes if work == "growing" else BATCH,
-            client_s=costs.client_s + at(fleets, nodes, lambda fleet: fleet.added_s),
+            client_s=costs.client_s + at(fleets, nodes, lambda fleet: fleet.job_s),
             turn_s=costs.turn_s,
-            ask_s=at(fleets, nodes, lambda fleet: fleet.ask_s),
         )
         for work in WORKERS
         for nodes in NODES
@@ -108,83 +351,84 @@ def at(fleets: Sequence[FleetCost], nodes: int, cost: Callable[[FleetCost], floa
     return max(0.0, cost(least) + for_each * (nodes - least.nodes))
 
 
+FLEET_FIGURES: Final[dict[str, Callable[[FleetCost], float]]] = {
+    "job_ms": lambda fleet: 1e3 * fleet.job_s,
+    "client_job_ms": lambda fleet: 1e3 * fleet.client_job_s,
+    "plain_job_ms": lambda fleet: 1e3 * fleet.plain_job_s,
+    "delay_ms": lambda fleet: 1e3 * fleet.delay_s,
+    "plain_delay_ms": lambda fleet: 1e3 * fleet.plain_delay_s,
+    "folder_read_ms": lambda fleet: 1e3 * fleet.read_s,
+    "idle_busy": lambda fleet: fleet.idle_busy,
+}
+WORDS: Final[dict[Work, str]] = {
+    "growing": "ours, simulated: work grows with the nodes",
+    "fixed": "ours, simulated: one batch",
+}
+
+
 def scaling_finding(costs: Costs, fleets: Sequence[FleetCost], runs: Mapping[tuple[Work, int], FleetRun]) -> Finding:
     """Return the tables of runs by work and nodes; there must be those of one node. `fleets`: by their nodes."""
     metrics = {"scaling.client_ms": 1e3 * costs.client_s, "scaling.turn_ms": 1e3 * costs.turn_s}
     for fleet in fleets:
-        of = f"scaling.client.{fleet.nodes}"
-        metrics[f"{of}.job_ms"] = 1e3 * fleet.job_s
-        metrics[f"{of}.plain_job_ms"] = 1e3 * fleet.plain_job_s
-        metrics[f"{of}.ask_ms"] = 1e3 * fleet.ask_s
-        metrics[f"{of}.round_ms"] = 1e3 * fleet.round_s
-        metrics[f"{of}.folder_read_ms"] = 1e3 * fleet.read_s
-        metrics[f"{of}.idle_busy"] = fleet.idle_busy
+        of_fleet = {name: figure(fleet) for name, figure in FLEET_FIGURES.items()}
+        metrics |= {f"scaling.head.{fleet.nodes}.{name}": value for name, value in of_fleet.items()}
     for (work, nodes), run in runs.items():
         times = run.jobs_per_s / runs[work, 1].jobs_per_s
-        metrics[f"scaling.{work}.{nodes}.rollouts_per_s"] = run.jobs_per_s
-        metrics[f"scaling.{work}.{nodes}.times"] = times
-        metrics[f"scaling.{work}.{nodes}.efficiency"] = times / nodes
-        metrics[f"scaling.{work}.{nodes}.client_busy"] = run.client_busy
+        of_run = {"rollouts_per_s": run.jobs_per_s, "times": times, "efficiency": times / nodes}
+        of_run["client_busy"] = run.client_busy
+        metrics |= {f"scaling.{work}.{nodes}.{name}": value for name, value in of_run.items()}
+    counts = sorted({count for _, count in runs})
+    points = {words: {n: metrics[f"scaling.{work}.{n}.times"] for n in counts} for work, words in WORDS.items()}
     return Finding(
-        tables=[_table(runs), _client_table(fleets)],
-        figures=[_figure(runs)],
+        title="Figure 5, simulated",
+        tables=[_rows(counts, metrics), _head_rows(fleets)],
+        figures=[throughput_lines(counts, points)],
         caption=_caption(costs, fleets, runs),
-        metrics={name: round(value, 4) for name, value in metrics.items()},
+        metrics=metrics,
     )
 
 
-def _table(runs: Mapping[tuple[Work, int], FleetRun]) -> Rows:
-    rows = []
-    for nodes in sorted({nodes for _, nodes in runs}):
-        row = [str(nodes)]
-        for work in WORKERS:
-            run, one = runs[work, nodes], runs[work, 1]
-            times = run.jobs_per_s / one.jobs_per_s
-            row += [f"{run.jobs_per_s:.2f}", f"{times:.2f} x", f"{times / nodes:.0%}", f"{run.client_busy:.1%}"]
-        row += [_of_paper(model, nodes) for model in PAPER]
-        rows.append(row)
-    each = ["rollouts/s", "over one node", "efficiency", "client busy"]
-    headings = ["nodes", *(f"work grows: {name}" for name in each), *(f"fixed batch: {name}" for name in each)]
-    headings += [f"the paper, {model}" for model in PAPER]
-    return Rows(title="Figure 5: scaling over nodes, simulated", headings=headings, rows=rows)
+def _rows(nodes: Sequence[int], metrics: Mapping[str, float]) -> Rows:
+    def cell(work: Work, name: str, text: str) -> Callable[[int], str]:
+        return lambda count: text.format(metrics[f"scaling.{work}.{count}.{name}"])
 
+    def of_paper(model: str) -> Callable[[int], str]:
+        times = {count: rate / PAPER[model][1] for count, rate in PAPER[model].items()}
+        return lambda count: f"{times[count]:.2f} x ({times[count] / count:.0%})" if count in times else ""
 
-def _client_table(fleets: Sequence[FleetCost]) -> Rows:
-    rows = [
-        [
-            str(fleet.nodes),
-            f"{1e3 * fleet.job_s:.2f} ms",
-            f"{1e3 * fleet.plain_job_s:.2f} ms",
-            f"{1e3 * fleet.ask_s:.1f} ms",
-            f"{1e3 * fleet.round_s:.1f} ms",
-            f"{fleet.ask_s / FRESH_S:.1%}",
-            f"{1e3 * fleet.read_s:.2f} ms",
-            f"{fleet.idle_busy:.2%}",
-        ]
-        for fleet in fleets
-    ]
-    headings = ["nodes", "a job", "by one node's client", "to ask all for room", "on the wall"]
-    headings += ["of a core, at most", "look at folder", "idle"]
-    return Rows(
-        title="The client of a fleet, measured: CPU, as time or as a share of one core", headings=headings, rows=rows
-    )
-
-
-def _of_paper(model: str, nodes: int) -> str:
-    rate = PAPER[model].get(nodes)
-    return "" if rate is None else f"{rate / PAPER[model][1]:.2f} x ({rate / PAPER[model][1] / nodes:.0%})"
-
-
-def _figure(runs: Mapping[tuple[Work, int], FleetRun]) -> Lines:
-    words: dict[Work, str] = {
-        "growing": "ours, simulated: work grows with the nodes",
-        "fixed": "ours, simulated: one batch",
-    }
-    nodes = sorted({nodes for _, nodes in runs})
-    lines = [Line(label="linear", points=[(float(count), float(count)) for count in nodes], role="floor")]
+    columns: dict[str, Callable[[int], str]] = {"nodes": str}
+    words: dict[Work, str] = {"growing": "work grows", "fixed": "fixed batch"}
     for work, said in words.items():
-        points = [(float(count), runs[work, count].jobs_per_s / runs[work, 1].jobs_per_s) for count in nodes]
-        lines.append(Line(label=said, points=points))
+        columns[f"{said}: rollouts/s"] = cell(work, "rollouts_per_s", "{:.2f}")
+        columns[f"{said}: over one node"] = cell(work, "times", "{:.2f} x")
+        columns[f"{said}: efficiency"] = cell(work, "efficiency", "{:.0%}")
+        columns[f"{said}: client and head busy"] = cell(work, "client_busy", "{:.1%}")
+    columns |= {f"the paper, {model}": of_paper(model) for model in PAPER}
+    return rows_of("Figure 5: scaling over nodes, simulated", nodes, columns)
+
+
+def _head_rows(fleets: Sequence[FleetCost]) -> Rows:
+    return rows_of(
+        "The head of a fleet, measured: CPU, as time or as a share of one core",
+        fleets,
+        {
+            "nodes": lambda fleet: str(fleet.nodes),
+            "a job": lambda fleet: f"{1e3 * fleet.job_s:.2f} ms",
+            "its client, for a job": lambda fleet: f"{1e3 * fleet.client_job_s:.2f} ms",
+            "a node's client": lambda fleet: f"{1e3 * fleet.plain_job_s:.2f} ms",
+            "the way of a job, on the wall": lambda fleet: f"{1e3 * fleet.delay_s:.1f} ms",
+            "to a node": lambda fleet: f"{1e3 * fleet.plain_delay_s:.1f} ms",
+            "look at folder": lambda fleet: f"{1e3 * fleet.read_s:.2f} ms",
+            "idle": lambda fleet: f"{fleet.idle_busy:.2%}",
+        },
+    )
+
+
+def throughput_lines(nodes: Sequence[int], ours: Mapping[str, Mapping[int, float]]) -> Lines:
+    """Return the throughput over that of one node, ours by label and nodes, beside linear scaling and the paper's."""
+    lines = [Line(label="linear", points=[(float(count), float(count)) for count in nodes], role="floor")]
+    for label, times in ours.items():
+        lines.append(Line(label=label, points=[(float(count), value) for count, value in times.items()]))
     for model, rates in PAPER.items():
         points = [(float(count), rate / rates[1]) for count, rate in rates.items()]
         lines.append(Line(label=f"the paper, {model}", points=points, role="paper"))
@@ -200,19 +444,18 @@ def _caption(costs: Costs, fleets: Sequence[FleetCost], runs: Mapping[tuple[Work
     return [
         f"Measured here, over {costs.jobs} rollouts: {1e3 * costs.client_s:.2f} ms of CPU of the client for a job, and "
         f"{1e3 * costs.turn_s:.2f} ms of the node for a turn, start and end of the rollouts included. The simulation "
-        "takes these, one after the other, of each client and each node's loop, and what a fleet adds, measured over "
-        f"{', '.join(str(fleet.nodes) for fleet in fleets)} nodes that do nothing, on real connections: to ask "
-        f"{fleets[-1].nodes} nodes for their room takes {1e3 * fleets[-1].ask_s:.1f} ms of CPU, every {FRESH_S:g} s at "
-        f"most, and a look at their folder {1e3 * fleets[-1].read_s:.1f} ms, every second. Engines are no "
-        "limit: 80 tokens/s for each rollout, however many there are. No network is in it: nodes are simulated, and "
-        "the client gives each job to the node with the most room.",
+        "takes these, one after the other, of each client and each node's loop, and what the head takes for a job, "
+        f"measured over {', '.join(str(fleet.nodes) for fleet in fleets)} nodes that do nothing, on real connections, "
+        f"with its ledger on a disk: {1e3 * fleets[-1].job_s:.2f} ms at {fleets[-1].nodes} nodes, on the client's "
+        "core. Engines are no limit: 80 tokens/s for each rollout, however many there are. No network is in it: nodes "
+        "are simulated, and each job goes to the node with the most room.",
         f"Work that grows: {WORKERS['growing']} workers a node (scaled down, so that 64 nodes can be simulated) and "
         f"{JOBS_PER_WORKER} rollouts for each. Fixed batch: {BATCH} rollouts, as 32 prompts of 8, over nodes of "
         f"{WORKERS['fixed']} workers.",
         f"What differs: the paper's 8 nodes do 4.7 to 5.0 times the work of one, an efficiency of 59 to 63 %, with "
         "engines "
         f"that work. Here work that grows scales {at_eight.jobs_per_s / runs['growing', 1].jobs_per_s:.2f} times to "
-        f"{min(most, PAPER_NODES)} nodes, and at {most} the client is busy for {last.client_busy:.1%} of the time. "
+        f"{min(most, PAPER_NODES)} nodes, and at {most} client and head are busy for {last.client_busy:.1%} of it. "
         "What is lost is the end: the longest of more rollouts is longer, and all wait for it, so that of the workers' "
         f"time {one.places_used:.0%} is used on one node and {last.places_used:.0%} on {most}. `perf.fleet` measures "
         "without that tail. A fixed "
@@ -223,10 +466,5 @@ def _caption(costs: Costs, fleets: Sequence[FleetCost], runs: Mapping[tuple[Work
     ]
 
 
-async def scaling(options: Options) -> Report:
-    """Figure 5, as a benchmark on its own."""
-    return report_finding("Figure 5, simulated", await measure_scaling(options))
-
-
 if __name__ == "__main__":
-    sys.exit(run_benchmark(scaling))
+    sys.exit(run_benchmark(measure_scaling))

@@ -14,34 +14,312 @@ small one of the same family otherwise; other models of the cache folder are mea
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import hashlib
+import json
 import os
+import random
 import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import trio
-from rich.table import Table
 
 from perf.chat_families import write_family_model
-from perf.harness import PLOT_DPI, Case, Options, Report, Series, run_benchmark
-from perf.machine import describe_machine
-from perf.peers.environments import PeerUnavailable
-from perf.tokens_dialogue import TOOLS, DialogueTurn, TurnTimes, draw_turns, sampled_ids, time_turns, whole_dialogue
-from perf.tokens_drift import Drift, drift_of, sampled_at_random
-from perf.tokens_peers import WAYS, measure_peers
+from perf.harness import CAPTIONS, Case, Line, Lines, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
+from perf.peers.environments import PEERS, PeerUnavailable
+from perf.peers.process import open_peer
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.sandbox.cache import cache_dir
+from prorl_trio.testing.fake_sampling import default_script
 from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from perf.peers.process import PeerProcess
+
+SAID_WORDS, RESULT_WORDS = 30, 150
+TURN_TOKENS = 300
+"""Tokens that so many words make, about; three quarters are a tool's result."""
+WORDS = (
+    "the of parser error file return value line test index module class def import self None True raise assert list "
+    "dict path open read write 0x7f3a 42 1307 src/lexer.py tests/test_lexer.py :: -> == += [] () {} # TODO "
+    "Traceback FAILED passed expected got Größe 数 naïve unbelievable_long_identifier_name"
+)
+OPENING = (
+    ChatMessage(role="system", content="You are a careful software engineer."),
+    ChatMessage(role="user", content="A test of this project fails since yesterday. Find out why, and repair it."),
+)
+TOOLS = (
+    {
+        "type": "function",
+        "function": {
+            "name": "bash",
+            "description": "Run a command.",
+            "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+        },
+    },
+)
+
+
+class DialogueTurn(msgspec.Struct, frozen=True):
+    """A text of the policy, with a tool call in it, and the tool's result."""
+
+    said: str
+    result: str
+
+
+class TurnTimes(NamedTuple):
+    """The times of a turn of ours, at a context of `context_tokens` before it, in this thread's own CPU time.
+
+    That is all that it takes, and other programs do not add to it.
+
+    `prompt_s`: the prompt's ids proven and made a list, for the engine. `record_s`: the completion proven, recorded and
+    parsed. `extend_s`: the tool's result rendered, encoded and recorded, what was there proven again.
+    """
+
+    context_tokens: int
+    prompt_s: float
+    record_s: float
+    extend_s: float
+
+
+def draw_turns(seed: int) -> Iterator[DialogueTurn]:
+    """The same turns for the same seed, without end."""
+    rnd, vocabulary = random.Random(seed), WORDS.split()
+    while True:
+        words = rnd.choices(vocabulary, k=SAID_WORDS)
+        call = msgspec.json.encode({"name": "bash", "arguments": {"command": " ".join(words[:8])}}).decode()
+        said = f"Let me see {' '.join(words[8:])}.\n\n<tool_call>\n{call}\n</tool_call>"
+        lines = (" ".join(rnd.choices(vocabulary, k=10)) for _ in range(RESULT_WORDS // 10))
+        yield DialogueTurn(said, "\n".join(lines))
+
+
+def sampled_ids(chat: ChatFormat, said: str) -> list[int]:
+    """Return the ids that a policy that says this samples, the end of its turn included."""
+    return [*chat.codec.encode(chat.codec.mark(said, speech=True)), chat.end_of_turn_id]
+
+
+def whole_dialogue(turns: list[DialogueTurn]) -> list[ChatMessage]:
+    """Every message so far."""
+    messages = [*OPENING]
+    for turn in turns:
+        messages.append(ChatMessage(role="assistant", content=turn.said))
+        messages.append(ChatMessage(role="tool", content=turn.result, name="bash"))
+    return messages
+
+
+class Dialogue:
+    """A dialogue that is held with our own code, and grows turn by turn. Blocks."""
+
+    def __init__(self, chat: ChatFormat, seed: int) -> None:
+        self._chat = chat
+        self._turns = draw_turns(seed)
+        self._conversation = Conversation(chat, OPENING, TOOLS)
+
+    def __len__(self) -> int:
+        """Tokens of the next prompt."""
+        return len(self._conversation)
+
+    def turn(self) -> TurnTimes:
+        """The next one, timed."""
+        turn = next(self._turns)
+        ids = sampled_ids(self._chat, turn.said)
+        logprobs = [-0.5] * len(ids)
+        result = [ChatMessage(role="tool", content=turn.result, name="bash")]
+        context = len(self)
+        started = time.thread_time()
+        self._conversation.prompt_token_ids()
+        prompted = time.thread_time()
+        self._conversation.add_completion(ids, logprobs, policy_version="1", engine="perf")
+        recorded = time.thread_time()
+        self._conversation.add_messages(result)
+        extended = time.thread_time()
+        return TurnTimes(context, prompted - started, recorded - prompted, extended - recorded)
+
+
+def time_turns(chat: ChatFormat, seed: int, contexts: Sequence[int], rounds: int) -> dict[int, list[TurnTimes]]:
+    """Turns at each length of context, interleaved: each round has one of each, another one first each time.
+
+    So a slow spell of the machine meets short and long contexts alike. Before that, untimed, a dialogue grows to each
+    length, and somewhat less, so that what is timed lies around it.
+    """
+    # Each says other things: a tokenizer is faster with what it has seen (Gemma's, by the line).
+    dialogues = {context: Dialogue(chat, seed * len(contexts) + n) for n, context in enumerate(contexts)}
+    for context, dialogue in dialogues.items():
+        while len(dialogue) < context - rounds * TURN_TOKENS // 2:
+            dialogue.turn()
+    times: dict[int, list[TurnTimes]] = {context: [] for context in contexts}
+    for number in range(rounds):
+        for context in rotated(contexts, number):
+            times[context].append(dialogues[context].turn())
+    return times
+
+
+TURNS = 6
+"""Turns of a dialogue with the fake engine."""
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """A turn of a trajectory: the prompt that the policy got, the ids it sampled, and the prompt of the next turn.
+
+    The next prompt is as recorded; without it the turn was the last.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    next_prompt_ids: list[int]
+
+
+class Drift(msgspec.Struct, frozen=True):
+    """Counts of drift, over `turns` with a turn after them.
+
+    Attributes:
+        turns: that were looked at.
+        ours: those whose sampled ids, or anything before them, are others in the recorded next prompt.
+        retokenised: those whose sampled ids are others once they have been text.
+        tokens: sampled in all of them.
+        retokenised_tokens: sampled tokens from the first on that differs, in the turns where one does.
+    """
+
+    turns: int
+    ours: int
+    retokenised: int
+    tokens: int
+    retokenised_tokens: int
+
+    @property
+    def ours_rate(self) -> float:
+        """Share of turns."""
+        return self.ours / max(1, self.turns)
+
+    @property
+    def retokenised_rate(self) -> float:
+        """Share of turns."""
+        return self.retokenised / max(1, self.turns)
+
+
+def drift_of(chat: ChatFormat, turns: Iterable[Sampled]) -> Drift:
+    """Count over recorded turns. A text is put where it stood: after its prompt's end, before what ends the turn."""
+    counted = ours = retokenised = tokens = retokenised_tokens = 0
+    for turn in turns:
+        if not turn.next_prompt_ids:
+            continue
+        counted += 1
+        tokens += len(turn.completion_ids)
+        so_far = turn.prompt_ids + turn.completion_ids
+        ours += turn.next_prompt_ids[: len(so_far)] != so_far
+        lost = _differing_tokens(turn.completion_ids, _encoded_again(chat, turn))
+        retokenised += lost > 0
+        retokenised_tokens += lost
+    return Drift(counted, ours, retokenised, tokens, retokenised_tokens)
+
+
+def sampled_at_random(chat: ChatFormat, seed: int) -> list[Sampled]:
+    """A dialogue with the fake engine's policy, which samples any token of the vocabulary alike."""
+    script = default_script(chat.vocab_size, chat.end_of_turn_id)
+    dialogue = draw_turns(seed)
+    conversation = Conversation(chat, [*OPENING, ChatMessage(role="user", content=next(dialogue).result)], TOOLS)
+    prompt_ids = conversation.prompt_token_ids()
+    turns = []
+    for _ in range(TURNS):
+        completion_ids, logprobs, _reason = script(prompt_ids)
+        conversation.add_completion(completion_ids, logprobs)
+        conversation.add_messages([ChatMessage(role="tool", content=next(dialogue).result, name="bash")])
+        next_ids = conversation.prompt_token_ids()
+        turns.append(Sampled(prompt_ids, completion_ids, next_ids))
+        prompt_ids = next_ids
+    return turns
+
+
+def _encoded_again(chat: ChatFormat, turn: Sampled) -> list[int]:
+    """The completion's ids after a round trip through text, which stands after what opens an assistant's turn."""
+    added = set(chat.codec.added_ids.values())
+    start = max(index for index, token_id in enumerate(turn.prompt_ids) if token_id in added)
+    opening = turn.prompt_ids[start:]
+    ids = chat.codec.encode(chat.decode([*opening, *turn.completion_ids]))
+    return ids[len(opening) :] if ids[: len(opening)] == opening else ids
+
+
+def _differing_tokens(sampled: Sequence[int], encoded: Sequence[int]) -> int:
+    """Return how many of `sampled` are not at their place any more: all from the first difference on."""
+    for position, token_id in enumerate(sampled):
+        if position >= len(encoded) or encoded[position] != token_id:
+            return len(sampled) - position
+    return int(len(encoded) > len(sampled))
+
+
+WAYS = ("renderers", "transformers")
+Samples = dict[tuple[str, int], list[float]]
+
+
+async def measure_peers(
+    chat: ChatFormat, dialogues: dict[int, list[DialogueTurn]], *, rounds: int, folder: Path
+) -> tuple[Samples, list[str]]:
+    """Time each way `rounds` times with the last turn of each dialogue as the new one.
+
+    Args:
+        chat: of a model of the family Qwen3, in a folder that transformers can read.
+        dialogues: turns by the length of context that they make.
+        rounds: at each length; what warms up is not counted.
+        folder: an empty one, for the peers' files.
+
+    Returns:
+        Seconds of CPU time by way and context, and a sentence for each prompt that is not ours.
+
+    Raises:
+        PeerUnavailable: the peers are not installed, or failed.
+    """
+    samples: Samples = {}
+    differing: list[str] = []
+    env = {"PATH": os.defpath, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    async with open_peer(PEERS["renderers"], env=env, cwd=folder, log=folder / "log") as peer:
+        for context, turns in dialogues.items():
+            path = trio.Path(folder / f"{context}.json")
+            expected = await trio.to_thread.run_sync(_digest, chat, turns)
+            await path.write_bytes(msgspec.json.encode(_state(chat, turns)))
+            await peer.run(f"begin {path}")
+            for way in WAYS:
+                samples[way, context] = await _time(peer, way, rounds)
+                if (await peer.run("digest")).output != expected:
+                    differing.append(f"{way}: its prompt of {context} tokens is not the one that the template makes")
+    return samples, differing
+
+
+async def _time(peer: PeerProcess, way: str, rounds: int) -> list[float]:
+    times_s = [float((await peer.run(way)).output) for _ in range(rounds + 1)]
+    return times_s[1:]
+
+
+def _state(chat: ChatFormat, turns: list[DialogueTurn]) -> dict[str, object]:
+    """The last turn is the one that the peers make a prompt of."""
+    last = turns[-1]
+    return {
+        "model_dir": str(chat.model_dir),
+        "messages": [_plain(message) for message in whole_dialogue(turns[:-1])],
+        "said": last.said,
+        "completion_ids": sampled_ids(chat, last.said),
+        "new_messages": [{"role": "tool", "content": last.result, "name": "bash"}],
+        "tools": TOOLS,
+    }
+
+
+def _plain(message: ChatMessage) -> dict[str, str]:
+    name = {} if message.name is None else {"name": message.name}
+    return {"role": message.role, "content": message.content, **name}
+
+
+def _digest(chat: ChatFormat, turns: list[DialogueTurn]) -> str:
+    ids = Conversation(chat, whole_dialogue(turns), TOOLS).prompt_token_ids()
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
 
 CONTEXTS = (1_000, 4_000, 16_000, 32_000, 64_000, 100_000)
 ROUNDS = 6
@@ -53,46 +331,7 @@ FAMILY: Final = "qwen3"
 FLATNESS = 1.5
 US = 1e6
 Times = dict[int, list[TurnTimes]]
-NOTES = [
-    "turn: a completion proven, recorded and parsed (record), and a tool's result rendered, encoded and recorded, what "
-    "was there proven again (extend). prompt: its ids as a list, which the engine's request is made of; a request has "
-    "the whole prompt in it, so that this grows with the context for everybody. Times are CPU time, peers' too.",
-    "Peers hand over the whole prompt, too, so they are held against `whole`: turn and prompt. "
-    "They run in their own process, without the pipe to it being charged. `renderers` parses and extends, as ours "
-    "does, without a proof; `transformers` renders and encodes all messages, as `rerender` does with our code.",
-    "drift: turns whose sampled ids change once they have been text, of short completions by the fake engine, which "
-    "samples any token alike.",
-]
-
-
-class TokensReport(Report, frozen=True, kw_only=True):
-    """The plot has a line for each way, against the length of the context."""
-
-    def write_plot(self, path: Path) -> bool:
-        """False, and no file, where matplotlib is missing."""
-        if importlib.util.find_spec("matplotlib") is None:
-            return False
-        pyplot: Any = importlib.import_module("matplotlib.pyplot")
-        pyplot.switch_backend("agg")
-        figure, axes = pyplot.subplots(figsize=(8, 5))
-        for way in dict.fromkeys(series.case.name.split(".")[0] for series in self.series):
-            points = [series for series in self.series if series.case.name.startswith(f"{way}.")]
-            contexts = [_tokens_of(series) for series in points]
-            p50, p95 = ([series.percentile(percent) for series in points] for percent in (50, 95))
-            style = "--" if points[0].case.peer else "-"
-            (line,) = axes.plot(contexts, p50, style, marker="o", markersize=3, label=way)
-            axes.fill_between(contexts, p50, p95, color=line.get_color(), alpha=0.15, linewidth=0)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("context, tokens")
-        axes.set_ylabel("us a turn (p50, shaded to p95; dashed: peers)")
-        axes.set_title(self.title)
-        axes.legend()
-        figure.text(0.01, 0, describe_machine(), fontsize=5, va="bottom", color="grey")
-        figure.tight_layout()
-        figure.savefig(path, dpi=PLOT_DPI)
-        pyplot.close(figure)
-        return True
+NOTES: Final = CAPTIONS["tokens"]
 
 
 async def tokens(options: Options) -> Report:
@@ -138,13 +377,14 @@ def _report(series: list[Series], flatness: dict[str, float], drift: Drift, note
     }
     details = {f"render.flatness.{name}": value for name, value in flatness.items()}
     details["render.flatness_with_prompt"] = p50[f"whole.{high}"] / p50[f"whole.{low}"]
-    return TokensReport(
+    return Report(
         title="tokens: a turn against the context's length",
         series=series,
-        more_metrics={name: round(value, 3) for name, value in metrics.items()},
-        detail_metrics={name: round(value, 3) for name, value in details.items()},
+        more_metrics=metrics,
+        detail_metrics=details,
         at_most={"render.flatness": FLATNESS, "drift.ours": 0.0},
-        more_tables=[_context_table(p50), *([_family_table(flatness)] if flatness else [])],
+        tables=[_context_rows(p50), *([_family_rows(flatness)] if flatness else [])],
+        figures=[_lines(series)],
         notes=notes,
     )
 
@@ -265,23 +505,28 @@ def _tokens_of(series: Series) -> int:
     return int(series.case.name.rpartition(".")[2].removesuffix("k")) * 1000
 
 
-def _context_table(p50: dict[str, float]) -> Table:
-    """A row for each context."""
-    ways = list(dict.fromkeys(name.split(".")[0] for name in p50))
-    table = Table("context", title="us a turn, p50")
-    for way in ways:
-        table.add_column(way, justify="right")
-    for context in CONTEXTS:
-        table.add_row(f"{context:,}", *(f"{p50[f'{way}.{_name(context)}']:,.0f}" for way in ways))
-    return table
+def _lines(series: Sequence[Series]) -> Lines:
+    """Return a line for each way, against the length of the context."""
+    lines = []
+    for way in dict.fromkeys(each.case.name.split(".")[0] for each in series):
+        of_way = [each for each in series if each.case.name.startswith(f"{way}.")]
+        points = [(float(_tokens_of(each)), each.percentile(50)) for each in of_way]
+        lines.append(Line(label=way, points=points, role="peer" if of_way[0].case.peer else "ours"))
+    title, unit = "a turn against the context's length", "us a turn (p50; dashed: peers)"
+    return Lines(title=title, x_label="context, tokens", y_label=unit, lines=lines, logarithmic=True)
 
 
-def _family_table(flatness: dict[str, float]) -> Table:
-    table = Table("model", title="the same with other models")
-    table.add_column(f"{_name(CONTEXTS[-1])} over {_name(CONTEXTS[0])}", justify="right")
-    for name, value in flatness.items():
-        table.add_row(name, f"{value:.2f}")
-    return table
+def _context_rows(p50: dict[str, float]) -> Rows:
+    """Return a row for each context."""
+    ways = dict.fromkeys(name.split(".")[0] for name in p50)
+    rows = [[f"{each:,}", *(f"{p50[f'{way}.{_name(each)}']:,.0f}" for way in ways)] for each in CONTEXTS]
+    return Rows(title="us a turn, p50", headings=["context", *ways], rows=rows)
+
+
+def _family_rows(flatness: dict[str, float]) -> Rows:
+    heading = f"{_name(CONTEXTS[-1])} over {_name(CONTEXTS[0])}"
+    columns: dict[str, Callable[[str], str]] = {"model": str, heading: lambda name: f"{flatness[name]:.2f}"}
+    return rows_of("the same with other models", flatness, columns)
 
 
 if __name__ == "__main__":

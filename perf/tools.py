@@ -15,19 +15,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
 from perf import trace
-from perf.daemon import CALL_TIMEOUT_S, open_daemon, open_tcp_echo, open_unix_echo
-from perf.floors import open_bare_echo, open_bare_ipython, open_bare_pty
 from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import open_peer
+from perf.shells import (
+    CALL_TIMEOUT_S,
+    open_bare_echo,
+    open_bare_ipython,
+    open_bare_pty,
+    open_daemon,
+    open_tcp_echo,
+    open_unix_echo,
+)
+from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ipc.rpc import RpcClient
-    from perf.floors import BarePty
+    from perf.shells import BarePty
+    from prorl_ipc.client import RpcClient
 
 QUICK_ROUNDS, ROUNDS = 200, 2_000
 WARM_UP_ROUNDS = 10

@@ -13,26 +13,198 @@ output equal the bare pty's. Ours and the floor run several rounds, in new shell
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import statistics
 import sys
 import tempfile
-from contextlib import AsyncExitStack
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
-from rich.table import Table
+import numpy as np
+import trio
 
-from perf.harness import PERCENTS, Case, Options, Report, Series, run_benchmark
-from perf.peers.environments import PeerUnavailable
-from perf.trace_figures import Answered, Figures, Step, figures_of, words_of
-from perf.trace_systems import FLOOR, FLOOR_AGAIN, OURS, PEER_SYSTEMS, Workspace, make_workspace, open_system
+from perf.harness import CAPTIONS, PERCENTS, Case, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
+from perf.peers.environments import PEERS, PeerUnavailable
+from perf.peers.process import PeerAnswer, open_peer
+from perf.project_tree import write_project
+from perf.shells import CALL_TIMEOUT_S, open_bare_pty, open_daemon
+from prorl_ipc.sandbox_calls import BashResult, BashRun
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from perf.trace_systems import Run
+    Run = Callable[[str], Awaitable[PeerAnswer]]
+
+ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\a\x1b]*(?:\a|\x1b\\)|\x1b[@-Z\\-_]")
+RULER = re.compile(r"[=_]{3,}")
+CLOCK = re.compile(r"\b\d+\.\d+s\b|\b\d\d:\d\d\b")
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of the recorded trace.
+
+    `kind` groups commands of one cost; `exit_code` is what it must end with.
+    """
+
+    kind: str
+    command: str
+    exit_code: int
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """A system's answer to one step. `words` is its output as `words_of` has it."""
+
+    elapsed_s: float
+    exit_code: int | None
+    words: tuple[str, ...]
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a system over all steps that it and the floor answered right.
+
+    Attributes:
+        steps: their indices, the same for all lists below.
+        elapsed_s: the median over rounds.
+        first_s: in the first round, which all systems ran: for comparing times of systems with fewer rounds.
+        overhead_s: the time beyond the floor's in the same round, median over rounds. Below zero is noise.
+        wrong: the steps that it answered otherwise than the floor or the record, or not at all.
+    """
+
+    steps: list[int]
+    elapsed_s: list[float]
+    first_s: list[float]
+    overhead_s: list[float]
+    wrong: list[int]
+
+    def among(self, values: Sequence[float], steps: Sequence[int]) -> list[float]:
+        """Return those of `values`, one of the lists above, that belong to `steps`."""
+        wanted = set(steps)
+        return [value for step, value in zip(self.steps, values, strict=True) if step in wanted]
+
+    def overhead_percentile_ms(self, percent: float) -> float:
+        """Over steps."""
+        return float(np.percentile(self.overhead_s, percent)) * 1e3
+
+
+def words_of(output: str, *, root: str, command: str) -> tuple[str, ...]:
+    """The words of an output, sorted: equal for the same output on terminals of different widths and folders.
+
+    Left out is what differs with no fault of anyone: colours, rulers as wide as the terminal, clocks, the folder, and
+    the command itself where a terminal echoes it.
+    """
+    text = CLOCK.sub("TIME", RULER.sub(" ", ANSI.sub("", output).replace(root, "ROOT")))
+    words, echo = text.split(), command.split()
+    return tuple(sorted(words[len(echo) :] if words[: len(echo)] == echo else words))
+
+
+def figures_of(
+    steps: Sequence[Step], rounds: Sequence[Sequence[Answered]], floors: Sequence[Sequence[Answered]]
+) -> Figures:
+    """Compare a system with the floor, round by round. Rounds that the system did not finish are shorter."""
+    right: list[int] = []
+    elapsed_s: list[float] = []
+    first_s: list[float] = []
+    overhead_s: list[float] = []
+    for index, step in enumerate(steps):
+        pairs = [
+            (answers[index], floor[index])
+            for answers, floor in zip(rounds, floors, strict=False)
+            if index < len(answers)
+        ]
+        if pairs and all(_is_right(answer, floor, step) for answer, floor in pairs):
+            right.append(index)
+            elapsed_s.append(statistics.median(answer.elapsed_s for answer, _ in pairs))
+            first_s.append(pairs[0][0].elapsed_s)
+            overhead_s.append(statistics.median(answer.elapsed_s - floor.elapsed_s for answer, floor in pairs))
+    return Figures(
+        steps=right,
+        elapsed_s=elapsed_s,
+        first_s=first_s,
+        overhead_s=overhead_s,
+        wrong=sorted(set(range(len(steps))) - set(right)),
+    )
+
+
+def _is_right(answer: Answered, floor: Answered, step: Step) -> bool:
+    return answer.exit_code == floor.exit_code == step.exit_code and answer.words == floor.words
+
+
+FLOOR, FLOOR_AGAIN, OURS = "pty", "pty_again", "ours"
+PEER_SYSTEMS = ("tmux", "swerex")
+TOOL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+MAX_OUTPUT_BYTES = 1024 * 1024
+
+
+class Workspace:
+    """The folders of one system in one round. All paths are of one length, so that layouts do not differ."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.work, self.home, self.run = root / "work", root / "home", root / "run"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The whole environment of the shell, the same for all but for these folders."""
+        return {
+            "PATH": f"{Path(sys.executable).parent}:{TOOL_PATH}",
+            "HOME": str(self.home),
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            "PAGER": "cat",
+            "GIT_PAGER": "cat",
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "TMUX_TMPDIR": str(self.run),
+        }
+
+
+def make_workspace(root: Path) -> Workspace:
+    """Make the folders, with the project in `work`. `root` must not exist."""
+    workspace = Workspace(root)
+    for folder in (workspace.work, workspace.home, workspace.run):
+        folder.mkdir(mode=0o700, parents=True)
+    write_project(workspace.work)
+    return workspace
+
+
+@asynccontextmanager
+async def open_system(name: str, workspace: Workspace) -> AsyncIterator[Run]:
+    """A persistent shell in `workspace.work`; it ends on leaving.
+
+    Raises:
+        PeerUnavailable: `name` is a peer that is not there; also what `Run` raises when a peer fails.
+    """
+    if name == OURS:
+        async with open_daemon(workspace.run, env=workspace.env, cwd=workspace.work) as daemon:
+
+            async def run_ours(command: str) -> PeerAnswer:
+                call = BashRun(command=command, timeout_s=CALL_TIMEOUT_S, max_output_bytes=MAX_OUTPUT_BYTES)
+                started = time.perf_counter()
+                result = await daemon.call(call, BashResult, timeout_s=CALL_TIMEOUT_S)
+                return PeerAnswer(result.output, result.exit_code, time.perf_counter() - started)
+
+            yield run_ours
+    elif name in (FLOOR, FLOOR_AGAIN):
+        with open_bare_pty(env=workspace.env, cwd=workspace.work) as pty:
+
+            async def run_pty(command: str) -> PeerAnswer:
+                await trio.lowlevel.checkpoint()
+                started = time.perf_counter()
+                exit_code = pty.run(command)
+                elapsed_s = time.perf_counter() - started
+                return PeerAnswer(pty.take_output(), exit_code, elapsed_s)
+
+            yield run_pty
+    else:
+        log = workspace.run / "log"
+        async with open_peer(PEERS[name], env=workspace.env, cwd=workspace.work, log=log) as peer:
+            yield peer.run
+
 
 TRACE_PATH = Path(__file__).with_name("traces") / "agent_shell.jsonl"
 QUICK_STEPS = 29
@@ -45,13 +217,7 @@ TITLES = {
     OURS: "ours",
     **{name: name for name in PEER_SYSTEMS},
 }
-NOTES = [
-    "Overhead is time beyond the bare pty's for the same command in the same round. A second bare pty shows the noise: "
-    "in ratios it stands in for an overhead of ours that is smaller.",
-    "`_over_ours` compares overheads, `_over_ours_whole` times with the commands' own work in them; the paper's step "
-    "from tmux to a pty, 0.78 s to 0.42 s an action, is a factor of 1.86 of the latter kind.",
-    "Peers are called in their own process, without the pipe to it being charged; SWE-ReX without its HTTP server.",
-]
+NOTES: Final = CAPTIONS["trace"]
 
 
 def load_trace() -> list[Step]:
@@ -89,9 +255,7 @@ async def run_round(steps: Sequence[Step], names: Sequence[str], failures: dict[
                 failures[name] = str(exc)
         answers: dict[str, list[Answered]] = {name: [] for name in running}
         for index, step in enumerate(steps):
-            order = list(running)
-            first = index % len(order)
-            for name in (*order[first:], *order[:first]):
+            for name in rotated(list(running), index):
                 workspace, run = running[name]
                 try:
                     answer = await run(step.command)
@@ -124,10 +288,10 @@ def report_of(steps: Sequence[Step], figures: dict[str, Figures], failures: dict
     return Report(
         title=f"trace: {len(steps)} shell commands of an agent",
         series=[series_of(name, one) for name, one in figures.items()],
-        more_metrics={name: round(value, 3) for name, value in metrics.items()},
-        detail_metrics=details_of(figures) | {"trace.noise_total_s": round(noise_s, 4)},
+        more_metrics=metrics,
+        detail_metrics=details_of(figures) | {"trace.noise_total_s": noise_s},
         at_least=AT_LEAST,
-        more_tables=[overhead_table(figures), kind_table(steps, figures)],
+        tables=[overhead_rows(figures), kind_rows(steps, figures)],
         notes=[*(f"left out: {reason}" for reason in failures.values()), *wrong_notes(steps, figures), *NOTES],
     )
 
@@ -157,43 +321,41 @@ def details_of(figures: dict[str, Figures]) -> dict[str, float]:
     """Return the figures of the tables, for the file."""
     details: dict[str, float] = {}
     for name, one in figures.items():
-        details[f"trace.{name}.total_s"] = round(sum(one.elapsed_s), 4)
+        details[f"trace.{name}.total_s"] = sum(one.elapsed_s)
         details[f"trace.{name}.wrong"] = len(one.wrong)
         if name != FLOOR:
-            details[f"trace.{name}.overhead_total_s"] = round(sum(one.overhead_s), 4)
+            details[f"trace.{name}.overhead_total_s"] = sum(one.overhead_s)
             for percent in PERCENTS:
-                details[f"trace.{name}.overhead_p{percent}_ms"] = round(one.overhead_percentile_ms(percent), 4)
+                details[f"trace.{name}.overhead_p{percent}_ms"] = one.overhead_percentile_ms(percent)
     return details
 
 
-def overhead_table(figures: dict[str, Figures]) -> Table:
-    """Beyond the floor, command by command."""
-    table = Table("system", title="overhead above the bare pty, a command at a time")
-    for heading in ("right", "wrong", "total", "overhead", *(f"p{percent}" for percent in PERCENTS)):
-        table.add_column(heading, justify="right")
-    for name, one in figures.items():
-        percentiles = (f"{one.overhead_percentile_ms(percent):.2f} ms" for percent in PERCENTS)
-        table.add_row(
-            TITLES[name],
-            str(len(one.steps)),
-            str(len(one.wrong)),
-            f"{sum(one.elapsed_s):.2f} s",
-            *(("", "", "", "") if name == FLOOR else (f"{sum(one.overhead_s):.3f} s", *percentiles)),
+def overhead_rows(figures: dict[str, Figures]) -> Rows:
+    """Return the time beyond the floor, command by command."""
+    columns: dict[str, Callable[[str], str]] = {
+        "system": TITLES.__getitem__,
+        "right": lambda name: str(len(figures[name].steps)),
+        "wrong": lambda name: str(len(figures[name].wrong)),
+        "total": lambda name: f"{sum(figures[name].elapsed_s):.2f} s",
+        "overhead": lambda name: "" if name == FLOOR else f"{sum(figures[name].overhead_s):.3f} s",
+    }
+    for percent in PERCENTS:
+        columns[f"p{percent}"] = lambda name, percent=percent: (  # type: ignore[misc]  # mypy infers no default
+            "" if name == FLOOR else f"{figures[name].overhead_percentile_ms(percent):.2f} ms"
         )
-    return table
+    return rows_of("overhead above the bare pty, a command at a time", figures, columns)
 
 
-def kind_table(steps: Sequence[Step], figures: dict[str, Figures]) -> Table:
-    """The median time of the commands of each kind, in the round that all systems ran."""
-    table = Table("kind", title="median time by kind of command in the first round, ms")
-    for heading in ("commands", *figures):
-        table.add_column(heading, justify="right")
+def kind_rows(steps: Sequence[Step], figures: dict[str, Figures]) -> Rows:
+    """Return the median time of the commands of each kind, in the round that all systems ran."""
+    rows = []
     for kind in dict.fromkeys(step.kind for step in steps):
         members = [index for index, step in enumerate(steps) if step.kind == kind]
         times_s = [one.among(one.first_s, members) for one in figures.values()]
         cells = [f"{statistics.median(some_s) * 1e3:.2f}" if some_s else "" for some_s in times_s]
-        table.add_row(kind, str(len(members)), *cells)
-    return table
+        rows.append([kind, str(len(members)), *cells])
+    title = "median time by kind of command in the first round, ms"
+    return Rows(title=title, headings=["kind", "commands", *figures], rows=rows)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ipc.limits import SandboxLimits
-    from ipc.session import Accepted, Rejected
+    from prorl_ipc.limits import SandboxLimits
+    from prorl_ipc.session import Accepted, Rejected
     from prorl_trio.agent.context import Resources, RolloutContext
-    from prorl_trio.agent.loop import AgentEnd, NewDialogue, run_agent, run_sub_agent
-    from prorl_trio.agent.style import AgentStyle
+    from prorl_trio.agent.loop import AgentEnd, AgentStyle, NewDialogue, run_agent, run_sub_agent
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.client import BlockingClient, RolloutClient, connect
-    from prorl_trio.client.sampling import BlockingGroups, GroupRules, JobTemplate, open_groups
-    from prorl_trio.handlers.base import AgentHandler, Evaluation
+    from prorl_trio.sampling import BlockingGroups, GroupRules, JobTemplate, open_groups
     from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.sandbox.transfer import TransferOptions, TransferReport
+    from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
     from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, Observation, Tool, ToolSet
     from prorl_trio.types.batch import PaddedBatch, pad_batch
     from prorl_trio.types.errors import (
@@ -113,15 +112,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ipc.limits": "SandboxLimits",
-    "ipc.session": "Accepted Rejected",
+    "prorl_ipc.limits": "SandboxLimits",
+    "prorl_ipc.session": "Accepted Rejected",
     "prorl_trio.agent.context": "Resources RolloutContext",
-    "prorl_trio.agent.loop": "AgentEnd NewDialogue run_agent run_sub_agent",
-    "prorl_trio.agent.style": "AgentStyle",
+    "prorl_trio.agent.loop": "AgentEnd AgentStyle NewDialogue run_agent run_sub_agent",
     "prorl_trio.chat.conversation": "ParsedTurn",
     "prorl_trio.client": "BlockingClient RolloutClient connect",
-    "prorl_trio.client.sampling": "BlockingGroups GroupRules JobTemplate open_groups",
-    "prorl_trio.handlers.base": "AgentHandler Evaluation",
+    "prorl_trio.sampling": "BlockingGroups GroupRules JobTemplate open_groups",
+    "prorl_trio.tasks.handlers.base": "AgentHandler Evaluation",
     "prorl_trio.sandbox.provider": "ProviderReport SandboxProvider SandboxSpec",
     "prorl_trio.sandbox.sandbox": "Sandbox",
     "prorl_trio.sandbox.transfer": "TransferOptions TransferReport",

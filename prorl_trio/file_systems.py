@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["NETWORK_FILE_SYSTEMS", "file_system_of", "open_regular", "read_regular", "sync_folder"]
-
 NETWORK_FILE_SYSTEMS: Final = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "afs", "9p", "panfs", "pvfs2", "fuse.sshfs"}
 )

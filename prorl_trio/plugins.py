@@ -7,8 +7,6 @@ from typing import Any
 
 from prorl_trio.types.errors import ConfigError
 
-__all__ = ["load_plugins"]
-
 
 def load_plugins(group: str, base: type[Any]) -> dict[str, type[Any]]:
     """Import every class that is declared under `group`; return them by the names they are declared by.

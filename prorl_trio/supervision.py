@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec
 
 import trio
 
-from ipc.nursery import is_cancelled, leaves, only_cancelled
+from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
 from prorl_trio.types.errors import InternalError, ProrlError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-
-__all__ = ["contained", "service_task", "vanished_task"]
 
 logger = logging.getLogger(__name__)
 

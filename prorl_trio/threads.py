@@ -7,11 +7,11 @@ import logging
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import trio
+from trio.lowlevel import RunVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["run_sync"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,25 @@ FIRST_DELAY_S: Final = 0.05
 MAX_DELAY_S: Final = 2.0
 MAX_WAIT_S: Final = 10.0
 
+SANDBOX_THREADS: Final = 16
+"""Of the sandboxes' blocking calls: their own, so that no other work delays a clean-up."""
+
 T = TypeVar("T")
+
+_limiter: RunVar[trio.CapacityLimiter] = RunVar("prorl_trio.threads.sandboxes")
+
+
+async def run_blocking(function: Callable[..., T], *args: object) -> T:
+    """Run `function(*args)` in one of the sandboxes' threads.
+
+    Not abandoned on cancellation: it ends first, so it must be bounded.
+    """
+    try:
+        limiter = _limiter.get()
+    except LookupError:
+        limiter = trio.CapacityLimiter(SANDBOX_THREADS)
+        _limiter.set(limiter)
+    return await run_sync(function, *args, limiter=limiter)
 
 
 async def run_sync(

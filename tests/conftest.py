@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from launch.paths import engine_python, model_dir
-from launch.vllm import open_vllm
+from prorl_launch.paths import engine_python, model_dir
+from prorl_launch.vllm import open_vllm
 from support.leaks import LEAKS, has_failed, holdings
 from support.skips import Skips, because, read_allowed
 

@@ -1,105 +1,123 @@
-"""The sections of the report, in the paper's order; what it did not measure comes last."""
+"""The sections of the report (`sections.toml`), and the process that measures one of them.
+
+    python -m perf.paper.sections SECTION FILE [--quick]
+
+It writes what came out to FILE.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import argparse
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from perf.ablation import measure_ablation
-from perf.ablation_here import measure_ablation_here
-from perf.dapo import measure_dapo
-from perf.features import measure_features
-from perf.fleet import measure_fleets
-from perf.paper.latency import (
-    measure_cancellation,
-    measure_faults,
-    measure_node,
-    measure_sandboxes,
-    measure_shell,
-    measure_tools,
-)
-from perf.paper.section import Section
-from perf.race import measure_race
-from perf.scaling import measure_scaling
+import msgspec
+import trio
 
-__all__ = ["SECTIONS"]
+from perf.harness import Bar, Bars, CannotRun, Finding, Options, Report, Role, Rows
 
-SECTIONS: Final = (
-    Section(
-        name="features",
-        title="Table 1: features, each proven by tests",
-        paper="Table 1 compares six frameworks by three features.",
-        measure=measure_features,
-    ),
-    Section(
-        name="ablation",
-        title="Table 3: what each part is worth, simulated at the paper's scale",
-        paper="Table 3 leaves out load balancing, efficient bash and stale-job clean-up one at a time, on 8 H100.",
-        measure=measure_ablation,
-    ),
-    Section(
-        name="ablationhere",
-        title="Table 3 on this machine: two engines, real sandboxes",
-        paper="Table 3 leaves out load balancing, efficient bash and stale-job clean-up one at a time, on 8 H100.",
-        measure=measure_ablation_here,
-    ),
-    Section(
-        name="dapo",
-        title="Figure 3: four ways to fill a batch of DAPO, simulated",
-        paper="Figure 3 draws efficient DAPO over 3 workers, without numbers.",
-        measure=measure_dapo,
-    ),
-    Section(
-        name="scaling",
-        title="Figure 5: throughput over nodes, simulated from costs measured here",
-        paper="Figure 5 has 1 to 8 nodes, which do 4.7 to 5.0 times the work of one.",
-        measure=measure_scaling,
-    ),
-    Section(
-        name="fleet",
-        title="Figure 5: throughput over nodes under Slurm",
-        paper="Figure 5 has 1 to 8 nodes, which do 4.7 to 5.0 times the work of one.",
-        measure=measure_fleets,
-    ),
-    Section(
-        name="shell",
-        title="Latency: a shell action",
-        paper="Section 3.2.3 and Table 3: 0.42 s an action instead of 0.78 s with tmux.",
-        measure=measure_shell,
-    ),
-    Section(
-        name="tools",
-        title="Latency: bash, IPython, RPC",
-        paper="Section 3.2.3 names them; only bash has a number there.",
-        measure=measure_tools,
-    ),
-    Section(
-        name="sandboxes",
-        title="Latency: starting a sandbox",
-        paper="Not measured by the paper.",
-        measure=measure_sandboxes,
-    ),
-    Section(
-        name="node",
-        title="From acceptance to delivery, and memory",
-        paper="Not measured by the paper.",
-        measure=measure_node,
-    ),
-    Section(
-        name="cancellation",
-        title="Cancelling a rollout",
-        paper="Not measured by the paper.",
-        measure=measure_cancellation,
-    ),
-    Section(
-        name="faults",
-        title="Loss under faults",
-        paper="Not measured by the paper.",
-        measure=measure_faults,
-    ),
-    Section(
-        name="race",
-        title="A fair race",
-        paper="Not measured by the paper.",
-        measure=measure_race,
-    ),
-)
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from perf.harness import Figure
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A section of the report.
+
+    Attributes:
+        name: for `--only`, and the anchor in the page.
+        title: its heading.
+        paper: which part of the paper it measures, and what the paper says.
+        benchmark: `MODULE:FUNCTION`, which returns a `Finding`, or a `Report` that is shown as follows.
+        of: title of the report's table and plot.
+        shown: cases with their words and owners, in the order of the plot. The caption names those that are lacking.
+        beside_ms: numbers of the paper, or of the code that it was made with, by their words.
+        metrics: words of metrics that are no cases, by name; likewise.
+        caption: its paragraphs; the report's own notes follow them.
+    """
+
+    name: str
+    title: str
+    paper: str
+    benchmark: str
+    of: str = ""
+    shown: list[tuple[str, str, Role]] = []
+    beside_ms: dict[str, float] = {}
+    metrics: dict[str, str] = {}
+    caption: list[str] = []
+
+    async def measure(self, options: Options) -> Finding:
+        """Measure it. Raises `CannotRun` where this machine lacks something."""
+        module, _, function = self.benchmark.partition(":")
+        found = await getattr(importlib.import_module(module), function)(options)
+        assert isinstance(found, Finding | Report)
+        return found if isinstance(found, Finding) else self.finding_of(found)
+
+    def finding_of(self, report: Report) -> Finding:
+        """Return a table and a plot of the cases that are shown and the report has, on one scale of milliseconds."""
+        rows, bars = [], []
+        by_name = {series.case.name: series for series in report.series}
+        for case, words, role in self.shown:
+            if (series := by_name.get(case)) is None:
+                continue
+            times_ms, ratio = series.percentiles_ms(), report.ratio(series)
+            over_floor = "" if ratio is None else f"{ratio:.2f} x"
+            rows.append([words, role, str(len(series.samples)), *(f"{each:.3g}" for each in times_ms), over_floor])
+            bars.append(Bar(label=words, value=times_ms[0], role=role, high=times_ms[1]))
+        for words, value_ms in self.beside_ms.items():
+            rows.append([words, "paper", "", f"{value_ms:g}", "", "", ""])
+            bars.append(Bar(label=words, value=value_ms, role="paper"))
+        headings = ["case", "whose", "samples", "p50, ms", "p95, ms", "p99, ms", "over its floor"]
+        tables = [Rows(title=self.of, headings=headings, rows=rows)] if rows else []
+        metrics = report.metrics()
+        more = [[words, f"{metrics[name]:g}"] for name, words in self.metrics.items() if name in metrics]
+        tables += [Rows(title=f"{self.of}: more", headings=["figure", "value"], rows=more)] if more else []
+        absent = [words for case, words, _ in self.shown if case not in by_name]
+        absent += [words for name, words in self.metrics.items() if name not in metrics]
+        missing = [f"Not measured here: {'; '.join(absent)}."] if absent else []
+        unit = "ms, logarithmic (p50; whisker to p95)"
+        figures: list[Figure] = [Bars(title=self.of, unit=unit, bars=bars, logarithmic=True)] if bars else []
+        return Finding(
+            tables=tables, figures=figures, caption=[*self.caption, *missing, *report.notes], metrics=metrics
+        )
+
+
+class Said(msgspec.Struct, frozen=True):
+    """The file that a section's process writes: a finding, or why this machine cannot run it."""
+
+    finding: Finding | None = None
+    cannot_run: str = ""
+
+
+class _Table(msgspec.Struct, frozen=True):
+    section: tuple[Section, ...]
+
+
+SECTIONS: Final = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Table).section
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure one section into FILE. Returns the exit code, 0. What the section raises flies."""
+    parser = argparse.ArgumentParser(prog="python -m perf.paper.sections", description=__doc__)
+    parser.add_argument("section", choices=[section.name for section in SECTIONS])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args(argv)
+    section = next(each for each in SECTIONS if each.name == arguments.section)
+    said = trio.run(_measure, section, Options(quick=arguments.quick, json_path=None))
+    arguments.file.write_bytes(msgspec.json.encode(said))
+    return 0
+
+
+async def _measure(section: Section, options: Options) -> Said:
+    try:
+        return Said(finding=await section.measure(options))
+    except CannotRun as exc:
+        return Said(cannot_run=str(exc))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

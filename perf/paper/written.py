@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from perf.figures import draw
-from perf.findings import Finding
+from perf.harness import Finding, draw
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from perf.findings import Rows
-
-__all__ = ["Measured", "Run", "to_html", "to_markdown"]
+    from perf.harness import Rows
 
 STYLE: Final = """
 body { font: 15px/1.5 sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }

@@ -19,8 +19,6 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PEERS", "Peer", "PeerUnavailable", "install", "peer_python"]
-
 RECIPE = 1
 COMPLETE = ".complete"
 INSTALL_TIMEOUT_S = 1_200.0
@@ -58,42 +56,13 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
         return _cache_dir() / "peers" / f"{self.name}-{key}"
 
 
-PEERS = {
-    peer.name: peer
-    for peer in (
-        Peer(
-            name="tmux",
-            title="OpenHands 1.49.1's terminal on tmux",
-            requirements=("openhands-tools==1.49.1", "openhands-sdk==1.49.1"),
-            python=(3, 12),
-            programs=("tmux",),
-            clean_up=("tmux", "-L", "openhands", "kill-server"),
-        ),
-        Peer(name="swerex", title="SWE-ReX 1.4.0's local runtime", requirements=("swe-rex==1.4.0",)),
-        Peer(
-            name="jupyter",
-            title="jupyter_client 8.10 and ipykernel 7.4",
-            requirements=(
-                "jupyter_client==8.10.0",
-                "ipykernel==7.4.0",
-                f"ipython=={importlib.metadata.version('ipython')}",
-            ),
-        ),
-        Peer(
-            name="renderers",
-            title="renderers 0.1.12 and transformers 5.19.0",
-            requirements=("renderers==0.1.12", "transformers==5.19.0", "httpx==0.28.1"),  # httpx: it does not say so
-        ),
-        Peer(name="gateway", title="rllm-model-gateway 0.1.0", requirements=("rllm-model-gateway==0.1.0",)),
-        Peer(name="vllm-router", title="vllm-router 0.1.17", requirements=("vllm-router==0.1.17",)),
-        Peer(
-            name="trl",
-            title="TRL 1.16.0",
-            requirements=("trl==1.16.0", "transformers==5.19.0", "torch==2.13.0+cpu", "aiohttp==3.14.5"),
-        ),
-        Peer(name="verifiers", title="verifiers 0.1.14", requirements=("verifiers==0.1.14",)),
-    )
-}
+def _read_peers() -> dict[str, Peer]:
+    table = Path(__file__).with_name("peers.toml").read_text()
+    read = msgspec.toml.decode(table.replace("{ipython}", importlib.metadata.version("ipython")))
+    return {peer.name: peer for peer in msgspec.convert(read["peer"], list[Peer])}
+
+
+PEERS = _read_peers()
 
 
 def peer_python(peer: Peer) -> Path:

@@ -20,8 +20,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import async_rollout_worker
 
-from perf.peers.box import Box
-from perf.peers.race_round import CpuClock, RaceRecord, RaceRollout, read_record, read_round, reward_of
+from perf.peers.race_round import Box, CpuClock, RaceRecord, RaceRollout, read_record, read_round, reward_of
 from perf.peers.worker import serve
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ import verifiers as vf
 from datasets import Dataset
 from verifiers.types import ClientConfig, ToolCall
 
-from perf.peers.box import Box
-from perf.peers.race_round import CpuClock, RaceRecord, RaceRollout, code_in, read_round, reward_of
+from perf.peers.race_round import Box, CpuClock, RaceRecord, RaceRollout, code_in, read_round, reward_of
 from perf.peers.worker import serve
 
 if TYPE_CHECKING:

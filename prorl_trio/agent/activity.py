@@ -10,8 +10,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Activity", "Charge"]
-
 Charge = Literal["sandbox", "inference", "evaluator", "handler", "node", "agent_budget"]
 """The account that time is charged to: the cause that is named when a budget is used up."""
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MAX_BLOCKS", "PYTHON", "FencedBlock", "fenced_blocks"]
-
 PYTHON: Final = frozenset({"python", "python3", "py", "py3", "ipython", "ipython3"})
 """The names that models give to Python in the info string of a fence, in lower case."""
 

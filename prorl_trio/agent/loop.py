@@ -7,63 +7,67 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import msgspec
 import trio
 
-from ipc.nursery import only_cancelled
-from ipc.turnstile import pass_turnstile
+from prorl_ipc.turnstile import pass_turnstile
 from prorl_trio.agent.budget import AgentBudget
-from prorl_trio.agent.style import PLAIN
+from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
 from prorl_trio.chat.conversation import Conversation
-from prorl_trio.inference.engines.protocol import CompletionRequest
-from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.threads import run_sync
 from prorl_trio.tools.base import Observation
 from prorl_trio.tools.fitting import fit_texts
-from prorl_trio.types.errors import BackendError, ContextLengthExceeded, StaleTrajectory
-from prorl_trio.types.models import PRIORITY, ChatMessage, Turn
+from prorl_trio.types.errors import StaleTrajectory
+from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prorl_trio.agent.budget import ToolTime
     from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.agent.style import AgentStyle
+    from prorl_trio.agent.turns import SampledTurn
     from prorl_trio.chat.conversation import ParsedTurn
-    from prorl_trio.inference.engines.protocol import Completion
-    from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.tools import ToolSet
-    from prorl_trio.types.models import FinishReason, SegmentReason, StopReason, ToolCall
+    from prorl_trio.types.models import SegmentReason, StopReason, ToolCall
 
-__all__ = [
-    "MIN_TURN_TOKENS",
-    "AfterAnswer",
-    "AgentEnd",
-    "BeforeTurn",
-    "NewDialogue",
-    "asking_service",
-    "lease_backend",
-    "run_agent",
-    "run_sub_agent",
-]
 
-MAX_PAUSE_S = 3600.0
-"""A pause of the backends is charged to no budget, up to this."""
-MIN_TURN_TOKENS = 16
-"""A turn with less room than this in the context is not begun."""
-LONG_TURN_TOKENS = 4096
-"""A turn of so many tokens is read in a thread: the loop would stand still for 5 ms and more."""
 LONG_REPLY_CHARS = 16_000
 """Replies of this length are rendered and encoded in a thread."""
 LONG_DIALOGUE_TOKENS = 16_000
 """Replies in a longer dialogue are, too: some templates are rendered over all of it."""
-KEEP_S = 30.0
-"""For reading a turn, also when the agent is cancelled meanwhile: what was sampled is recorded."""
 MAX_FITTINGS = 4
 """Attempts to fit observations to the room that is left, before the loop ends for lack of it."""
+
+
+class AgentStyle:
+    """The reading of a turn without a formal tool call, and the reminder of the policy.
+
+    Override what differs; no I/O.
+
+    Attributes:
+        max_reflections: turns of a rollout of which nothing could be understood and whose errors the policy is told;
+            the next one ends the loop with `parse_error`. None: as many as there are turns.
+    """
+
+    max_reflections: int | None = None
+
+    def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
+        """Return the calls that a turn without formal ones still asks for (a fenced block, say). Default: none."""
+        del parsed
+        return []
+
+    def final_answer(self, parsed: ParsedTurn) -> str | None:
+        """Return the final answer if the turn gives one in its text (`\\boxed{42}`, say). Default: None."""
+        del parsed
+        return None
+
+    def nudge(self) -> str:
+        """Return the user message after a turn with neither call nor answer."""
+        return "Go on by calling one of the tools."
+
+
+PLAIN: Final = AgentStyle()
 
 
 class NewDialogue(NamedTuple):
@@ -128,15 +132,16 @@ async def run_agent(
         if (bound := resources.config.agent.staleness_bound(context.spec)) is not None:
             lease.freshen(bound)
         budget = AgentBudget(context, resources.config.budgets.of_agent(context.spec.budgets))
-        agent = _Agent(context, lease, budget, conversation, tools, style, before_turn, after_answer, said=messages)
-        agent.begin()
+        turns = Turns(context, lease, budget, conversation, said=messages)
+        turns.begin()
+        agent = _Agent(turns, tools, style, before_turn, after_answer)
         try:
             with budget.scope:
                 context.stop_reason = await agent.work(context.spec.max_turns)
             if budget.scope.cancelled_caught:
                 context.stop_reason = "agent_budget"
         except StaleTrajectory as exc:
-            if exc.cause != "agent_budget" or agent.has_stale_tokens(exc.max_staleness):
+            if exc.cause != "agent_budget" or turns.has_stale_tokens(exc.max_staleness):
                 raise
             context.stop_reason = "agent_budget"
         finally:
@@ -165,12 +170,13 @@ async def run_sub_agent(
         Otherwise as `run_agent`.
     """
     asker = _at_work.get()
-    if asker is None or asker.context is not context:
+    if asker is None or asker.turns.context is not context:
         raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
     chat_format = context.resources.chat_format
     conversation = await run_sync(Conversation, chat_format, messages, tools.schemas())
-    agent = _Agent(context, asker.lease, asker.budget, conversation, tools, style, before_turn, None, said=messages)
-    agent.begin(asker.dialogue)
+    turns = Turns(context, asker.turns.lease, asker.turns.budget, conversation, said=messages)
+    turns.begin(asker.turns.dialogue)
+    agent = _Agent(turns, tools, style, before_turn, None)
     try:
         with asker.tool_time.given_away() if asker.tool_time is not None else nullcontext():
             return AgentEnd(await agent.work(max_turns), agent.answer)
@@ -189,53 +195,24 @@ def asking_service(context: RolloutContext, what: str) -> Iterator[None]:
         RuntimeError: it was not called from within the `run_agent` of this rollout.
     """
     asker = _at_work.get()
-    if asker is None or asker.context is not context or asker.tool_time is None:
+    if asker is None or asker.turns.context is not context or asker.tool_time is None:
         raise RuntimeError("asking_service works inside a tool's call only")
     since_s = trio.current_time()
     with asker.tool_time.given_away():
         with context.waiting(what, "node"):
             yield
-        asker.budget.produced(since_s)
+        asker.turns.budget.produced(since_s)
 
 
 _at_work: ContextVar[_Agent | None] = ContextVar("_at_work", default=None)
 """The innermost agent, for whom it calls."""
 
 
-async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> Lease:
-    """Wait for a backend for the whole task and return its lease, which ends when `stack` is closed.
-
-    The wait is charged to no budget. Without a wait there is no time limit: where a backend has room,
-    `backends.lease_timeout_s` may be 0.
-
-    Raises:
-        BackendError: there was none for `backends.lease_timeout_s`; the message says what was missing.
-    """
-    backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
-    job_id, priority = context.spec.job_id, PRIORITY[context.spec.priority]
-    scope = trio.CancelScope()
-    waits_until_s: float | None = None
-
-    @contextmanager
-    def waiting(what: str) -> Iterator[None]:
-        nonlocal waits_until_s
-        if waits_until_s is None:
-            scope.deadline = waits_until_s = trio.current_time() + at_most_s
-        with context.standing_in_line(what, "inference", at_most_s=at_most_s):
-            yield
-
-    with scope:
-        return await stack.enter_async_context(backends.lease(job_id, priority, waiting))
-    raise BackendError(
-        f"job {job_id} waited {at_most_s:g} s (backends.lease_timeout_s) for {backends.shortage()}", retryable=True
-    )
-
-
 class _Taken(NamedTuple):
     """A turn that was taken. `fits`: there was room to reply to it. `results`: what its calls returned."""
 
+    turn: SampledTurn
     calls: list[ToolCall]
-    finish_reason: FinishReason
     fits: bool
     results: list[str]
 
@@ -246,43 +223,18 @@ def _understood(calls: Sequence[ToolCall]) -> bool:
 
 @dataclass(slots=True)
 class _Agent:
-    """An agent at work, with what it has given as its answer.
+    """An agent at work, with what it has given as its answer."""
 
-    `said` is what the policy was told since its last turn, besides what its tools returned.
-    """
-
-    context: RolloutContext
-    lease: Lease
-    budget: AgentBudget
-    conversation: Conversation
+    turns: Turns
     tools: ToolSet
     style: AgentStyle
     before_turn: BeforeTurn | None
     after_answer: AfterAnswer | None
-    dialogue: int = 0
     answer: str | None = None
-    said: Sequence[ChatMessage] = ()
     nudges_left: int = 0
     reflections_left: float = math.inf
     tool_time: ToolTime | None = None
     """The time of the tool that is at work."""
-
-    @property
-    def limit(self) -> int:
-        """Tokens that the dialogue may have, and with it each segment of the trajectory."""
-        context = self.context
-        return context.resources.max_trajectory_tokens(context.spec, self.lease.info.max_model_len)
-
-    @property
-    def room(self) -> int:
-        """Tokens that may still follow the dialogue so far."""
-        return self.limit - len(self.conversation)
-
-    def begin(self, asker: int | None = None) -> None:
-        """Record the dialogue from now on. Raises ContextLengthExceeded: there is no room in it for a single token."""
-        if self.room < 1:
-            raise ContextLengthExceeded(len(self.conversation), self.limit)
-        self.dialogue = self.context.begin_dialogue(self.conversation, asker)
 
     async def work(self, max_turns: int) -> StopReason:
         """Turn after turn, until the agent is done."""
@@ -293,13 +245,13 @@ class _Agent:
             _at_work.reset(token)
 
     async def _take_turns(self, max_turns: int) -> StopReason:
-        self.nudges_left = self.context.resources.config.agent.max_nudges
+        self.nudges_left = self.turns.context.resources.config.agent.max_nudges
         if self.style.max_reflections is not None:
             self.reflections_left = self.style.max_reflections
         for turn in range(max_turns):
             if turn:
                 await self._look_back()
-                if self.room < MIN_TURN_TOKENS:
+                if self.turns.room < MIN_TURN_TOKENS:
                     return "context_budget"
             taken = await self._take_turn(turn, is_last=turn + 1 == max_turns)
             if self.answer is not None:
@@ -316,10 +268,9 @@ class _Agent:
 
     def _reason(self, last: _Taken, otherwise: StopReason) -> StopReason:
         """Why the loop ends after the turn `last`: what was wrong with that one, if anything was."""
-        understood = _understood(last.calls)
-        if last.finish_reason == "length" and not understood:
-            return "context_budget" if self.room < MIN_TURN_TOKENS else "no_end_of_turn"
-        return "parse_error" if last.calls and not understood else otherwise
+        if _understood(last.calls):
+            return otherwise
+        return self.turns.cut_short(last.turn) or ("parse_error" if last.calls else otherwise)
 
     async def _go_on(self, taken: _Taken, *, is_last: bool) -> StopReason | None:
         """Ask `after_answer`, and say what it says to the policy; return why the loop ends, if it does."""
@@ -327,47 +278,35 @@ class _Agent:
         told = await self.after_answer(self.answer) if self.after_answer is not None and not is_last else None
         if told is None:
             return "finished"
-        self.answer, self.said = None, told
+        self.answer, self.turns.said = None, told
         results = self._messages(taken.calls, taken.results) if taken.calls else []
-        at_most = self.limit - MIN_TURN_TOKENS
-        length = self.conversation.add_messages([*results, *told], at_most=at_most)
-        return "context_budget" if length > at_most else None
+        return "context_budget" if self.turns.say([*results, *told]) else None
 
     async def _look_back(self) -> bool:
         """Ask `before_turn`; whether it began another dialogue."""
-        new = await self.before_turn(self.conversation, self.room) if self.before_turn is not None else None
+        turns = self.turns
+        new = await self.before_turn(turns.conversation, turns.room) if self.before_turn is not None else None
         if new is not None:
-            self.conversation.continue_from(new.messages, new.reason, at_most=self.limit - 1)
-            self.said = new.messages
+            turns.go_on_from(new.messages, new.reason)
         return new is not None
 
     async def _take_turn(self, turn: int, *, is_last: bool) -> _Taken:
         """Sample, do what was asked for, and say what came of it; recorded also where that is cut short."""
-        started_s, so_far = trio.current_time(), self._completion(turn)
-        heard, self.said = self.said, ()
-        try:
-            completion = await self._sample(so_far)
-        except BaseException as exc:
-            if only_cancelled(exc) and self.budget.used_up and len(so_far):
-                cut = so_far.whole("abort")
-                parsed = await self._keep(cut)  # noqa: ASYNC102 - it shields itself
-                self._record(cut, parsed, heard, started_s, trio.current_time())
-            raise
-        sampled_s = trio.current_time()
-        parsed = await self._keep(completion)
+        sampled = await self.turns.sample(turn)
+        parsed = sampled.parsed
         calls = parsed.tool_calls or self.style.implied_calls(parsed)
         observations: list[Observation] = []
         fits = True
         try:
-            self._check_staleness(completion.policy_version)
+            self.turns.check_staleness(sampled.completion.policy_version)
             await self._act(calls, observations)
             if self.answer is None and not calls:
                 self.answer = self.style.final_answer(parsed)
             if self.answer is None and not is_last and self._is_answered(calls):
                 fits = await self._reply(calls, observations)
         finally:
-            self._record(completion, parsed, heard, started_s, sampled_s, calls, observations)
-        return _Taken(calls, completion.finish_reason, fits, [each.text for each in observations])
+            self.turns.record(sampled, calls, observations)
+        return _Taken(sampled, calls, fits, [each.text for each in observations])
 
     def _is_answered(self, calls: Sequence[ToolCall]) -> bool:
         """Return whether the policy gets an answer to its turn, or a reminder; if not, its loop is over."""
@@ -376,7 +315,7 @@ class _Agent:
     async def _reply(self, calls: Sequence[ToolCall], observations: list[Observation]) -> bool:
         """See `_reply_now`. In a thread where much is rendered and encoded."""
         characters = sum(len(observation.text) for observation in observations)
-        if characters < LONG_REPLY_CHARS and len(self.conversation) < LONG_DIALOGUE_TOKENS:
+        if characters < LONG_REPLY_CHARS and len(self.turns.conversation) < LONG_DIALOGUE_TOKENS:
             return self._reply_now(calls, observations)
         return await run_sync(self._reply_now, calls, observations)
 
@@ -388,29 +327,27 @@ class _Agent:
 
         False: not even that fits, and nothing was said.
         """
-        conversation, at_most = self.conversation, self.limit - MIN_TURN_TOKENS
-        before = len(conversation)
-        texts = [observation.text for observation in observations]
-        messages = self._messages(calls, texts)
-        length = conversation.add_messages(messages, at_most=at_most)
-        if not calls and length <= at_most:
-            self.said = messages
-        if not calls or length <= at_most:
-            return length <= at_most
-        codec = self.context.resources.chat_format.codec
-        reserved = max(MIN_TURN_TOKENS, min(self.context.spec.sampling.max_output_tokens, self.room // 2))
-        room = self.limit - reserved - before
+        turns, texts = self.turns, [observation.text for observation in observations]
+        before, messages = len(turns.conversation), self._messages(calls, texts)
+        too_many = turns.say(messages)
+        if not calls and not too_many:
+            turns.said = messages
+        if not calls or not too_many:
+            return not too_many
+        codec = turns.context.resources.chat_format.codec
+        reserved = max(MIN_TURN_TOKENS, min(turns.context.spec.sampling.max_output_tokens, turns.room // 2))
+        room = turns.limit - reserved - before
         encoded = [codec.encode(codec.mark(text)) for text in texts]
-        around = length - before - sum(map(len, encoded))
+        around = turns.limit - MIN_TURN_TOKENS + too_many - before - sum(map(len, encoded))
         for _ in range(MAX_FITTINGS):
             fitted = fit_texts(codec, texts, encoded, room - around)
             if fitted is None:
                 break
-            length = conversation.add_messages(self._messages(calls, fitted), at_most=at_most)
-            if length <= at_most:
+            too_many = turns.say(self._messages(calls, fitted))
+            if not too_many:
                 observations[:] = map(Observation.with_text, observations, fitted)
                 return True
-            around += length - at_most  # cut texts are encoded otherwise where they were cut
+            around += too_many  # cut texts are encoded otherwise where they were cut
         return False
 
     def _messages(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[ChatMessage]:
@@ -419,113 +356,14 @@ class _Agent:
             return [ChatMessage(role="user", content=self.style.nudge())]
         return [ChatMessage(role="tool", content=text, name=call.name) for call, text in zip(calls, texts, strict=True)]
 
-    async def _keep(self, completion: Completion) -> ParsedTurn:
-        """Add what was sampled to the dialogue, and return what it says. A cancel does not stop it."""
-        for span in completion.spans:
-            self.context.dialogues.note_version(span.policy_version)
-        add = partial(
-            self.conversation.add_completion,
-            completion.token_ids,
-            completion.logprobs,
-            policy_version=completion.policy_version,
-            engine=completion.engine,
-            spans=completion.spans,
-        )
-        if len(completion.token_ids) < LONG_TURN_TOKENS:
-            return add()
-        with trio.move_on_after(KEEP_S, shield=True):
-            return await run_sync(add)
-        return add()  # no thread became free
-
-    def _record(
-        self,
-        completion: Completion,
-        parsed: ParsedTurn,
-        heard: Sequence[ChatMessage],
-        started_s: float,
-        sampled_s: float,
-        calls: list[ToolCall] | None = None,
-        observations: Sequence[Observation] = (),
-    ) -> None:
-        sampled = self.conversation.completion_ranges[-1]
-        self.context.record(
-            Turn(
-                segment=sampled.segment,
-                completion_start=sampled.start,
-                completion_end=sampled.end,
-                text=parsed.text,
-                finish_reason=completion.finish_reason,
-                tool_calls=parsed.tool_calls if calls is None else calls,
-                observations=[observation.text for observation in observations],
-                inference_s=sampled_s - started_s,
-                tools_s=trio.current_time() - sampled_s,
-                dropped_tokens=completion.dropped_tokens,
-                messages=list(heard),
-                tool_results=[observation.result for observation in observations],
-            ),
-            self.dialogue,
-        )
-
-    def _completion(self, turn: int) -> PartialCompletion:
-        """The completion that is to follow, of which nothing is sampled yet."""
-        spec, config = self.context.spec, self.context.resources.config
-        stops = [*spec.sampling.stop_token_ids, *self.context.resources.chat_format.stop_token_ids]
-        who = f"{spec.job_id}-s{self.dialogue}" if self.dialogue else spec.job_id
-        return PartialCompletion(
-            CompletionRequest(
-                prompt_token_ids=self.conversation.prompt_array(),
-                sampling=msgspec.structs.replace(spec.sampling, stop_token_ids=stops),
-                max_tokens=min(spec.sampling.max_output_tokens, self.room),
-                request_id=f"{who}-t{turn}",
-                timeout_s=config.backends.request_timeout_s,
-            ),
-            stop=self.conversation.ends_with_tool_call if config.agent.stop_at_tool_call else None,
-            stream=config.backends.stream,
-            slice_tokens=config.backends.slice_tokens,
-            admit=self._check_staleness,
-        )
-
-    async def _sample(self, so_far: PartialCompletion) -> Completion:
-        """Sample a completion; nobody is charged for a pause."""
-        context = self.context
-        completion = await self.lease.complete(
-            so_far,
-            waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
-            calling=partial(context.waiting, charge="inference"),
-            produced=self.budget.produced,
-        )
-        context.activity.progress()
-        return completion
-
-    def _check_staleness(self, newest: str, sampled_under: Sequence[str] = ()) -> None:
-        """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before.
-
-        Raise it as well if any of them do not go with the weights that the trainer has announced.
-        """
-        bound = self.context.resources.config.agent.staleness_bound(self.context.spec)
-        if bound is None:
-            return
-        backends = self.context.resources.backends
-        for older in (*self.context.dialogues.policy_versions, *sampled_under, newest):
-            for newer in (newest, backends.policy_version):
-                updates = backends.versions.updates(older, newer)
-                if updates > bound:
-                    is_agents = updates - self.budget.updates_in_tools <= bound
-                    raise StaleTrajectory(older, newer, updates, bound, is_agents=is_agents)
-
-    def has_stale_tokens(self, bound: int) -> bool:
-        """Return whether more than `bound` updates lie between two tokens that were sampled."""
-        versions, sampled = self.context.resources.backends.versions, self.context.dialogues.policy_versions
-        return any(versions.updates(older, newer) > bound for older in sampled for newer in sampled)
-
     async def _act(self, calls: Sequence[ToolCall], observations: list[Observation]) -> None:
         """Carry the calls out in order, each result into `observations`; none after one that ends the episode."""
-        context = self.context
+        context = self.turns.context
         for call in calls:
             if self.answer is not None:
                 observations.append(Observation(text="Not run: the task had ended.", outcome="not_run"))
                 continue
-            with self.budget.tool(call.name) as self.tool_time, context.acting():
+            with self.turns.budget.tool(call.name) as self.tool_time, context.acting():
                 observation = await self.tools.call(
                     call, context.sandbox, timeout_s=context.resources.config.agent.tool_timeout_s
                 )

@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from ipc.envelope import UNDECODABLE
-from ipc.portable_text import portable
+from prorl_ipc.portable_text import portable
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.config import ScoringConfig
 from prorl_trio.sandbox.silence import is_held
 from prorl_trio.types.errors import EvaluationError, HostileAnswer, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
-
-__all__ = ["NotScored", "ScoreCall", "ScoreReply", "ScorerPool", "open_scorer_pool"]
 
 logger = logging.getLogger(__name__)
 

@@ -9,20 +9,20 @@ vocabulary has no added tokens at all.
 
 from __future__ import annotations
 
+import hashlib
 import re
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from tokenizers import Tokenizer
 
-from prorl_trio.chat.vocabulary import vocabulary_digest
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["MARK", "MARKUP", "TokenCodec"]
 
 MARK = "\ue000"
 """Breaks up look-alikes inside marked text. A MARK that the text had already is doubled, so marking is reversible."""
@@ -38,6 +38,18 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MARKS = re.compile(f"{MARK}({MARK}?)")
 _SPACE = r"[^\S\x1c-\x1f]*"
 """White space that an added token with `lstrip` or `rstrip` swallows: as Unicode has it, not as Python does."""
+
+
+def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
+    """Return the SHA-256, in hexadecimal, of the ids that tokens have; added tokens belong to them.
+
+    `get_vocab()` of a tokenizer of `transformers`, and `get_vocab(with_added_tokens=True)` of one of `tokenizers`, give
+    the mapping. A vocabulary of 150,000 tokens takes about 0.1 s.
+    """
+    digest = hashlib.sha256()
+    for token, token_id in sorted(vocabulary.items(), key=itemgetter(1)):
+        digest.update(b"%d %s\n" % (token_id, token.encode(errors="surrogatepass")))
+    return digest.hexdigest()
 
 
 class _AddedToken(msgspec.Struct, frozen=True):

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from prorl_trio.chat.sampled import sampled_arrays
 from prorl_trio.chat.template import assistant_message, call_id, parameter_schemas, spoken_message
 from prorl_trio.chat.token_memory import RolloutTokens
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded, HandlerError, TokenDrift
@@ -22,22 +21,71 @@ from prorl_trio.types.models import ChatMessage, PolicySpan, Segment, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     import numpy.typing as npt
 
     from prorl_trio.chat.families.syntax import SpokenTurn
     from prorl_trio.chat.format import ChatFormat, OnBreak
-    from prorl_trio.chat.messages import Message, ToolSchema
     from prorl_trio.chat.token_memory import SegmentTokens
-    from prorl_trio.types.models import SegmentReason
+    from prorl_trio.types.models import Message, SegmentReason, ToolSchema
 
-__all__ = ["CompletionRange", "Conversation", "ParsedTurn"]
 
 MAX_CLOSINGS_READ = 32
 _CLOSING_TOKENS = 64
 """Enough to see what closes a call, byte by byte."""
 _TAIL_TOKENS = 8
 """Enough of a prompt's end to see whether it opens reasoning, also where `<think>` is several tokens."""
+
+MAX_LOGPROB: Final = 0.01
+"""A certain token's is 0, and rounding may put it above."""
+
+
+class ServedModel(Protocol):
+    """The facts of a model that its ids are held against; see `ChatFormat`."""
+
+    @property
+    def model_dir(self) -> Path:
+        """Its folder, for messages."""
+
+    @property
+    def ids_below(self) -> int:
+        """Every id that it can sample is below this."""
+
+
+def sampled_arrays(
+    token_ids: Sequence[int], logprobs: Sequence[float], model: ServedModel
+) -> tuple[array[int], array[float]]:
+    """Return int32 ids and float32 logprobs of tokens that `model` is said to have sampled: arrays as they are.
+
+    Raises:
+        BackendError: they are not what an engine may return, or an id is not one of the model's; not retryable.
+    """
+    if len(token_ids) != len(logprobs):
+        raise BackendError(
+            f"the backend returned {len(token_ids)} token ids and {len(logprobs)} logprobs; they must be as many",
+            retryable=False,
+        )
+    try:
+        ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "i" else array("i", token_ids)
+        values = logprobs if isinstance(logprobs, array) and logprobs.typecode == "f" else array("f", logprobs)
+    except (TypeError, OverflowError) as exc:
+        raise BackendError(f"the backend returned a token id or logprob that is none: {exc}", retryable=False) from exc
+    possible = np.asarray(values) <= MAX_LOGPROB  # NaN is not
+    if not possible.all():
+        worst = values[int(np.argmin(possible))]
+        raise BackendError(
+            f"the backend returned the logprob {worst}, which is that of no probability", retryable=False
+        )
+    if (np.asarray(ids).view(np.uint32) < model.ids_below).all():  # a negative one is not
+        return ids, values
+    if min(ids) < 0:
+        raise BackendError(f"the backend returned the token id {min(ids)}", retryable=False)
+    raise BackendError(
+        f"the backend returned the token id {max(ids)}, and the model has ids below {model.ids_below} only: it serves "
+        f"another model than the one in {model.model_dir}, which [model] path names",
+        retryable=False,
+    )
 
 
 class ParsedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +170,7 @@ class Conversation:
         prompt = self._template.prompt(self._history, self._tools)
         ids = array("i", chat_format.codec.encode(prompt))
         self._current.tokens.append(ids)
-        self._proven = bytearray(ids.tobytes())
+        self._proven = bytearray(memoryview(ids))
 
     def __len__(self) -> int:
         """Return the number of tokens in the current segment, that is of the next prompt."""
@@ -153,7 +201,9 @@ class Conversation:
         """Return `prompt_token_ids` as int32, in a copy of their memory: some 10 us for 100,000 of them."""
         self._expect(awaits_completion=True)
         self._prove_prefix()
-        return array("i", self._current.token_ids.tobytes())
+        copy = array("i")
+        copy.frombytes(self._current.token_ids.view(np.uint8).data)
+        return copy
 
     def add_completion(
         self,
@@ -190,7 +240,7 @@ class Conversation:
             if span.start < span.end
         ]
         self.completion_ranges.append(CompletionRange(start, end, self.segment))
-        self._proven += ids.tobytes()
+        self._proven += memoryview(ids).cast("B")
         self._awaits_completion = False
         self._closings_read = 0
         turn = self._parse(ids)
@@ -234,7 +284,7 @@ class Conversation:
             self.prefix_breaks += 1
         else:
             self._current.tokens.append(delta)
-            self._proven += delta.tobytes()
+            self._proven += memoryview(delta).cast("B")
         self._history = self._kept(dialogue)
         self._awaits_completion = True
         return length
@@ -385,7 +435,7 @@ class Conversation:
         self._closed.append(self._current)
         self._current = _OpenSegment(self._tokens.open_segment(), parent=len(self._closed) - 1, reason=reason)
         self._current.tokens.append(prompt)
-        self._proven = bytearray(prompt.tobytes())
+        self._proven = bytearray(memoryview(prompt))
 
     def _kept(self, dialogue: list[Message]) -> list[Message]:
         """Return what has to be remembered of `dialogue` for the next delta."""

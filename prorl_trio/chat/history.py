@@ -10,9 +10,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from prorl_trio.chat.messages import Message
-
-__all__ = ["RECALLS", "STAND_IN", "History", "Recall", "remembered", "shape"]
+    from prorl_trio.types.models import Message
 
 History = Literal["none", "kinds", "shape", "whole"]
 """The part of the messages before an assistant turn that decides what follows it: nothing; which kinds there have been,

@@ -8,10 +8,8 @@ from typing import Any, Final
 import msgspec
 
 from prorl_trio.file_systems import read_regular
-from prorl_trio.types.architecture import architecture_of
 from prorl_trio.types.errors import ConfigError
-
-__all__ = ["ModelFolder", "read_model_folder"]
+from prorl_trio.types.model_facts import architecture_of
 
 MAX_FILE_BYTES: Final = 512 * 1024 * 1024
 """Far above the largest published tokenizer.json, 35 MB."""

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import jinja2
 import msgspec
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prorl_trio.chat.codec import MARK
 from prorl_trio.chat.history import Recall, remembered
-from prorl_trio.chat.jinja import TEMPLATE_FAULTS, template_environment, template_literals
 from prorl_trio.types.errors import ConfigError, HandlerError
 
 if TYPE_CHECKING:
@@ -26,19 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from prorl_trio.chat.messages import Message, ToolSchema
+    from jinja2.parser import Parser
 
-__all__ = [
-    "REASONING_FIELDS",
-    "REASONING_FORMS",
-    "Capabilities",
-    "ChatTemplate",
-    "ReasoningForm",
-    "assistant_message",
-    "call_id",
-    "parameter_schemas",
-    "spoken_message",
-]
+    from prorl_trio.types.models import Message, ToolSchema
+
 
 ReasoningForm = Literal["said", "opened", "field"]
 """Reasoning as it was sampled, in the content; with the `<think>` that the prompt ended with before it; or in a field
@@ -50,6 +43,60 @@ REASONING_FIELDS = ("thinking", "reasoning_content", "reasoning")
 
 SENTINEL = f"\u0298{MARK}\u0298"
 """Cannot occur in marked text: there a MARK is doubled, or follows a character of an added token, which this is not."""
+
+TEMPLATE_FAULTS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError
+)  # fmt: skip
+"""Exceptions that rendering may raise through a fault of the template or of the messages."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}..{% endgeneration %}` marks what a model said; it renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """Return a new environment; templates compiled in it may be rendered in several threads.
+
+    It has nothing that draws lots, as there would be no telling what a template that does so writes.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    del environment.filters["random"], environment.globals["lipsum"]
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def template_literals(source: str) -> set[str | int]:
+    """Return the strings and whole numbers that expressions in `source` contain: what it may compare messages with."""
+    constants = template_environment().parse(source).find_all(nodes.Const)
+    return {each.value for each in constants if type(each.value) in (str, int)}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,23 +12,21 @@ import msgspec
 import numpy as np
 import trio
 
-from ipc.arena_memory import TokenArrays
-from ipc.errors import ArenaFull
+from prorl_ipc.arena_memory import TokenArrays
+from prorl_ipc.errors import ArenaFull
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from ipc.arena import Arena, TokenBuffer
-
-__all__ = ["PrivateTokens", "RolloutTokens", "SegmentTokens", "TokenMemory"]
+    from prorl_ipc.arena import Arena, TokenBuffer
 
 FIRST_PRIVATE_TOKENS: Final = 1024
 
 
 class PrivateTokens:
-    """A `ipc.arena.TokenBuffer` in memory that is this process's alone and ends with its last view."""
+    """A `prorl_ipc.arena.TokenBuffer` in memory that is this process's alone and ends with its last view."""
 
     def __init__(self) -> None:
         self._length = 0

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.chat.codec import TokenCodec
 
-__all__ = ["tokenizer_sample"]
-
 MAX_CONTROL_TOKENS: Final = 64
 """Added tokens of the lowest ids, and as many of the highest: some tokenizers have thousands."""
 _PLAIN: Final = (

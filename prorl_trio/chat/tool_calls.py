@@ -11,7 +11,7 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from prorl_trio.chat.families.call_values import MAX_ARGUMENT_NESTING, Malformed, decode_json, read_call, skip_space
+from prorl_trio.chat.families.call_values import Malformed, decode_json, read_call, skip_space
 from prorl_trio.chat.families.syntax import HERMES, CallSyntax, SpokenTurn
 from prorl_trio.types.models import ToolCall
 
@@ -19,15 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from prorl_trio.chat.families.call_values import Tools
-
-__all__ = [
-    "MAX_ARGUMENT_NESTING",
-    "MAX_TOOL_CALLS_PER_TURN",
-    "SpokenTurn",
-    "parse_tool_calls",
-    "parse_turn",
-    "too_many_calls",
-]
 
 MAX_TOOL_CALLS_PER_TURN = 64
 """Calls parsed of one turn. What follows is one more call, with an error."""

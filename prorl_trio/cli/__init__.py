@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ipc.portable_text import printable
+from prorl_ipc.portable_text import printable
 from prorl_trio.cli.exit_codes import EXIT_INTERNAL, EXIT_INTERRUPTED
 from prorl_trio.cli.lazy_group import LazyGroup
 from prorl_trio.observe.logs import LOG_FORMATS, open_logging
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COMMANDS: Final = ("cancel", "eval", "regrade", "serve", "show", "simulate", "status", "submit", "top")
+COMMANDS: Final = ("cancel", "eval", "fleet", "regrade", "serve", "show", "simulate", "status", "submit", "top")
 """Each is the function of its name, in the module of its name."""
 PLUGINS: Final = "prorl_trio.commands"
 STDERR: Final = 2
@@ -41,7 +41,9 @@ class _Commands(LazyGroup):
         try:
             return self._invoke(ctx)
         except* ProrlError as group:
-            from ipc.nursery import leaves  # with trio, which the command that failed has loaded, and `--help` has not
+            from prorl_ipc.nursery import (
+                leaves,  # with trio, which the command that failed has loaded, and `--help` has not
+            )
 
             errors = leaves(group)
             code = EXIT_INTERNAL if any(isinstance(error, InternalError) for error in errors) else 1

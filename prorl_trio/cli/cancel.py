@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from prorl_trio.cli.connection import Node
     from prorl_trio.client import RolloutClient
 
-__all__ = ["cancel"]
-
 
 def _tags(_context: click.Context, _parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
     tags: dict[str, str] = {}
@@ -69,8 +67,8 @@ def cancel(
         raise click.UsageError("--all is all jobs of the node: leave it out, or the rest")
 
     async def work(client: RolloutClient) -> None:
-        answer = await client.cancel_on_node(
-            job_ids, reason, group_id=group, session_id=session, tags=tags, everything=everything
+        answer = await client.cancel(
+            job_ids, reason, group_id=group, tags=tags, on_node=True, session_id=session, everything=everything
         )
         for job_id in answer.cancelled:
             say(f"cancelled {job_id}")

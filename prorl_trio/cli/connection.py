@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     Node: TypeAlias = Callable[..., AbstractAsyncContextManager[RolloutClient]]
 
-__all__ = ["connection_options", "with_client"]
-
 _Found = TypeVar("_Found")
 
 
@@ -52,7 +50,7 @@ _OPTIONS = (
         "--fleet",
         envvar="PRORL_FLEET",
         type=click.Path(file_okay=False),
-        help="In place of --url: all nodes of the fleet in this folder, their fleet.dir. It needs no --token.",
+        help="In place of --url: the head of the fleet in this folder, the fleet.dir of its nodes. Needs no --token.",
     ),
     click.option(
         "--tls-ca",

@@ -15,23 +15,20 @@ from click.core import ParameterSource
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.exit_codes import EXIT_INTERRUPTED, EXIT_JOBS_CUT
 from prorl_trio.cli.task_files import TASKS_HELP, load_tasks, skip_bad_option
-from prorl_trio.client import progress
-from prorl_trio.client.evaluation.folder import open_evaluation
-from prorl_trio.client.evaluation.plan import EvaluationPlan
-from prorl_trio.client.evaluation.run import do_missing
-from prorl_trio.client.evaluation.shown import print_report, print_unsolved, write_report
-from prorl_trio.client.recording import run_folder
 from prorl_trio.client.terminal import Console, say_json
+from prorl_trio.runs import progress
+from prorl_trio.runs.evaluation.folder import open_evaluation
+from prorl_trio.runs.evaluation.run import EvaluationPlan, do_missing
+from prorl_trio.runs.evaluation.shown import print_report, print_unsolved, write_report
+from prorl_trio.runs.recording import run_folder
 from prorl_trio.types.errors import ServiceError
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
     from prorl_trio.cli.connection import Node
     from prorl_trio.client import RolloutClient
-    from prorl_trio.client.evaluation.folder import EvaluationFolder
+    from prorl_trio.runs.evaluation.folder import EvaluationFolder
     from prorl_trio.types.models import TaskInstance
-
-__all__ = ["eval"]
 
 OF_THE_PLAN = (
     "tasks", "specs", "skip_bad", "oracle", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["EXIT_INTERNAL", "EXIT_INTERRUPTED", "EXIT_JOBS_CUT"]
-
 EXIT_JOBS_CUT: Final = 3
 EXIT_INTERNAL: Final = 70
 """EX_SOFTWARE of sysexits.h."""

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from importlib.abc import InspectLoader
 
-__all__ = ["LazyGroup"]
-
 
 class LazyGroup(click.Group):
     """A group of the commands in `modules`, and of those that other packages declare under the entry point `plugins`.

@@ -11,12 +11,13 @@ import click
 
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.exit_codes import EXIT_INTERRUPTED, EXIT_JOBS_CUT
-from prorl_trio.client import progress
-from prorl_trio.client.evaluation.folder import PLAN, TASKS, open_evaluation, read_plan
-from prorl_trio.client.evaluation.regrade import Regrading
-from prorl_trio.client.evaluation.run import do_missing
-from prorl_trio.client.evaluation.shown import print_report, write_report
-from prorl_trio.client.recording import (
+from prorl_trio.client.terminal import Console, one_line, say_json
+from prorl_trio.runs import progress
+from prorl_trio.runs.evaluation.folder import PLAN, TASKS, open_evaluation, read_plan
+from prorl_trio.runs.evaluation.regrade import Regrading
+from prorl_trio.runs.evaluation.run import do_missing
+from prorl_trio.runs.evaluation.shown import print_report, write_report
+from prorl_trio.runs.recording import (
     RUN_INFO,
     TRAJECTORIES,
     OutcomeFile,
@@ -25,8 +26,7 @@ from prorl_trio.client.recording import (
     run_folder,
     write_json,
 )
-from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.terminal import Console, one_line, say_json
+from prorl_trio.tasks.sets import load_task_set
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
     from prorl_trio.cli.connection import Node
     from prorl_trio.client import RolloutClient
-    from prorl_trio.client.evaluation.regrade import RegradeSummary
+    from prorl_trio.runs.evaluation.regrade import RegradeSummary
     from prorl_trio.types.models import Outcome, TaskInstance
-
-__all__ = ["regrade"]
 
 SUMMARY = "regrade.json"
 MAX_LINES = 20

@@ -17,16 +17,14 @@ from prorl_trio.client.terminal import say
 from prorl_trio.config import OnHangup, load_config
 from prorl_trio.config.quantities import MAX_WEIGHT
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
+from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.serve import serve_node
-from prorl_trio.service.endpoints import endpoint_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prorl_trio.config import NodeConfig
-
-__all__ = ["serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +42,11 @@ def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values:
     return weights
 
 
+def _refuse_rest_port(_context: click.Context, _parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise click.BadParameter("REST is always served, at the port of the WebSocket; use --port")
+
+
 @click.command()
 @click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The node's TOML file.")
 @click.option(
@@ -51,7 +54,10 @@ def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values:
     help="The trainers' password, instead of the file's. Better set PRORL_TOKEN: others can see command lines. A token "
     "in the file that differs from PRORL_TOKEN is an error.",
 )
-@click.option("--rest-port", type=click.IntRange(0, 65_535), help="Serve REST, too, at this port (0: any free one).")
+@click.option(
+    "--port", type=click.IntRange(0, 65_535), help="The node's port, instead of listen.port (0: any free one)."
+)
+@click.option("--rest-port", hidden=True, expose_value=False, callback=_refuse_rest_port)
 @click.option(
     "--backend",
     "backends",
@@ -70,7 +76,7 @@ def _weighted_urls(_context: click.Context, _parameter: click.Parameter, values:
 def serve(
     config_path: Path,
     token: str | None,
-    rest_port: int | None,
+    port: int | None,
     backends: dict[str, float],
     on_hangup: OnHangup | None,
 ) -> None:
@@ -87,7 +93,8 @@ def serve(
     and backends, how backends are watched, and monitoring change at once; the log says what needs a restart. On a node
     that was started from a terminal, SIGHUP means that the terminal is gone: that node drains (see --on-hangup).
 
-    With listen.tls_cert and listen.tls_key, PEM files, the WebSocket is wss:// and REST https://.
+    The WebSocket and REST are at one port. With listen.tls_cert and listen.tls_key, PEM files, it speaks TLS: the
+    WebSocket is wss:// and REST https://.
 
     \b
     A minimal node.toml:
@@ -110,9 +117,8 @@ def serve(
             config = msgspec.structs.replace(config, backends=chosen)
         if on_hangup is not None:
             config = msgspec.structs.replace(config, on_hangup=on_hangup)
-        if rest_port is not None:
-            rest = msgspec.structs.replace(config.rest, enabled=True, port=rest_port)
-            config = msgspec.structs.replace(config, rest=rest)
+        if port is not None:
+            config = msgspec.structs.replace(config, listen=msgspec.structs.replace(config.listen, port=port))
         given = token or agreed_token(config.listen, os.environ.get(TOKEN_VARIABLE, ""))
         if not given or (config.listen.token_file and not token):  # in a file it may change
             return config

@@ -9,16 +9,14 @@ import click
 from rich.text import Text
 
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client.progress import page
-from prorl_trio.client.recording import read_outcomes, read_run_info
-from prorl_trio.client.report import outcome_list, render_trajectory, timing_line, token_lines, turn_table
 from prorl_trio.client.terminal import say
+from prorl_trio.runs.progress import page
+from prorl_trio.runs.recording import read_outcomes, read_run_info
+from prorl_trio.runs.report import outcome_list, render_trajectory, timing_line, token_lines, turn_table
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-__all__ = ["show"]
 
 
 @click.command()

@@ -11,16 +11,22 @@ import click
 import msgspec
 from rich.table import Table
 
-from prorl_trio.client.progress import console
 from prorl_trio.client.terminal import say_json
+from prorl_trio.runs.progress import console
 from prorl_trio.simulation.config import SimulationConfig, load_simulation
-from prorl_trio.simulation.run import SimulationReport, run_simulation
-from prorl_trio.simulation.sweep import SIZES, Sized, double_each, enough, resized, sweep
+from prorl_trio.simulation.run import (
+    SIZES,
+    SimulationReport,
+    Sized,
+    double_each,
+    enough,
+    resized,
+    run_simulation,
+    sweep,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-__all__ = ["simulate"]
 
 
 @click.command()

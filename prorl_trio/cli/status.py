@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from prorl_trio.cli.connection import Node
     from prorl_trio.client import RolloutClient
 
-__all__ = ["status"]
-
 
 @click.command()
 @connection_options

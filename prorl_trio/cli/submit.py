@@ -11,15 +11,13 @@ import click
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.cli.task_files import TASKS_HELP, load_tasks, skip_bad_option
-from prorl_trio.client.collect import make_jobs
-from prorl_trio.client.progress import run_jobs
-from prorl_trio.client.recording import run_folder
+from prorl_trio.runs.collect import make_jobs
+from prorl_trio.runs.progress import run_jobs
+from prorl_trio.runs.recording import run_folder
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
     from prorl_trio.cli.connection import Node
-
-__all__ = ["submit"]
 
 
 @click.command()

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from prorl_trio.client.task_sets import TASK_SETS, open_task_set, skipped
 from prorl_trio.client.terminal import say
+from prorl_trio.tasks.sets import TASK_SETS, open_task_set, skipped
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from prorl_trio.client.task_sets import TaskSet
-
-__all__ = ["TASKS_HELP", "load_tasks", "skip_bad_option"]
+    from prorl_trio.tasks.sets import TaskSet
 
 TASKS_HELP: Final = (
     f"A task set ({', '.join(sorted(TASK_SETS))}), a file of rows (JSONL, JSON, CSV or Parquet), "

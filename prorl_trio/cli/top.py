@@ -2,27 +2,232 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 import msgspec
 import trio
+from rich.console import Group
 from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from ipc.portable_text import printable_json
+from prorl_ipc.portable_text import printable_json
 from prorl_trio.cli.connection import connection_options, with_client
-from prorl_trio.cli.top_report import SORTS, Rates, TopOptions, render_top
-from prorl_trio.client.progress import console
+from prorl_trio.client.terminal import one_line
+from prorl_trio.runs.progress import console
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
 
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from prorl_trio.cli.connection import Node
 
-__all__ = ["run_top", "top"]
+
+Sort = Literal["progress", "age", "stage", "turns"]
+SORTS: Final = ("progress", "age", "stage", "turns")
+
+BAR_CELLS: Final = 20
+NARROW_COLUMNS: Final = 90
+"""A narrower terminal is not shown everything of a job."""
+CHROME_LINES: Final = 3
+"""Lines of a table besides its rows: its head and a rule, and the line that says how many rows are left out."""
+_ORDER: Final = {name: index for index, name in enumerate(("eval", "ran", "run", "ready", "init", "queued"))}
+
+
+class TopOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`only_stuck`: no other jobs. `once`: one report, then end. `as_json`: one line of JSON a report."""
+
+    sort: Sort = "progress"
+    only_stuck: bool = False
+    once: bool = False
+    as_json: bool = False
+    interval_s: float = 1.0
+
+
+class Rates:
+    """Jobs, turns and tokens per second between two reports; at first, since the node started."""
+
+    def __init__(self) -> None:
+        self._last: Mapping[str, Any] = {}
+        self._last_s = 0.0
+
+    def update(self, report: Mapping[str, Any]) -> dict[str, float]:
+        """Return the growth of the totals since the report before, per second."""
+        totals, now_s = _part(report, "totals"), float(report.get("uptime_s", 0.0))
+        if now_s < self._last_s:  # another node answers now
+            self._last, self._last_s = {}, 0.0
+        used_s = max(now_s - self._last_s, 1e-3)
+        rates = {name: (value - self._last.get(name, 0)) / used_s for name, value in totals.items()}
+        self._last, self._last_s = totals, now_s
+        return rates
+
+
+def render_top(
+    report: Mapping[str, Any], rates: Mapping[str, float], options: TopOptions, width: int, height: int | None = None
+) -> RenderableType:
+    """The whole report; with `height`, as many jobs as fit into so many lines."""
+    backends = _part(report, "backends").get("backends", [])
+    sessions = {name: each for name, each in _part(report, "sessions").items() if _matters(each)}
+    parts: list[RenderableType] = [_head(report, rates), _stages(report), _sandboxes(report)]
+    lines = 3 + len(_part(report, "pipeline").get("stages", {}))
+    if backends:
+        parts.append(_backends(backends))
+        lines += len(backends) + 1
+    if sessions:
+        parts.append(_sessions(sessions))
+        lines += len(sessions) + 1
+    rows = None if height is None else max(1, height - lines - CHROME_LINES)
+    jobs = report.get("jobs", [])
+    left_out = max(0, _part(report, "pipeline").get("jobs", 0) - len(jobs))
+    parts.append(_jobs(jobs, left_out, options, width, rows))
+    return Group(*parts)
+
+
+def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Nodes differ in what they say of themselves."""
+    part = report.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _head(report: Mapping[str, Any], rates: Mapping[str, float]) -> Text:
+    loop = _part(report, "loop")
+    head = Text(no_wrap=True, overflow="ellipsis")
+    head.append(one_line(report.get("node_id", "")).plain, style="bold")
+    head.append(f"  up {_seconds(report.get('uptime_s', 0.0))}")
+    if report.get("draining"):
+        head.append("  DRAINING", style="bold yellow")
+    head.append(f"  {60 * rates.get('jobs_ended', 0.0):.1f} jobs/min")
+    head.append(f"  {rates.get('turns', 0.0):.1f} turns/s")
+    head.append(f"  {rates.get('tokens_sampled', 0.0):.0f} tokens/s")
+    p99_ms = loop.get("p99_ms", 0.0)
+    head.append(f"  loop p99 {p99_ms:.1f} ms, max {loop.get('max_ms', 0.0):.0f} ms", style="red" if p99_ms > 50 else "")
+    return head
+
+
+def _stages(report: Mapping[str, Any]) -> RenderableType:
+    pipeline = _part(report, "pipeline")
+    grid = Table.grid(padding=(0, 1))
+    for name, stage in pipeline.get("stages", {}).items():
+        busy, workers = stage.get("busy", 0), stage.get("workers", 0)
+        full = round(BAR_CELLS * min(1.0, busy / workers)) if workers else 0
+        bar = Text("#" * full, style="green") + Text("." * (BAR_CELLS - full), style="dim")
+        grid.add_row(name.upper(), bar, f"{busy}/{workers} busy", f"{stage.get('queued', 0)} queued")
+    outcomes = ", ".join(f"{count} {status}" for status, count in pipeline.get("outcomes", {}).items() if count)
+    return Group(grid, Text(f"ended: {outcomes or 'none'}", no_wrap=True, overflow="ellipsis"))
+
+
+def _sandboxes(report: Mapping[str, Any]) -> Text:
+    sandboxes = _part(report, "sandboxes")
+    said = ", ".join(f"{sandboxes.get(name, 0)} {name}" for name in ("live", "warm", "starting"))
+    failed = sandboxes.get("failed_total", 0)
+    text = f"sandboxes ({sandboxes.get('provider', '?')}): {said}; {sandboxes.get('started_total', 0)} started"
+    return Text(f"{text}, {failed} failed", style="yellow" if failed else "", no_wrap=True, overflow="ellipsis")
+
+
+def _backends(backends: list[Mapping[str, Any]]) -> Table:
+    """Tasks of the node's own, and what the engine says that it works on and holds up, from whomever."""
+    table = _table("backend", "state", "tasks", "ever", "running", "waiting", "KV", "")
+    for backend in backends:
+        state = "suspended" if backend.get("suspended") else str(backend.get("state", ""))
+        kv_usage, limit = backend.get("kv_usage"), backend.get("max_tasks") or ""
+        table.add_row(
+            one_line(backend.get("url", "")),
+            Text(state, style="" if state == "active" else "yellow"),
+            f"{backend.get('in_flight', 0)}{limit and f'/{limit}'}",
+            str(backend.get("assigned_total", 0)),
+            _known(backend.get("engine_running")),
+            _known(backend.get("engine_waiting")),
+            "" if kv_usage is None else f"{100 * kv_usage:.0f}%",
+            one_line(backend.get("error", "")),
+        )
+    return table
+
+
+def _sessions(sessions: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = _table("session", "", "running", "undelivered", "MB")
+    for session_id, session in sessions.items():
+        table.add_row(
+            one_line(session_id),
+            "connected" if session.get("connected") else Text("away", style="yellow"),
+            str(session.get("running", 0)),
+            str(session.get("undelivered", 0)),
+            f"{session.get('undelivered_bytes', 0) / 1e6:.1f}",
+        )
+    return table
+
+
+def _matters(session: Mapping[str, Any]) -> bool:
+    """Somebody is there, or something is left. Whoever looked at the node once has a session, too."""
+    return any(session.get(name) for name in ("connected", "running", "undelivered"))
+
+
+def _jobs(
+    jobs: list[Mapping[str, Any]], left_out: int, options: TopOptions, width: int, rows: int | None
+) -> RenderableType:
+    """The table of jobs. `left_out` of the queued ones are not in the report."""
+    stuck = [job for job in jobs if job.get("stuck")]
+    shown = sorted(stuck if options.only_stuck else jobs, key=lambda job: _key(job, options.sort))
+    wide = width >= NARROW_COLUMNS
+    columns = ["", "job", "stage", "age", "quiet", "waits for"]
+    if wide:
+        columns[2:2] = ["session"]
+        columns[-1:-1] = ["turns"]
+    table = _table(*columns)
+    for job in shown[:rows]:
+        bad = bool(job.get("stuck"))
+        cells: list[Text | str] = [
+            Text("!" if bad else " ", style="bold red"),
+            one_line(job.get("job_id", "")),
+            str(job.get("status", "")),
+            _seconds(job.get("age_s", 0.0)),
+            _seconds(job.get("last_progress_s", 0.0)),
+            one_line(job.get("waiting_on") or "(computing)"),
+        ]
+        if wide:
+            cells[2:2] = [one_line(job.get("session_id", ""))]
+            cells[-1:-1] = [str(job.get("turns", 0))]
+        table.add_row(*cells, style="red" if bad else "")
+    total, queued = len(jobs) + left_out, left_out + sum(job.get("status") == "queued" for job in jobs)
+    said = f"{total} jobs, {len(stuck)} stuck"
+    if queued:
+        said += f"; {total - queued} at work, {queued} queued"
+    more = len(shown) - table.row_count + (0 if options.only_stuck else left_out)
+    if more:
+        said += f"; {more} more not shown"
+    return Group(Text(said, style="bold red" if stuck else "bold"), table)
+
+
+def _key(job: Mapping[str, Any], sort: Sort) -> tuple[Any, ...]:
+    """Stuck ones first, whatever the order, and last those that only wait for their turn: they are many, and quiet."""
+    by: dict[Sort, Any] = {
+        "progress": -job.get("last_progress_s", 0.0),
+        "age": -job.get("age_s", 0.0),
+        "stage": (_ORDER.get(str(job.get("status")), len(_ORDER)), -job.get("age_s", 0.0)),
+        "turns": -job.get("turns", 0),
+    }
+    return (not job.get("stuck"), job.get("status") == "queued", by[sort])
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 1), show_edge=False, header_style="bold dim")
+    for column in columns:
+        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _known(number: float | None) -> str:
+    return "" if number is None else f"{number:.0f}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f}s"
+    minutes = int(seconds // 60)
+    return f"{minutes}m{int(seconds % 60):02d}" if minutes < 100 else f"{minutes // 60}h{minutes % 60:02d}"
 
 
 @click.command()

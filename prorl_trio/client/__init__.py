@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from prorl_trio.client.blocking import BlockingClient
-from prorl_trio.client.client import RolloutClient
+from prorl_trio.client.client import EventStream, ObservedStream, RolloutClient
 from prorl_trio.client.connection import connect
 from prorl_trio.client.errors import (
     ConnectionLost,
-    PolicyUndecided,
     PolicyUpdateFailed,
     SessionLost,
     SessionReplaced,
 )
-from prorl_trio.client.observed import Observed
 from prorl_trio.client.policy_update import PolicyUpdate, open_policy_update
 from prorl_trio.client.results import ResultStream
-from prorl_trio.client.streams import EventStream, ObservedStream
-from prorl_trio.client.weights.errors import WeightsRefused
+from prorl_trio.client.state import Observed
+from prorl_trio.weights.errors import WeightsRefused
 
 __all__ = [
     "BlockingClient",
@@ -24,7 +22,6 @@ __all__ = [
     "EventStream",
     "Observed",
     "ObservedStream",
-    "PolicyUndecided",
     "PolicyUpdate",
     "PolicyUpdateFailed",
     "ResultStream",

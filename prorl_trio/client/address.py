@@ -11,12 +11,13 @@ from urllib.parse import urlsplit
 import msgspec
 import trio
 
-from prorl_trio.types.errors import ProtocolError
+from prorl_trio.rendezvous.head import read_head
+from prorl_trio.types.errors import ConfigError, ProtocolError
 
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["Address", "EndpointFile"]
+    from prorl_trio.rendezvous.head import HeadEntry
 
 MAX_FILE_BYTES: Final = 64 * 1024
 
@@ -97,6 +98,48 @@ class EndpointFile:
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as exc:
             raise ProtocolError(f"{self.path} is no endpoint file of a node: {exc}") from None
         return [*filter(_is_our_socket, here), everywhere]
+
+
+class HeadFile:
+    """A reader of the entry of a fleet's head, in the folder of its nodes: its addresses and its token.
+
+    Each call reads the entry anew, because the head may listen elsewhere after its next start.
+    """
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._reading = trio.CapacityLimiter(1)
+
+    def __str__(self) -> str:
+        return f"the head of the fleet in {self.folder}"
+
+    async def read(self) -> list[Address]:
+        """Return the head's addresses, in the order in which to try them. See `EndpointFile.read`.
+
+        Raises:
+            OSError: no head has been started there, or its entry cannot be read.
+            ProtocolError: an address in it is not valid.
+        """
+        entry = await self._entry()
+        try:
+            here = [Address.parse(entry.unix_url)] if entry.unix_url else []
+            return [*filter(_is_our_socket, here), Address.parse(entry.url)]
+        except ValueError as exc:
+            raise ProtocolError(f"the entry of {self} is not valid: {exc}") from None
+
+    async def read_token(self) -> str:
+        """Return the token that the head has now.
+
+        Raises:
+            OSError: no head has been started there, or its entry cannot be read.
+        """
+        return (await self._entry()).token
+
+    async def _entry(self) -> HeadEntry:
+        try:
+            return await trio.to_thread.run_sync(read_head, self.folder, limiter=self._reading)
+        except ConfigError as exc:
+            raise OSError(str(exc)) from exc
 
 
 def _is_our_socket(address: Address) -> bool:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, ParamSpec, S
 import trio
 from outcome import Error, capture
 
-from ipc.clock import RunningClock
-from ipc.nursery import only_cancelled, single_exception
+from prorl_ipc.clock import RunningClock
+from prorl_ipc.nursery import only_cancelled, single_exception
+from prorl_trio.client.backend_calls import BlockingBackendCalls
 from prorl_trio.client.client import RolloutClient
 from prorl_trio.client.connection import connect
 from prorl_trio.client.errors import ConnectionLost
-from prorl_trio.client.hosted import HostedBlock
 from prorl_trio.client.policy_update import PolicyUpdate
 from prorl_trio.types.errors import InternalError
 
@@ -28,19 +28,65 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-    from prorl_trio.client.weights.check import WeightCheck
-    from prorl_trio.client.weights.tensors import StateDict
-    from prorl_trio.types.backends import PauseMode
+    from prorl_trio.types.backends import AnswerT, BackendRequest, PauseMode
     from prorl_trio.types.models import Outcome
+    from prorl_trio.weights.check import WeightCheck
+    from prorl_trio.weights.safetensors import StateDict
 
-__all__ = ["BlockingClient", "BlockingPolicyUpdate", "BlockingResults", "Hosted"]
 
 JOIN_TIMEOUT_S: Final = 10.0
 """Longest `close` waits for the client's thread; closing the connection takes less."""
-
-T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
+
+T = TypeVar("T")
+
+
+class _Abandoned(Exception):
+    """Raised inside a block that is to be left as by an exception."""
+
+
+class HostedBlock(Generic[T]):
+    """A block, entered by a task of its own. It holds no reference to the client whose loop it is in.
+
+    Attributes:
+        value: the block's; it is there once the block is entered.
+        error: the exception that ended it, if one did after it was entered.
+    """
+
+    value: T
+
+    def __init__(self, block: AbstractAsyncContextManager[T]) -> None:
+        self.error: Exception | None = None
+        self._block = block
+        self._abandoned = False
+        self._leave = trio.Event()
+        self._left = trio.Event()
+
+    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Be in the block until it is to be left. An exception before it is entered is raised, a later one is kept."""
+        entered = False
+        try:
+            async with self._block as self.value:
+                entered = True
+                task_status.started()
+                await self._leave.wait()
+                if self._abandoned:
+                    raise _Abandoned
+        except _Abandoned:
+            pass
+        except Exception as exc:
+            if not entered:
+                raise
+            self.error = exc
+        finally:
+            self._left.set()
+
+    async def leave(self, *, abandon: bool) -> None:
+        """Leave the block, as by an exception if `abandon`, and return when it is left. Twice does no more."""
+        self._abandoned = self._abandoned or abandon
+        self._leave.set()
+        await self._left.wait()
 
 
 def _blocking(
@@ -50,13 +96,24 @@ def _blocking(
 
     @wraps(afn)
     def method(client: BlockingClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        own: Callable[P, Awaitable[T]] = getattr(client._client, afn.__name__)  # a fleet's client has its own
-        return client._call(partial(own, *args, **kwargs))
+        return client._call(partial(afn, client._client, *args, **kwargs))
 
     return method
 
 
-class BlockingClient:
+def _blocking_step(
+    afn: Callable[Concatenate[PolicyUpdate, P], Awaitable[T]],
+) -> Callable[Concatenate[BlockingPolicyUpdate, P], T]:
+    """Return a blocking method for `BlockingPolicyUpdate` that runs `afn`; it keeps `afn`'s docstring."""
+
+    @wraps(afn)
+    def method(update: BlockingPolicyUpdate, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return update._client._call(partial(afn, update._update, *args, **kwargs))
+
+    return method
+
+
+class BlockingClient(BlockingBackendCalls):
     """A session on one node, behind blocking calls.
 
         with BlockingClient("ws://127.0.0.1:8700", token) as client:
@@ -75,7 +132,7 @@ class BlockingClient:
         url: see `connect`.
         token: see `connect`.
         session_id: see `connect`.
-        **options: the further keyword arguments of `connect`; with `fleet` it is a session on all nodes of a fleet.
+        **options: the further keyword arguments of `connect`; with `fleet` it is a session on the head of a fleet.
 
     Raises:
         ServiceError: as `connect`. The constructor blocks until the client is connected.
@@ -116,17 +173,12 @@ class BlockingClient:
         return BlockingResults(self, count, timeout_s, follow=follow)
 
     cancel = _blocking(RolloutClient.cancel)
-    cancel_on_node = _blocking(RolloutClient.cancel_on_node)
     status = _blocking(RolloutClient.status)
-    list_backends = _blocking(RolloutClient.list_backends)
-    add_backend = _blocking(RolloutClient.add_backend)
-    drain_backend = _blocking(RolloutClient.drain_backend)
-    weigh_backend = _blocking(RolloutClient.weigh_backend)
-    remove_backend = _blocking(RolloutClient.remove_backend)
-    clear_backends = _blocking(RolloutClient.clear_backends)
-    pause = _blocking(RolloutClient.pause)
-    load_weights = _blocking(RolloutClient.load_weights)
-    resume = _blocking(RolloutClient.resume)
+
+    def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """Have the node carry out a request to its pool of LLM backends: see `RolloutClient.operate`."""
+        answer: AnswerT = self._call(self._client.operate, request)
+        return answer
 
     def policy_update(
         self,
@@ -230,15 +282,7 @@ class BlockingPolicyUpdate:
         self._client = client
         self._update = update
 
-    def load_folder(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        base: str | os.PathLike[str] | None = None,
-        check: WeightCheck = "values",
-    ) -> None:
-        """Have every engine load the weights in `folder`, and wait for that. See `PolicyUpdate.load_folder`."""
-        self._client._call(partial(self._update.load_folder, folder, base=base, check=check))
+    load_folder = _blocking_step(PolicyUpdate.load_folder)
 
     def load_state_dict(
         self,
@@ -256,16 +300,7 @@ class BlockingPolicyUpdate:
         staged.write(state)
         self._client._call(self._update.load_staged, staged)
 
-    def load_adapter(
-        self,
-        name: str,
-        folder: str | os.PathLike[str],
-        *,
-        base: str | os.PathLike[str] | None = None,
-        check: WeightCheck = "values",
-    ) -> None:
-        """Have every engine load a LoRA adapter, and wait for that. See `PolicyUpdate.load_adapter`."""
-        self._client._call(partial(self._update.load_adapter, name, folder, base=base, check=check))
+    load_adapter = _blocking_step(PolicyUpdate.load_adapter)
 
     @contextmanager
     def transfer(self) -> Iterator[None]:

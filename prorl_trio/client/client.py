@@ -4,42 +4,49 @@ from __future__ import annotations
 
 import uuid
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import trio
 
-from ipc.nursery import single_exception
-from ipc.session import (
+from prorl_ipc.nursery import single_exception
+from prorl_ipc.session import (
     MAX_MESSAGE_BYTES,
     SESSION_PROTOCOL_VERSION,
     Accepted,
-    CancelJobs,
-    CancelledJobs,
-    CancelledOnNode,
-    CancelOnNode,
+    AllJobs,
+    Cancel,
+    Cancelled,
+    CancelTarget,
+    CheckedJobs,
+    CheckJobs,
+    MatchingJobs,
+    ObservedEvent,
     Rejected,
     RoomReport,
     RoomRequest,
     SessionHello,
     StatusReport,
     StatusRequest,
+    TheseJobs,
     WithdrawCall,
+    WithdrawJobs,
+    WithdrawnJobs,
 )
-from ipc.tls import client_context
-from ipc.websocket import LinkLimits
-from prorl_trio.client.address import Address, EndpointFile
+from prorl_ipc.tls import client_context
+from prorl_ipc.websocket import LinkLimits
+from prorl_trio.client.address import Address, EndpointFile, HeadFile
 from prorl_trio.client.backend_calls import BackendCalls
 from prorl_trio.client.policy_update import open_policy_update
 from prorl_trio.client.requests import Call, FrameT, RequestFrame, SubmitCall
 from prorl_trio.client.results import ResultCalls
-from prorl_trio.client.state import ClientState
-from prorl_trio.client.streams import EventStream, ObservedStream
+from prorl_trio.client.state import ClientState, Observed
 from prorl_trio.client.transport import Patience, Transport
-from prorl_trio.client.weights.store import WeightStores
 from prorl_trio.config.secrets import check_token
-from prorl_trio.types.errors import AdmissionRejected, ConfigError, Unauthorized
-from prorl_trio.types.field_errors import unsendable
+from prorl_trio.types.errors import AdmissionRejected, ConfigError, ProtocolError, Unauthorized, unsendable
+from prorl_trio.types.models import Outcome
+from prorl_trio.weights.store import WeightStores
 
 if TYPE_CHECKING:
     import ssl
@@ -47,11 +54,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from os import PathLike
 
+    from prorl_ipc.session import JobEvent
     from prorl_trio.client.policy_update import PolicyUpdate
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import JobSpec
 
-__all__ = ["RolloutClient", "connect_node"]
 
 BATCH_BYTES: Final = 1024 * 1024
 BATCH_JOBS: Final = 1_000
@@ -65,6 +72,55 @@ CLEAR_TIMEOUT_S: Final = 30.0
 """For the removal of the weights' folders when the client is closed."""
 MAX_CALLS: Final = 32
 """Limit of one client's requests in flight; further ones wait for their turn."""
+
+_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+
+
+class EventStream:
+    """An async iterator over job events; it ends with the session. See `RolloutClient.events`."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> JobEvent:
+        await trio.lowlevel.checkpoint()
+        while not self._state.events:
+            if self._state.failure is not None:
+                raise StopAsyncIteration
+            await self._state.wait_changed()
+        return self._state.events.popleft()
+
+
+class ObservedStream:
+    """An async iterator over `Observed`; it ends with the session. See `RolloutClient.observed`."""
+
+    def __init__(self, state: ClientState) -> None:
+        self._state = state
+
+    @property
+    def lost(self) -> int:
+        """Return the number of frames that were dropped so far, by the node and here, because nobody took them."""
+        return self._state.observed.lost
+
+    def __aiter__(self) -> ObservedStream:
+        return self
+
+    async def __anext__(self) -> Observed:
+        await trio.lowlevel.checkpoint()
+        while (frame := self._state.observed.take()) is None:
+            if self._state.failure is not None:
+                raise StopAsyncIteration
+            await self._state.wait_changed()
+        if isinstance(frame, ObservedEvent):
+            return Observed(frame.session_id, frame.job_id, frame.status, frame.detail)
+        try:
+            outcome = _decode_outcome(frame.outcome)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise ProtocolError(f"the observed outcome of job {frame.job_id!r} cannot be read: {exc}") from None
+        return Observed(frame.session_id, frame.job_id, outcome.status, outcome.error, outcome)
 
 
 class RolloutClient(ResultCalls, BackendCalls):
@@ -145,6 +201,26 @@ class RolloutClient(ResultCalls, BackendCalls):
                 answers += await self._submit_batch(batch, deadline_s, attempts or {})
         return [msgspec.structs.replace(answer, index=index) for index, answer in enumerate(answers)]
 
+    async def check(self, specs: Sequence[JobSpec]) -> list[Rejected]:
+        """Return the answers for the jobs that the node would refuse, whatever room it has. Submits nothing.
+
+        `index` is the job's position in `specs`. The node looks at handler, payload and gold answer.
+
+        Raises:
+            ServiceError: the session is over.
+        """
+        refused: list[Rejected] = []
+        done = 0
+        for batch in self._batches(specs):
+            if isinstance(batch, Rejected):
+                refused.append(msgspec.structs.replace(batch, index=done))
+                done += 1
+                continue
+            answer = await self._ask(CheckedJobs, partial(_check_jobs, [encoded for _, encoded in batch]))
+            refused += [msgspec.structs.replace(each, index=done + each.index) for each in answer.refused]
+            done += len(batch)
+        return refused
+
     async def _submit_batch(
         self, batch: Sequence[tuple[str, msgspec.Raw]], deadline_s: float, attempts: Mapping[str, int]
     ) -> list[Accepted | Rejected]:
@@ -183,42 +259,49 @@ class RolloutClient(ResultCalls, BackendCalls):
     async def cancel(
         self,
         job_ids: Sequence[str] = (),
-        reason: str = "cancelled by the trainer",
+        reason: str = "",
         *,
-        group_id: str = "",
+        group_id: str | None = None,
         tags: Mapping[str, str] | None = None,
         whole_session: bool = False,
         ahead: bool = False,
-    ) -> CancelledJobs:
-        """Cancel jobs of this session; return when nothing of them is left on the node.
+        on_node: bool = False,
+        session_id: str | None = None,
+        everything: bool = False,
+    ) -> Cancelled:
+        """Cancel jobs of this session, or of any session of the node; return when nothing of them is left there.
 
-        Their outcomes come through `results` as any other. In the answer, `unknown` lists the ids that this session
-        never submitted or whose outcome is acknowledged.
+        Their outcomes come through the `results` of their own session, as any other. In the answer, `cancelled` lists
+        the jobs that had no outcome yet, `ended` the given ids that had one, and `unknown` those that are not known
+        there: never submitted, or ended and acknowledged.
 
         Args:
-            job_ids: jobs of this session.
-            reason: becomes the outcomes' `error`.
+            job_ids: jobs, by id.
+            reason: becomes the outcomes' `error`; if empty, it says who cancelled them.
             group_id: cancel, too, all jobs of that group that have not ended.
             tags: cancel, too, all jobs that have all these tags and have not ended.
-            whole_session: cancel all jobs of the session that have not ended.
+            whole_session: cancel all jobs of this session that have not ended.
             ahead: remember unknown ids, and cancel them when they are submitted: for a cancel that may arrive before
                 the submit of another process.
+            on_node: jobs of any session are meant. All must hold that is given of `group_id`, `tags` and `session_id`.
+            session_id: with `on_node`: cancel, too, the jobs of that session that have not ended.
+            everything: with `on_node`: cancel all jobs of the node that have not ended.
 
         Raises:
             ServiceError: the session is over.
+            ValueError: arguments that are for a session go with `on_node`, or the other way round.
         """
-        return await self._ask(
-            CancelledJobs,
-            lambda i: CancelJobs(
-                request_id=i,
-                job_ids=list(job_ids),
-                reason=reason,
-                group_id=group_id,
-                tags=dict(tags or {}),
-                whole_session=whole_session,
-                ahead=ahead,
-            ),
-        )
+        if (whole_session or ahead) if on_node else (everything or session_id is not None):
+            raise ValueError("whole_session and ahead are for a session; session_id and everything go with on_node")
+        targets: list[CancelTarget] = [TheseJobs(list(job_ids), ahead)] if job_ids else []
+        if on_node:
+            targets.append(MatchingJobs(group_id, session_id, dict(tags or {})))
+        else:
+            targets += [MatchingJobs(group_id=group_id)] if group_id else []
+            targets += [MatchingJobs(tags=dict(tags))] if tags else []
+        if whole_session or everything:
+            targets.append(AllJobs())
+        return await self._ask(Cancelled, lambda i: Cancel(i, targets, reason, on_node))
 
     async def withdraw(self, job_ids: Sequence[str], reason: str, *, ended: bool = False) -> None:
         """Cancel jobs of this session so that those which this ends have no outcome, and their ids are free again.
@@ -229,49 +312,7 @@ class RolloutClient(ResultCalls, BackendCalls):
         Raises:
             ServiceError: the session is over.
         """
-        await self._ask(
-            CancelledJobs,
-            lambda i: CancelJobs(request_id=i, job_ids=list(job_ids), reason=reason, forget=True, forget_ended=ended),
-        )
-
-    async def cancel_on_node(
-        self,
-        job_ids: Sequence[str] = (),
-        reason: str = "cancelled by an operator",
-        *,
-        group_id: str | None = None,
-        session_id: str | None = None,
-        tags: Mapping[str, str] | None = None,
-        everything: bool = False,
-    ) -> CancelledOnNode:
-        """Cancel jobs of any session; return when nothing of them is left on the node.
-
-        Their outcomes go to their own sessions. In the answer, `ended` lists the given ids that had ended before, and
-        `unknown` those that no session has: never submitted, or ended and acknowledged.
-
-        Args:
-            job_ids: jobs of any session.
-            reason: becomes the outcomes' `error`.
-            group_id: cancel, too, the jobs that have not ended and match all of `group_id`, `session_id` and `tags`.
-            session_id: see `group_id`.
-            tags: see `group_id`.
-            everything: cancel all jobs of the node that have not ended.
-
-        Raises:
-            ServiceError: the session is over.
-        """
-        return await self._ask(
-            CancelledOnNode,
-            lambda i: CancelOnNode(
-                request_id=i,
-                job_ids=list(job_ids),
-                group_id=group_id,
-                session_id=session_id,
-                tags=dict(tags or {}),
-                everything=everything,
-                reason=reason,
-            ),
-        )
+        await self._ask(WithdrawnJobs, lambda i: WithdrawJobs(i, list(job_ids), reason, ended))
 
     def policy_update(
         self,
@@ -413,14 +454,15 @@ async def connect_node(
     observe_all: bool = False,
     observe_group: str = "",
     read_token: Callable[[], Awaitable[str]] | None = None,
+    head: HeadFile | None = None,
 ) -> AsyncIterator[RolloutClient]:
-    """Open a session on one node. See `prorl_trio.client.connect`, which this does for a node, and `Transport`."""
-    where = _where(url, endpoint_file)
+    """Open a session on one node, or on the `head` of a fleet. See `prorl_trio.client.connect`, and `Transport`."""
+    where = _where(url, endpoint_file) if head is None else head
     try:
         token = check_token(token, "the token given to the client")
     except ConfigError as exc:
         raise Unauthorized(str(exc)) from None
-    may_be_secure = isinstance(where, EndpointFile) or where.secure
+    may_be_secure = not isinstance(where, Address) or where.secure
     tls = await trio.to_thread.run_sync(_tls_context, tls_ca) if may_be_secure else None
     state = ClientState(session_id or uuid.uuid4().hex, resume_after)
     limits = LinkLimits(
@@ -466,7 +508,11 @@ def _where(url: str | None, endpoint_file: str | PathLike[str] | None) -> Addres
         return Address.parse(url)
     if url is None and endpoint_file is not None:
         return EndpointFile(endpoint_file)
-    raise ValueError("connect needs the url of a node, its endpoint_file, or a fleet's folder, one of the three")
+    raise ValueError("connect needs the url of a node or its endpoint_file, one of the two")
+
+
+def _check_jobs(jobs: list[msgspec.Raw], request_id: int) -> CheckJobs:
+    return CheckJobs(request_id=request_id, jobs=jobs)
 
 
 def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from prorl_trio.types.errors import ServiceError
 
-__all__ = ["ConnectionLost", "PolicyUndecided", "PolicyUpdateFailed", "SessionLost", "SessionReplaced"]
-
 
 class ConnectionLost(ServiceError):
     """The node could not be reached within the client's time limits, or the client is closed.
@@ -34,15 +32,6 @@ class SessionLost(ServiceError):
     def __init__(self, message: str, job_ids: list[str]) -> None:
         super().__init__(message)
         self.job_ids = job_ids
-
-
-class PolicyUndecided(ServiceError):
-    """The nodes of a fleet have different policy versions, and it is not known which of them came last.
-
-    Jobs go to none. A policy update reaches all of them, and settles it.
-    """
-
-    code = "policy_undecided"
 
 
 class PolicyUpdateFailed(ServiceError):

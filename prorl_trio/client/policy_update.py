@@ -7,31 +7,36 @@ import os
 import socket
 import uuid
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.errors import PolicyUpdateFailed
-from prorl_trio.client.weights.source import check_adapter_weights, check_weights, name_tied_head, stage_weights
-from prorl_trio.types.backends import UpdateReport
+from prorl_trio.types.backends import (
+    ConfirmWeights,
+    ExpectTransfer,
+    LoadAdapter,
+    LoadWeights,
+    PauseBackends,
+    RenewUpdate,
+    ResumeBackends,
+    UpdateReport,
+)
 from prorl_trio.types.errors import BackendsBusy, ServiceError
+from prorl_trio.weights.source import check_adapter_weights, check_weights, name_tied_head, stage_weights
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
     from prorl_trio.client.backend_calls import BackendCalls
-    from prorl_trio.client.weights.check import WeightCheck
-    from prorl_trio.client.weights.source import StagedWeights
-    from prorl_trio.client.weights.tensors import StateDict
-    from prorl_trio.types.backends import PauseMode, UpdatedBackend
-
-__all__ = ["PolicyUpdate", "open_policy_update"]
+    from prorl_trio.types.backends import BackendRequest, PauseMode, UpdatedBackend
+    from prorl_trio.weights.check import WeightCheck
+    from prorl_trio.weights.safetensors import StateDict
+    from prorl_trio.weights.source import StagedWeights
 
 logger = logging.getLogger(__name__)
-
-Ask: TypeAlias = "Callable[[BackendCalls], Awaitable[UpdateReport]]"
 
 BUSY_RETRY_S: Final = 0.1
 """Pause between two tries of a resume, while the node still undoes a cancelled step before it."""
@@ -232,12 +237,8 @@ class PolicyUpdate:
             UpdateRefused: completions were kept in engines (`keep`): they would go on with the former adapter.
         """
         path = await check_adapter_weights(folder, self._backends, base, check)
-        await self._step(
-            lambda client: client.load_adapter(
-                f"{name}-v{self._version}", str(path), self._timeout_s, holder=self._holder
-            ),
-            NO_ADAPTERS,
-        )
+        name = f"{name}-v{self._version}"
+        await self._step(LoadAdapter(name, str(path), self._timeout_s, self._holder), NO_ADAPTERS)
 
     @asynccontextmanager
     async def transfer(self) -> AsyncIterator[None]:
@@ -261,14 +262,12 @@ class PolicyUpdate:
     async def begin_transfer(self) -> None:
         """Begin the block of `transfer`."""
         self._replaced, self._written = True, None
-        await self._step(lambda client: client.expect_transfer(self._timeout_s, holder=self._holder))
+        await self._step(ExpectTransfer(self._timeout_s, self._holder))
 
     async def end_transfer(self) -> None:
         """End the block of `transfer`. Raises PolicyUpdateFailed."""
-        await self._step(
-            lambda client: client.confirm_weights(self._version, self._timeout_s, tell=False, holder=self._holder),
-            SAYS_NOTHING,
-        )
+        confirm = ConfirmWeights(self._version, self._timeout_s, self._holder, tell=False)
+        await self._step(confirm, SAYS_NOTHING)
 
     async def begin(self) -> None:
         """Pause the backends. If this raises, the caller must call `undo`.
@@ -280,7 +279,7 @@ class PolicyUpdate:
         """
         self._begun = True
         self._clients[0].run_in_background(self._renew)
-        await self._step(lambda client: client.pause(self._mode, self._timeout_s, holder=self._holder, lease_s=LEASE_S))
+        await self._step(PauseBackends(self._mode, self._timeout_s, self._holder, LEASE_S))
 
     async def finish(self) -> None:
         """Resume with the new version. If this raises, the caller must call `undo`.
@@ -291,7 +290,7 @@ class PolicyUpdate:
             PolicyUpdateFailed: an engine does not say that it has the new weights.
             UpdateRefused: the block ignored a load that failed, or the nodes have given the update up.
         """
-        await self._step(lambda client: client.confirm_weights(self._version, self._timeout_s, holder=self._holder))
+        await self._step(ConfirmWeights(self._version, self._timeout_s, self._holder))
         self._announced = True
         self.report = await self._resume(self._version)
         self._renewing.cancel()
@@ -326,15 +325,13 @@ class PolicyUpdate:
 
     async def _load(self, folder: Path) -> None:
         self._replaced = True
-        await self._step(
-            lambda client: client.load_weights(str(folder), self._timeout_s, holder=self._holder), CANNOT_LOAD
-        )
+        await self._step(LoadWeights(str(folder), self._timeout_s, self._holder), CANNOT_LOAD)
 
-    async def _step(self, ask: Ask, not_offered: str = "") -> None:
+    async def _step(self, request: BackendRequest[UpdateReport], not_offered: str = "") -> None:
         """Carry a step out on all nodes; `not_offered` is why an engine fails that does not offer it, if it does."""
         self._in_step = True
         try:
-            self.report = report = await self._all(ask)
+            self.report = report = await self._all(request)
         finally:
             self._in_step = False
             self._last_step_s = trio.current_time()
@@ -344,14 +341,24 @@ class PolicyUpdate:
         if failed:
             raise PolicyUpdateFailed(self._version, failed)
 
-    async def _all(self, ask: Ask) -> UpdateReport:
-        """Ask all nodes at once, and return their answers as one. Raises the first error, when all have answered."""
+    async def _all(self, request: BackendRequest[UpdateReport], busy_s: float = 0.0) -> UpdateReport:
+        """Ask all nodes at once, and return their answers as one. Raises the first error, when all have answered.
+
+        A node that is busy is asked again for `busy_s`.
+        """
+        give_up_s = trio.current_time() + busy_s
         answers: dict[int, UpdateReport] = {}
         errors: list[ServiceError] = []
 
         async def ask_one(number: int) -> None:
             try:
-                answers[number] = await ask(self._clients[number])
+                while number not in answers:
+                    try:
+                        answers[number] = await self._clients[number].operate(request)
+                    except BackendsBusy:
+                        if trio.current_time() >= give_up_s:
+                            raise
+                        await trio.sleep(BUSY_RETRY_S)
             except ServiceError as exc:
                 errors.append(exc)
 
@@ -368,18 +375,7 @@ class PolicyUpdate:
         )
 
     async def _resume(self, version: str | None) -> UpdateReport:
-        deadline_s = trio.current_time() + self._timeout_s
-
-        async def resume_one(client: BackendCalls) -> UpdateReport:
-            while True:
-                try:
-                    return await client.resume(version, holder=self._holder)
-                except BackendsBusy:
-                    if trio.current_time() >= deadline_s:
-                        raise
-                await trio.sleep(BUSY_RETRY_S)
-
-        return await self._all(resume_one)
+        return await self._all(ResumeBackends(version, self._holder), busy_s=self._timeout_s)
 
     async def _renew(self) -> None:
         """Renew the leases until the update is over. The nodes give it up where that fails, or no step comes."""
@@ -394,7 +390,7 @@ class PolicyUpdate:
                     )
                     return
                 try:
-                    await self._all(lambda client: client.renew_update(self._holder))
+                    await self._all(RenewUpdate(self._holder))
                 except ServiceError as exc:  # the next step says so, or the pause is still under way there
                     logger.debug("the lease of the update to %s is not renewed: %s", self._version, exc)
 

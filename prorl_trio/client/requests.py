@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
-from ipc.session import (
+from prorl_ipc.session import (
     Accepted,
     BackendsAnswer,
     CallBackends,
-    CancelJobs,
-    CancelledJobs,
-    CancelledOnNode,
-    CancelOnNode,
+    Cancel,
+    Cancelled,
+    CheckedJobs,
+    CheckJobs,
     Rejected,
     RoomReport,
     RoomRequest,
     StatusReport,
     StatusRequest,
     Submit,
+    WithdrawJobs,
+    WithdrawnJobs,
 )
 from prorl_trio.types.errors import ProtocolError
 
@@ -32,11 +34,9 @@ if TYPE_CHECKING:
 
     import msgspec
 
-__all__ = ["Answer", "Call", "FrameT", "RequestFrame", "Requests", "SubmitCall"]
-
-Answer = Accepted | Rejected | CancelledJobs | CancelledOnNode | StatusReport | RoomReport | BackendsAnswer
-RequestFrame = Submit | CancelJobs | CancelOnNode | StatusRequest | RoomRequest | CallBackends
-FrameT = TypeVar("FrameT", CancelledJobs, CancelledOnNode, StatusReport, RoomReport, BackendsAnswer)
+Answer = Accepted | Rejected | CheckedJobs | Cancelled | WithdrawnJobs | StatusReport | RoomReport | BackendsAnswer
+RequestFrame = Submit | CheckJobs | Cancel | WithdrawJobs | StatusRequest | RoomRequest | CallBackends
+FrameT = TypeVar("FrameT", CheckedJobs, Cancelled, WithdrawnJobs, StatusReport, RoomReport, BackendsAnswer)
 
 
 class Call(Generic[FrameT]):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import trio
 
-from ipc.errors import IpcError, StaleReference
-from ipc.session import OutcomeFrame, OutcomeRefFrame
+from prorl_ipc.errors import IpcError, StaleReference
+from prorl_ipc.session import OutcomeFrame, OutcomeRefFrame
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Outcome
 from prorl_trio.types.outcome_refs import join_outcome
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.state import ClientState
 
-__all__ = ["ResultCalls", "ResultStream"]
-
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
@@ -29,7 +27,7 @@ class ResultCalls:
 
     def __init__(self, state: ClientState) -> None:
         self._state = state
-        self._yielded = state.inbox.settled
+        self._yielded = state.inbox.acked
         self._asked_again_for = 0
         self._is_read = False
 
@@ -72,20 +70,14 @@ class ResultCalls:
         on it. Always a checkpoint.
 
         Raises:
-            SessionLost: of a fleet, once for each: jobs of an earlier client that no node has any more, to be submitted
-                again.
             ServiceError: the session is over, and no outcome is left.
             ProtocolError: the outcome cannot be decoded.
         """
         with self._only_reader():
             await trio.lowlevel.checkpoint()
             while (arrived := self.peek_after(cursor)) is None:
-                self._raise_if_lost()
                 await self._state.wait_changed()
             return arrived
-
-    def _raise_if_lost(self) -> None:
-        """Raise SessionLost if jobs are on no node any more: for a client of several nodes, which may lose one."""
 
     async def next_outstanding(self, cursor: int) -> tuple[int, Outcome] | None:
         """Do as `next_after`, but return None as soon as nothing is outstanding; see `results`."""
@@ -158,7 +150,7 @@ class ResultCalls:
         `results` does this by itself.
         """
         self._yielded = max(self._yielded, cursor)
-        self._state.settle(cursor)
+        self._state.acknowledge(cursor)
 
     @contextmanager
     def _only_reader(self) -> Iterator[None]:

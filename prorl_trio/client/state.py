@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, NoReturn
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 import msgspec
 import trio
 
-from ipc.session import (
+from prorl_ipc.errors import StaleReference
+from prorl_ipc.session import (
     Accepted,
     Ack,
     BackendsAnswer,
-    CancelledJobs,
-    CancelledOnNode,
+    Cancelled,
+    CheckedJobs,
     JobEvent,
     JobList,
     ListJobs,
@@ -30,21 +32,21 @@ from ipc.session import (
     SessionRefused,
     SessionWelcome,
     StatusReport,
+    WithdrawnJobs,
 )
-from ipc.websocket import CloseCode
-from prorl_trio.client.arenas import MappedArenas
+from prorl_ipc.websocket import CloseCode
 from prorl_trio.client.errors import SessionLost, SessionReplaced
-from prorl_trio.client.inbox import Inbox
-from prorl_trio.client.observed import ObservedInbox
 from prorl_trio.client.requests import Requests
 from prorl_trio.types.errors import AdmissionRejected, Draining, ProtocolError, ServiceError, Unauthorized
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ipc.websocket import WebSocketLink
+    from prorl_ipc.arena_memory import ArenaRef, TokenArrays
+    from prorl_ipc.arena_socket import MappedArena
+    from prorl_ipc.websocket import WebSocketLink
+    from prorl_trio.types.models import Outcome
 
-__all__ = ["EVENTS_KEPT", "ClientState", "refusal"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,161 @@ ACK_DELAY_S: Final = 0.005
 """Delay of an acknowledgement while more outcomes wait to be taken, so that one frame covers several."""
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+# The shared memory arenas that a client has mapped.
+#
+# These are the arena of its node and that of the node's process before, whose outcomes may not be taken yet.
+
+ARENAS_KEPT: Final = 2
+
+KEPT_FRAMES: Final = 1024
+KEPT_BYTES: Final = 64 * 1024 * 1024
+"""Limit of the outcomes that nobody has taken yet; beyond it the oldest are dropped and counted, the last one never."""
+
+
+class Observed(NamedTuple):
+    """A stage change of another session's job, or its end: then `outcome` is set, and `detail` is its error."""
+
+    session_id: str
+    job_id: str
+    status: str
+    detail: str
+    outcome: Outcome | None = None
+
+
+class ObservedInbox:
+    """A queue of frames in order of arrival, bounded by `KEPT_FRAMES` and `KEPT_BYTES`."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+        """Count of the frames dropped so far, here and by the node."""
+        self._frames: deque[ObservedEvent | ObservedOutcome] = deque()
+        self._size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def put(self, frame: ObservedEvent | ObservedOutcome) -> None:
+        """Add a frame. If the queue is then over its limits, drop the oldest frames and count them in `lost`."""
+        self._frames.append(frame)
+        self._size_bytes += _size(frame)
+        while len(self._frames) > 1 and (len(self._frames) > KEPT_FRAMES or self._size_bytes > KEPT_BYTES):
+            self.take()
+            self.lost += 1
+
+    def take(self) -> ObservedEvent | ObservedOutcome | None:
+        """Remove and return the oldest frame; None if there is none."""
+        if not self._frames:
+            return None
+        frame = self._frames.popleft()
+        self._size_bytes -= _size(frame)
+        return frame
+
+
+def _size(frame: ObservedEvent | ObservedOutcome) -> int:
+    return memoryview(frame.outcome).nbytes if isinstance(frame, ObservedOutcome) else 0
+
+
+class Inbox:
+    """A queue of outcomes in cursor order, each once, even if the node sends it again.
+
+    The node's limit on unacknowledged outcomes bounds its size.
+
+    Attributes:
+        received: the cursor that arrived last: a new connection resumes after it.
+        left_out: how many cursors between those that arrived will not come.
+        acked: the caller has acknowledged everything up to this cursor.
+    """
+
+    def __init__(self, resume_after: int = 0) -> None:
+        self.received = resume_after
+        self.acked = resume_after
+        self.left_out = 0
+        self._begun = False
+        self._frames: deque[OutcomeFrame | OutcomeRefFrame] = deque()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def put(self, frame: OutcomeFrame | OutcomeRefFrame) -> bool:
+        """Add a frame at the end; return False, and change nothing, if its cursor had arrived before.
+
+        Cursors that the frame skips are counted in `left_out`: another client took those outcomes, or had the node give
+        them up. Those before the first frame were acknowledged by an earlier client, and are not counted.
+        """
+        if frame.cursor <= self.received:
+            return False
+        if self._begun:
+            self.left_out += frame.cursor - self.received - 1
+        self._begun = True
+        self.received = frame.cursor
+        self._frames.append(frame)
+        return True
+
+    def acknowledge(self, cursor: int) -> bool:
+        """Remove everything up to `cursor` and move `acked` there; return False if it was there already."""
+        while self._frames and self._frames[0].cursor <= cursor:
+            self._frames.popleft()
+        if cursor <= self.acked:
+            return False
+        self.acked = cursor
+        return True
+
+    def rewind(self) -> list[str]:
+        """Remove all frames, which the node will send again, and return the ids of their jobs."""
+        dropped = [frame.job_id for frame in self._frames]
+        self._frames.clear()
+        self.received = self.acked
+        return dropped
+
+    def first(self) -> OutcomeFrame | OutcomeRefFrame | None:
+        """Return the oldest frame without removing it; None if there is none."""
+        return self._frames[0] if self._frames else None
+
+    def after(self, cursor: int) -> list[OutcomeFrame | OutcomeRefFrame]:
+        """Return the frames after `cursor`, oldest first, without removing them."""
+        found = list(takewhile(lambda frame: frame.cursor > cursor, reversed(self._frames)))
+        return found[::-1]
+
+    def job_ids(self) -> set[str]:
+        """Return the jobs of all frames."""
+        return {frame.job_id for frame in self._frames}
+
+    def frames(self, limit: int) -> list[OutcomeFrame | OutcomeRefFrame]:
+        """Return the oldest frames, at most `limit`, without removing them."""
+        return list(islice(self._frames, limit))
+
+
+class MappedArenas:
+    """The last `ARENAS_KEPT` arenas that were mapped; an older one is dropped when one is added.
+
+    An arena can still be read after the connection that mapped it has ended.
+    """
+
+    def __init__(self) -> None:
+        self._arenas: deque[MappedArena] = deque(maxlen=ARENAS_KEPT)
+
+    def __len__(self) -> int:
+        return len(self._arenas)
+
+    def add(self, arena: MappedArena) -> None:
+        """Add `arena`, in place of an earlier mapping of the same arena, if there is one."""
+        others = [other for other in self._arenas if other.arena_id != arena.arena_id]
+        self._arenas.clear()
+        self._arenas.extend([*others, arena])
+
+    def view(self, ref: ArenaRef) -> TokenArrays:
+        """Return the tokens of `ref` as views of the shared memory, without a copy.
+
+        Raises:
+            StaleReference: the node uses that memory for something else by now, or the arena is not mapped here.
+            ProtocolViolation: `ref` was never valid in its arena.
+        """
+        for arena in self._arenas:
+            if arena.arena_id == ref.arena_id:
+                return arena.view(ref)
+        raise StaleReference(f"arena {ref.arena_id} is not mapped")
 
 
 class ClientState:
@@ -137,7 +294,7 @@ class ClientState:
         for frame in self.requests.frames():
             link.post(frame)
         self._ack_waits = False
-        self._acked = self.inbox.settled
+        self._acked = self.inbox.acked
         link.post(Ack(cursor=self._acked))
         # Whatever happened while there was no link, and whatever an earlier client of the session has left: the node
         # knows whose outcomes are still to come.
@@ -176,8 +333,9 @@ class ClientState:
             case (
                 Accepted()
                 | Rejected()
-                | CancelledJobs()
-                | CancelledOnNode()
+                | CheckedJobs()
+                | Cancelled()
+                | WithdrawnJobs()
                 | StatusReport()
                 | RoomReport()
                 | BackendsAnswer()
@@ -185,7 +343,7 @@ class ClientState:
                 self.requests.take(frame)
                 if isinstance(frame, Accepted) and not 0 < frame.cursor <= self.inbox.received:
                     self._awaited.add(frame.job_id)
-                elif isinstance(frame, CancelledJobs) and frame.forgotten:
+                elif isinstance(frame, WithdrawnJobs):
                     self._awaited.difference_update(frame.forgotten)
                     self._notify()
             case JobList():
@@ -203,12 +361,12 @@ class ClientState:
             case _:
                 raise ProtocolError(f"{type(frame).__name__} is not expected after the handshake")
 
-    def settle(self, cursor: int) -> None:
+    def acknowledge(self, cursor: int) -> None:
         """Acknowledge the outcomes up to `cursor`: drop them here, and have the link send it, if there is one.
 
         Does not wait. While more outcomes are in the inbox, the frame is sent `ACK_DELAY_S` later.
         """
-        if not self.inbox.settle(cursor) or self.link is None or self._ack_waits:
+        if not self.inbox.acknowledge(cursor) or self.link is None or self._ack_waits:
             return
         if len(self.inbox):
             self._ack_waits = True
@@ -276,9 +434,9 @@ class ClientState:
             link.wake()
 
     def _ack(self) -> Ack | None:
-        if self.inbox.settled == self._acked:
+        if self.inbox.acked == self._acked:
             return None
-        self._acked = self.inbox.settled
+        self._acked = self.inbox.acked
         return Ack(cursor=self._acked)
 
     def _notify(self) -> None:

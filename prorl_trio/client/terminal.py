@@ -10,14 +10,12 @@ import rich.console
 from rich.segment import Segment
 from rich.text import Text
 
-from ipc.portable_text import printable, printable_json
+from prorl_ipc.portable_text import printable, printable_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import ConsoleOptions, RenderableType
-
-__all__ = ["Console", "one_line", "say", "say_json"]
 
 
 class Console(rich.console.Console):

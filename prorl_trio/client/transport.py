@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.arena_socket import open_mapped_arena
-from ipc.clock import LATE_S
-from ipc.errors import IpcError, ProtocolViolation
-from ipc.session import (
+from prorl_ipc.arena_socket import open_mapped_arena
+from prorl_ipc.clock import LATE_S
+from prorl_ipc.errors import IpcError, ProtocolViolation
+from prorl_ipc.session import (
     Ack,
     AttachArena,
     ServerFrame,
@@ -22,8 +22,8 @@ from ipc.session import (
     SessionRefused,
     SessionWelcome,
 )
-from ipc.tls import open_tls
-from ipc.websocket import CloseCode, HandshakeAnswered, LinkClosed, LinkLimits, WebSocketLink, open_client_link
+from prorl_ipc.tls import open_tls
+from prorl_ipc.websocket import CloseCode, HandshakeAnswered, LinkClosed, LinkLimits, WebSocketLink, open_client_link
 from prorl_trio.client.address import Address
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.client.state import ClientState, refusal
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Awaitable, Callable
 
-    from ipc.session import SessionHello
-    from prorl_trio.client.address import EndpointFile
-
-__all__ = ["Patience", "Transport"]
+    from prorl_ipc.session import SessionHello
+    from prorl_trio.client.address import EndpointFile, HeadFile
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ class Transport:
 
     def __init__(
         self,
-        where: Address | EndpointFile,
+        where: Address | EndpointFile | HeadFile,
         hello: SessionHello,
         state: ClientState,
         limits: LinkLimits,
@@ -112,7 +110,7 @@ class Transport:
         if link is None:
             self._scope.cancel()
         else:
-            link.end(CloseCode.NORMAL, "the client is done", last=Ack(cursor=self._state.inbox.settled))
+            link.end(CloseCode.NORMAL, "the client is done", last=Ack(cursor=self._state.inbox.acked))
             self._scope.deadline = trio.current_time() + self._limits.close_timeout_s
         self._state.fail(ConnectionLost("the client is closed"))
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from prorl_trio.config.agent import AgentConfig, ModelConfig
-from prorl_trio.config.backends import BackendConfig, HealthConfig, LoadConfig, Strategy
-from prorl_trio.config.fleet import FleetConfig
+from prorl_trio.config.head import HeadConfig, load_head_config
 from prorl_trio.config.listen import ListenConfig, RestConfig
-from prorl_trio.config.monitoring import MonitoringConfig, TelemetryConfig
-from prorl_trio.config.node import NodeConfig, OnHangup, load_config
-from prorl_trio.config.sandbox import ImagesConfig, SandboxConfig, ScoringConfig
-from prorl_trio.config.search import SearchConfig
-from prorl_trio.config.stages import AdmissionConfig, BudgetConfig, StagesConfig
-from prorl_trio.config.storage import ArenaConfig, LedgerConfig
+from prorl_trio.config.node import (
+    AdmissionConfig,
+    AgentConfig,
+    ArenaConfig,
+    BackendConfig,
+    BudgetConfig,
+    FleetConfig,
+    HealthConfig,
+    ImagesConfig,
+    LedgerConfig,
+    LoadConfig,
+    ModelConfig,
+    MonitoringConfig,
+    NodeConfig,
+    OnHangup,
+    SandboxConfig,
+    ScoringConfig,
+    SearchConfig,
+    StagesConfig,
+    TelemetryConfig,
+    load_config,
+)
 
 __all__ = [
     "AdmissionConfig",
@@ -20,6 +34,7 @@ __all__ = [
     "BackendConfig",
     "BudgetConfig",
     "FleetConfig",
+    "HeadConfig",
     "HealthConfig",
     "ImagesConfig",
     "LedgerConfig",
@@ -34,7 +49,7 @@ __all__ = [
     "ScoringConfig",
     "SearchConfig",
     "StagesConfig",
-    "Strategy",
     "TelemetryConfig",
     "load_config",
+    "load_head_config",
 ]

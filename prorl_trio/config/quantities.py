@@ -11,29 +11,6 @@ from typing import Annotated, Final
 
 import msgspec
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_OPEN_FILES",
-    "MAX_WEIGHT",
-    "MIN_MESSAGE_BYTES",
-    "MIN_S",
-    "YEAR_S",
-    "Amount",
-    "Bytes",
-    "BytesOrZero",
-    "Connections",
-    "Count",
-    "MessageBytes",
-    "Port",
-    "Processes",
-    "ProcessesOrZero",
-    "Seconds",
-    "SecondsOrZero",
-    "Tokens",
-    "Weight",
-    "Workers",
-]
-
 YEAR_S: Final = 366 * 24 * 3600.0
 MIN_S: Final = 0.001
 """No step of a node, and no timer of its loop, is shorter."""
@@ -69,3 +46,7 @@ Weight = Annotated[float, msgspec.Meta(gt=0, le=MAX_WEIGHT)]
 """A share relative to 1: one side gets a million times as much at most."""
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 """0: any that is free."""
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of a configuration file: immutable; an unknown key is an error."""

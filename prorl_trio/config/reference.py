@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import inspect as types
 
-from prorl_trio.config.live import is_live
 from prorl_trio.config.node import NodeConfig
 from prorl_trio.config.quantities import YEAR_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["make_reference"]
 
 HEAD: Final = """\
 # node.toml
@@ -37,6 +35,36 @@ UNITS: Final = {"_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_model_len":
 MIB: Final = 1024 * 1024
 GIB: Final = 1024 * MIB
 _ATTRIBUTE: Final = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+
+LIVE: Final = (
+    "listen.token",
+    "listen.token_file",
+    "stages.init_workers",
+    "stages.run_workers",
+    "stages.eval_workers",
+    "stages.init_queue",
+    "stages.ready_queue",
+    "stages.eval_queue",
+    "admission",
+    "budgets",
+    "agent",
+    "monitoring",
+    "backends.max_tasks_per_backend",
+    "backends.request_timeout_s",
+    "backends.slice_tokens",
+    "backends.lease_timeout_s",
+    "backends.health",
+    "backends.load",
+    "drain_timeout_s",
+    "stuck_after_s",
+)
+"""Fields, and tables with all their fields, that a running node takes over. Limits apply to what comes next: nothing
+that was accepted is dropped, and a worker that is one too many finishes its job."""
+
+
+def is_live(path: str) -> bool:
+    """Return whether `path`, as `backends.health.interval_s`, changes in a running node when the file is read again."""
+    return any(path == live or path.startswith(f"{live}.") for live in LIVE)
 
 
 def make_reference() -> str:

@@ -12,8 +12,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from prorl_trio.config.listen import ListenConfig
 
-__all__ = ["TOKEN_VARIABLE", "agreed_token", "check_token", "load_token", "open_private", "read_token_file"]
-
 TOKEN_VARIABLE: Final = "PRORL_TOKEN"
 MAX_TOKEN_BYTES: Final = 4096
 _NEW_TOKEN: Final = "make another: head -c 24 /dev/urandom | base64"

@@ -9,24 +9,23 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 
 from prorl_trio.file_systems import read_regular
-from prorl_trio.types.errors import ConfigError
-from prorl_trio.types.field_errors import field_error
+from prorl_trio.types.errors import ConfigError, field_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from prorl_trio.types.field_errors import FieldError
-
-__all__ = ["read_toml"]
+    from prorl_trio.types.errors import FieldError
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 MAX_FILE_BYTES: Final = 4 * 1024 * 1024
 
 
-def read_toml(path: Path, table: type[_T]) -> _T:
+def read_toml(path: Path, table: type[_T], moved: Mapping[str, str] | None = None) -> _T:
     """Return the file as a `table`. Blocks on the disk. A byte-order mark, as some editors write it, is ignored.
+
+    `moved` has the fields of former versions (`rest.port`), each with a sentence that names what replaced it.
 
     Raises:
         ConfigError: the file is missing, is not a regular file, is longer than `MAX_FILE_BYTES`, is not TOML, or has
@@ -40,7 +39,7 @@ def read_toml(path: Path, table: type[_T]) -> _T:
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except msgspec.ValidationError as exc:
-        raise ConfigError(f"{path}: {exc}{_advice(field_error(exc), table)}") from exc
+        raise ConfigError(f"{path}: {exc}{_advice(field_error(exc), table, moved or {})}") from exc
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # a number of too many digits; endless nesting
         raise ConfigError(f"{path}: not TOML that can be read: {exc}") from exc
 
@@ -57,10 +56,12 @@ def _null_character(value: object, place: str = "$") -> str | None:
     return next((found for name, part in parts if (found := _null_character(part, place + name)) is not None), None)
 
 
-def _advice(error: FieldError, table: Any) -> str:
-    """Name the fields that there are, for one that is unknown."""
+def _advice(error: FieldError, table: Any, moved: Mapping[str, str]) -> str:
+    """Name what replaced an unknown field, or the fields that there are."""
     if not error.unknown:
         return ""
+    if (advice := moved.get(f"{error.path}.{error.unknown}".removeprefix("$."))) is not None:
+        return f"; {advice}"
     for name in error.path.split(".")[1:]:
         table = next(field.type for field in msgspec.structs.fields(table) if field.name == name)
     names = [field.name for field in msgspec.structs.fields(table)]

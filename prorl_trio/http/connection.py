@@ -10,27 +10,12 @@ import h11
 import msgspec
 import trio
 
-from ipc.turnstile import pass_turnstile
+from prorl_ipc.turnstile import pass_turnstile
 from prorl_trio.types.errors import ProrlError
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
-
-__all__ = [
-    "ClientClosed",
-    "ConnectFailed",
-    "ConnectionLost",
-    "HttpConnection",
-    "HttpError",
-    "HttpLimits",
-    "RequestTimedOut",
-    "Response",
-    "ResponseMalformed",
-    "ResponseTooLarge",
-    "TooManyWaiting",
-    "open_connection",
-]
 
 _RECEIVE_BYTES = 64 * 1024
 

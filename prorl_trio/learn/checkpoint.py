@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.learn.trainer import Trainer
 
-__all__ = ["latest_checkpoint", "load_checkpoint", "save_checkpoint"]
-
 _PREFIX: Final = "step-"
 _WEIGHTS, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.pt", "state.json"
 

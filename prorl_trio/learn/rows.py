@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome
 
-__all__ = ["Pack", "Row", "pack_rows", "rows_of"]
-
 
 class Row(NamedTuple):
     """A segment with T tokens, of which the policy sampled those with a mask of 1, of one rollout of a batch."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prorl_trio.learn.rows import Pack, Row
     from prorl_trio.types.models import Outcome
 
-__all__ = ["Recipe", "Trainer", "UpdateFigures"]
-
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """The settings by which a policy is trained.

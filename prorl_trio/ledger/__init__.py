@@ -17,18 +17,22 @@ from __future__ import annotations
 
 from prorl_trio.ledger.disk import Disk
 from prorl_trio.ledger.disk_ledger import open_ledger
-from prorl_trio.ledger.errors import LedgerCorrupt, LedgerError, LedgerFailed, LedgerFull, StaleAttempt
 from prorl_trio.ledger.ledger import (
     KnownJob,
     Ledger,
+    LedgerCorrupt,
+    LedgerError,
+    LedgerFailed,
+    LedgerFull,
+    LedgerLimits,
     LedgerStatistics,
     Recovered,
     RecoveredSession,
     Ref,
+    StaleAttempt,
     UndeliveredOutcome,
     UnfinishedJob,
 )
-from prorl_trio.ledger.limits import LedgerLimits
 from prorl_trio.ledger.memory_ledger import MemoryLedger
 from prorl_trio.ledger.operations import NewJob
 

@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from prorl_trio.ledger.disk import Disk
-    from prorl_trio.ledger.folder import LedgerFolder
-
-__all__ = ["PAGE_BYTES", "UNREADABLE", "Job", "Mark", "connect", "crc_of", "is_damage", "log_of", "open_database"]
+    from prorl_trio.ledger.disk import Disk, LedgerFolder
 
 PAGE_BYTES: Final = 8192
 FORMAT: Final = 1

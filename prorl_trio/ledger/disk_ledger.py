@@ -5,19 +5,19 @@ from __future__ import annotations
 import sqlite3
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.ledger.database import Job
-from prorl_trio.ledger.disk import Disk
-from prorl_trio.ledger.errors import LedgerFailed
-from prorl_trio.ledger.folder import REMEDY
+from prorl_trio.ledger.disk import REMEDY, Disk
 from prorl_trio.ledger.ledger import (
     KnownJob,
     Ledger,
+    LedgerFailed,
+    LedgerLimits,
     LedgerStatistics,
     Recovered,
     RecoveredSession,
@@ -25,8 +25,8 @@ from prorl_trio.ledger.ledger import (
     UndeliveredOutcome,
     UnfinishedJob,
 )
-from prorl_trio.ledger.limits import LedgerLimits
 from prorl_trio.ledger.operations import LAZY, Call, Finish
+from prorl_trio.ledger.rules import state_of
 from prorl_trio.ledger.store import Store, WaitForRoom
 from prorl_trio.supervision import service_task
 from prorl_trio.threads import run_sync
@@ -35,9 +35,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
-
-
-__all__ = ["DiskLedger", "open_ledger"]
 
 CLOSE_TIMEOUT_S: Final = 60.0
 
@@ -72,7 +69,7 @@ class DiskLedger(Ledger):
 
     def post(self, call: Call) -> None:
         if self._closed:
-            call.settle(LedgerFailed("the ledger is closed"))
+            call.answer(LedgerFailed("the ledger is closed"))
         else:
             self._calls.append(call)
             self._arrived.set()
@@ -85,8 +82,7 @@ class DiskLedger(Ledger):
         known = {}
         for job_id, job in found.items():
             if isinstance(job, Job):
-                state: Literal["unfinished", "undelivered"] = "unfinished" if job.cursor is None else "undelivered"
-                known[job_id] = KnownJob(session_id=job.session_id, fingerprint=job.fingerprint, state=state)
+                known[job_id] = KnownJob(session_id=job.session_id, fingerprint=job.fingerprint, state=state_of(job))
             else:
                 known[job_id] = KnownJob(session_id=job[0], fingerprint=job[1], state="acknowledged")
         return known
@@ -117,11 +113,11 @@ class DiskLedger(Ledger):
             no_room = []
             for call, answer in zip(group, answers, strict=True):
                 if not isinstance(answer, WaitForRoom):
-                    call.settle(answer)
+                    call.answer(answer)
                     continue
                 no_room.append(call)
                 if isinstance(call.operation, LAZY):
-                    call.settle(None)  # it is made up for; a start that comes before that sees more than is left
+                    call.answer(None)  # it is made up for; a start that comes before that sees more than is left
             self._waiting.extendleft(reversed(no_room))
             if self._store.freed > freed:
                 retry_at = trio.current_time()
@@ -169,7 +165,7 @@ class DiskLedger(Ledger):
         self._calls.clear()
         self._waiting.clear()
         for call in left:
-            call.settle(LedgerFailed("the ledger was closed"))
+            call.answer(LedgerFailed("the ledger was closed"))
 
 
 @asynccontextmanager

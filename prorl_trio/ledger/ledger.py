@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 import trio
@@ -19,23 +19,77 @@ from prorl_trio.ledger.operations import (
     OpenSession,
     size_of,
 )
+from prorl_trio.types.errors import ProrlError
+from prorl_trio.types.models import StoredState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prorl_trio.ledger.operations import NewJob, Operation
-    from prorl_trio.types.errors import ProrlError
 
-__all__ = [
-    "KnownJob",
-    "Ledger",
-    "LedgerStatistics",
-    "Recovered",
-    "RecoveredSession",
-    "Ref",
-    "UndeliveredOutcome",
-    "UnfinishedJob",
-]
+
+class LedgerError(ProrlError):
+    """Root of the ledger's errors."""
+
+
+class LedgerFull(LedgerError):
+    """Nothing new is taken, and nothing was stored: no space, a limit, or a failed disk; the message says which.
+
+    A service answers `AdmissionRejected`.
+    """
+
+
+class LedgerFailed(LedgerError):
+    """The disk failed, or the ledger is closed. Only a new start tells whether what was asked for is stored."""
+
+
+class LedgerCorrupt(LedgerError):
+    """A payload is not what was written. The message names job and file; others are not affected."""
+
+
+class StaleAttempt(LedgerError):
+    """An outcome came from an attempt that is over: the job has an outcome, or a later attempt. Nothing was stored."""
+
+
+_MIB = 1024 * 1024
+
+
+class LedgerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a ledger.
+
+    Attributes:
+        log_bytes: of SQLite's write-ahead log, before it is copied into the database and begun anew.
+        reserve_bytes: preallocated for outcomes when the disk is full, who need it twice: in the log, and in the
+            database. So no smaller than twice the largest outcome.
+        max_bytes: of the database, its log and the reserve.
+        max_jobs: unfinished, or finished and not acknowledged. On the disk they take some 300 bytes each besides what
+            is theirs, in memory nothing.
+        max_group_bytes: payload written together; one outcome may be larger.
+        max_group_operations: calls committed together.
+        tombstone_s: how long the fingerprint of an acknowledged job is remembered, of the time in which the ledger is
+            open: no clock that somebody can set, and no time in which nobody could ask, makes it shorter.
+        max_tombstones: how many such fingerprints.
+        retry_interval_s: how often a full disk is tried again.
+        max_reads: payloads read at the same time.
+    """
+
+    log_bytes: int = 64 * _MIB
+    reserve_bytes: int = 128 * _MIB
+    max_bytes: int = 16 * 1024 * _MIB
+    max_jobs: int = 500_000
+    max_group_bytes: int = 16 * _MIB
+    max_group_operations: int = 1_024
+    tombstone_s: float = 3600.0
+    max_tombstones: int = 100_000
+    retry_interval_s: float = 1.0
+    max_reads: int = 4
+
+    def __post_init__(self) -> None:
+        if self.max_bytes < self.reserve_bytes + 2 * self.log_bytes:
+            raise ValueError(
+                f"max_bytes ({self.max_bytes}) must hold the reserve ({self.reserve_bytes}), the write-ahead log "
+                f"({self.log_bytes}) and as much in the database"
+            )
 
 
 class Ref(msgspec.Struct, frozen=True):
@@ -100,7 +154,7 @@ class KnownJob(msgspec.Struct, frozen=True, kw_only=True):
 
     session_id: str
     fingerprint: bytes
-    state: Literal["unfinished", "undelivered", "acknowledged"]
+    state: StoredState
 
 
 class LedgerStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +208,7 @@ class Ledger(ABC):
 
     @abstractmethod
     def post(self, call: Call) -> None:
-        """Carry an operation out, then settle the call, now or in a later step of the loop.
+        """Carry an operation out, then answer the call, now or in a later step of the loop.
 
         In the order of these calls, but those that need not outlive a loss of power (`LAZY`) may be overtaken.
         """
@@ -243,21 +297,21 @@ class Ledger(ABC):
         """Live state."""
 
     async def _ask(self, operation: Operation) -> None:
-        """Post an operation and wait until it is settled. Raises what it was refused for."""
-        settled, refused = trio.Event(), None
+        """Post an operation and wait until it is answered. Raises what it was refused for."""
+        answered, refused = trio.Event(), None
 
         def then(error: ProrlError | None) -> None:
             nonlocal refused
             refused = error
-            settled.set()
+            answered.set()
 
         call = Call(operation, then)
         self.post(call)
         try:
-            if call.settled:
+            if call.answered:
                 await trio.lowlevel.checkpoint_if_cancelled()
             else:
-                await settled.wait()
+                await answered.wait()
         finally:
             call.abandoned = True
         if refused is not None:

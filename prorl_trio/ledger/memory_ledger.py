@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import msgspec
 import trio
 
-from prorl_trio.ledger.ledger import KnownJob, Ledger, LedgerStatistics, Recovered
-from prorl_trio.ledger.limits import LedgerLimits
+from prorl_trio.ledger.ledger import KnownJob, Ledger, LedgerLimits, LedgerStatistics, Recovered
 from prorl_trio.ledger.operations import (
     Accept,
     Acknowledge,
@@ -19,7 +18,7 @@ from prorl_trio.ledger.operations import (
     Forget,
     OpenSession,
 )
-from prorl_trio.ledger.rules import check_accept, check_acknowledge, check_begin, check_finish
+from prorl_trio.ledger.rules import check_accept, check_acknowledge, check_begin, check_finish, state_of
 from prorl_trio.types.errors import ProrlError, UnknownJob
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.ledger.ledger import Ref
     from prorl_trio.ledger.operations import Call, Operation
-
-__all__ = ["MemoryLedger"]
 
 
 class _Session(msgspec.Struct):
@@ -58,7 +55,8 @@ class MemoryLedger(Ledger):
 
     It has as many outcomes as admission lets in; each is the very bytes that the session has.
 
-    Every call is carried out, and settled, at once. To await one that changes something, or `lookup`, is no checkpoint.
+    Every call is carried out, and answered, at once. To await one that changes something, or `lookup`, is no
+    checkpoint.
     """
 
     is_immediate: ClassVar[bool] = True
@@ -81,9 +79,9 @@ class MemoryLedger(Ledger):
         try:
             self._do(call.operation)
         except ProrlError as exc:
-            call.settle(exc)
+            call.answer(exc)
         else:
-            call.settle(None)
+            call.answer(None)
 
     async def read(self, ref: Ref) -> bytes:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -100,7 +98,7 @@ class MemoryLedger(Ledger):
                 known[job_id] = KnownJob(
                     session_id=job.session_id,
                     fingerprint=job.fingerprint,
-                    state="unfinished" if job.cursor is None else "undelivered",
+                    state=state_of(job),
                 )
             elif (stone := self._tombstones.get(job_id)) is not None:
                 known[job_id] = KnownJob(

@@ -11,21 +11,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.errors import ProrlError
 
-__all__ = [
-    "LAZY",
-    "Accept",
-    "Acknowledge",
-    "BeginAttempt",
-    "Call",
-    "CloseSession",
-    "Finish",
-    "Forget",
-    "NewJob",
-    "OpenSession",
-    "Operation",
-    "size_of",
-]
-
 
 class NewJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job to be accepted. `fingerprint` tells its spec from another one under the same id."""
@@ -107,7 +92,7 @@ class Call:
     """An operation that somebody asked for.
 
     Attributes:
-        settled: it was stored, or refused, and `then` was told so.
+        answered: it was stored, or refused, and `then` was told so.
         abandoned: nobody waits for it any more: it need not be carried out if it was not begun.
     """
 
@@ -115,12 +100,12 @@ class Call:
         """Keep `then`: it is called with the error that the operation was refused for, or None, and must not raise."""
         self.operation = operation
         self.size_bytes = size_of(operation)
-        self.settled = False
+        self.answered = False
         self.abandoned = False
         self._then = then
 
-    def settle(self, error: ProrlError | None) -> None:
+    def answer(self, error: ProrlError | None) -> None:
         """Tell how it went. Once; later calls change nothing."""
-        if not self.settled:
-            self.settled = True
+        if not self.answered:
+            self.answered = True
             self._then(error)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from prorl_trio.ledger.errors import LedgerFull, StaleAttempt
+from prorl_trio.ledger.ledger import LedgerFull, StaleAttempt
 from prorl_trio.types.errors import DuplicateJob, ProtocolError, UnknownJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prorl_trio.ledger.operations import Accept, Acknowledge, BeginAttempt, Finish
+    from prorl_trio.types.models import StoredState
 
-__all__ = ["JobState", "SessionState", "check_accept", "check_acknowledge", "check_begin", "check_finish"]
 
-
-class JobState(Protocol):
+class StoredJob(Protocol):
     """A job that is unfinished (`cursor` is None), or whose outcome is not acknowledged."""
 
     @property
@@ -36,11 +35,16 @@ class SessionState(Protocol):
 
 
 SessionT = TypeVar("SessionT", bound=SessionState)
-JobT = TypeVar("JobT", bound=JobState)
+JobT = TypeVar("JobT", bound=StoredJob)
+
+
+def state_of(job: StoredJob) -> StoredState:
+    """Return the state of a job that the ledger has, as its session knows it. See `prorl_trio.types.models`."""
+    return "stored" if job.cursor is None else "offered"
 
 
 def check_accept(
-    operation: Accept, session: SessionT | None, find: Callable[[str], JobState | None], stored: int, max_jobs: int
+    operation: Accept, session: SessionT | None, find: Callable[[str], StoredJob | None], stored: int, max_jobs: int
 ) -> SessionT:
     """See `Ledger.accept`; `stored` jobs are in the ledger. Returns the session."""
     session = _require(operation.session_id, session)
@@ -57,8 +61,8 @@ def check_accept(
 
 def check_begin(operation: BeginAttempt, job: JobT | None) -> JobT:
     """See `Ledger.begin_attempt`. Returns the job."""
-    if job is None or job.cursor is not None or operation.attempt <= job.attempt:
-        raise StaleAttempt(f"attempt {operation.attempt} of job {operation.job_id!r} cannot begin: {_state(job)}")
+    if job is None or state_of(job) != "stored" or operation.attempt <= job.attempt:
+        raise StaleAttempt(f"attempt {operation.attempt} of job {operation.job_id!r} cannot begin: {_describe(job)}")
     return job
 
 
@@ -69,9 +73,9 @@ def check_finish(
     session_id, job_id, attempt, cursor, _ = operation
     session = _require(session_id, session)
     if job is None or job.session_id != session_id:
-        raise UnknownJob(f"job {job_id!r} has no place in session {session_id!r}: {_state(job)}")
-    if job.cursor is not None or attempt < job.attempt:
-        raise StaleAttempt(f"outcome of attempt {attempt} of job {job_id!r} refused: {_state(job)}")
+        raise UnknownJob(f"job {job_id!r} has no place in session {session_id!r}: {_describe(job)}")
+    if state_of(job) != "stored" or attempt < job.attempt:
+        raise StaleAttempt(f"outcome of attempt {attempt} of job {job_id!r} refused: {_describe(job)}")
     if cursor <= session.acked or is_taken():
         raise ProtocolError(
             f"cursor {cursor} of session {session_id!r} is taken, or acknowledged; {session.last} is the last one"
@@ -97,9 +101,9 @@ def _require(session_id: str, session: SessionT | None) -> SessionT:
     return session
 
 
-def _state(job: JobState | None) -> str:
+def _describe(job: StoredJob | None) -> str:
     if job is None:
         return "it is not in the ledger, or acknowledged, or forgotten"
-    if job.cursor is not None:
+    if state_of(job) == "offered":
         return f"attempt {job.attempt} has ended it with cursor {job.cursor} of session {job.session_id!r}"
     return f"it is at attempt {job.attempt}, in session {job.session_id!r}"

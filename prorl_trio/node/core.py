@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.agent.context import Resources
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.chat.tokenizer_sample import tokenizer_sample
-from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.inference.pool.same_model import ModelProof
-from prorl_trio.node.end_of_time import EndOfTime, allocation_left_s
+from prorl_trio.inference.pool.admission import ModelProof
+from prorl_trio.node.drain import EndOfTime, allocation_left_s
 from prorl_trio.node.node import Node
 from prorl_trio.node.parts import engine_finder, open_backends, open_node_arena, open_node_sandboxes, warn_of_image
 from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.search.service import open_search
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.host import OnOpen
     from prorl_trio.sandbox.provider import SandboxProvider
 
-__all__ = ["open_node"]
-
 EXAMINATIONS_TIMEOUT_S: Final = 10.0
 """Limit of the time in which checks of gold answers are cut short when the node ends."""
 
@@ -46,7 +44,7 @@ class _NoSessions:
     def undelivered(self) -> tuple[int, int]:
         return 0, 0
 
-    async def wait_settled(self) -> None:
+    async def wait_answered(self) -> None:
         await trio.lowlevel.checkpoint()
 
 

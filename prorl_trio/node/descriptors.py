@@ -5,14 +5,11 @@ from __future__ import annotations
 import resource
 from typing import TYPE_CHECKING, Final
 
-from prorl_trio.service.strangers import MAX_STRANGERS
-from prorl_trio.service.websocket.server import LEAVING
+from prorl_trio.edges.websocket.server import LEAVING
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from prorl_trio.config import NodeConfig
-
-__all__ = ["check_descriptors", "raise_descriptor_limit"]
 
 OWN: Final = 64
 """Descriptors of the node itself: its loop, ledger, listeners, fork server, reaper and log."""
@@ -43,9 +40,10 @@ def check_descriptors(config: NodeConfig) -> None:
         "stages.eval_workers": stages.eval_workers * (PER_ROLLOUT + PER_SCORER),
         "sandbox.max_warm": sandbox.max_warm * PER_ROLLOUT,
         "sandbox.max_concurrent_starts": sandbox.max_concurrent_starts * PER_START,
-        "listen.max_sessions": listen.max_sessions + LEAVING + MAX_STRANGERS,
+        "listen.max_sessions": listen.max_sessions + LEAVING,
+        "listen.max_connections": listen.max_connections,
+        "listen.max_unauthenticated": listen.max_unauthenticated,
         "arena.max_readers": config.arena.max_readers if config.arena.enabled else 0,
-        "rest.max_connections": config.rest.max_connections + MAX_STRANGERS if config.rest.enabled else 0,
     }
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = OWN + sum(needs.values())

@@ -1,4 +1,4 @@
-"""The edges of a node, which trainers connect to: WebSocket, REST, and the socket of the arena."""
+"""The server of a node, which trainers connect to, and the socket of the arena."""
 
 from __future__ import annotations
 
@@ -6,39 +6,37 @@ import logging
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import trio
 
-from ipc.arena_socket import serve_arena
-from ipc.nursery import open_single_nursery
+from prorl_ipc.arena_socket import serve_arena
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.config import NodeConfig
 from prorl_trio.config.secrets import load_token
-from prorl_trio.node.membership import Endpoints, open_membership
-from prorl_trio.service.auth import Door
-from prorl_trio.service.endpoints import announce, endpoint_url, rest_url
-from prorl_trio.service.prorl_compat import configured_endpoints
-from prorl_trio.service.rest.edge import serve_rest
-from prorl_trio.service.sessions.restore import restore_sessions
-from prorl_trio.service.tcp import open_tcp_listener
-from prorl_trio.service.tls import load_tls
-from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
-from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.endpoints import announce, endpoint_url, rest_url
+from prorl_trio.edges.prorl_compat import configured_endpoints
+from prorl_trio.edges.serve import serve_edges
+from prorl_trio.edges.tcp import load_tls, open_listeners
+from prorl_trio.edges.websocket.local_sockets import claim_local_sockets, release_local_sockets
+from prorl_trio.node.membership import Endpoints
+from prorl_trio.sessions.node_api import NodeApi
+from prorl_trio.sessions.session_table import recover_sessions
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
-    from ipc.arena import Arena
-    from prorl_trio.config import NodeConfig
+    from prorl_ipc.arena import Arena
+    from prorl_trio.config import HeadConfig
+    from prorl_trio.edges.rest.call import Endpoint
+    from prorl_trio.edges.rest.events import EventFeed
     from prorl_trio.node.monitoring import Monitoring
-    from prorl_trio.node.node import Node
-    from prorl_trio.service.rest.call import Endpoint
-    from prorl_trio.service.rest.events import EventFeed
-    from prorl_trio.service.sessions.session_table import SessionTable
-
-__all__ = ["Edges", "open_edges", "prepare_edges"]
+    from prorl_trio.sessions.session_table import SessionTable
 
 logger = logging.getLogger(__name__)
 
@@ -68,108 +66,81 @@ def prepare_edges(config: NodeConfig, handlers: Sequence[str]) -> Edges:
     """
     listen, rest = config.listen, config.rest
     token, tls = load_token(listen), load_tls(listen)
-    if rest.prorl_compat and not rest.enabled:
-        raise ConfigError("rest.prorl_compat needs REST, which is off; set rest.enabled to true")
     unknown = {source: name for source, name in rest.data_sources.items() if name not in handlers}
     if rest.prorl_compat and unknown:
         wrong = ", ".join(f"{source} = {name!r}" for source, name in unknown.items())
         raise ConfigError(f"rest.data_sources: no such handler: {wrong}; this node has: {', '.join(handlers)}")
-    named = [host for host in (listen.host, rest.host, config.fleet.advertise) if host]
+    named = [host for host in (listen.host, config.fleet.advertise) if host]
     return Edges(Door(token, listen.hosts, named), tls, configured_endpoints(config))
+
+
+class Served(NodeApi, Protocol):
+    """A node, or the head of a fleet, as its edges serve it."""
+
+    @property
+    def config(self) -> NodeConfig | HeadConfig:
+        """Return its configuration."""
+        ...
 
 
 @asynccontextmanager
 async def open_edges(
-    node: Node,
+    node: Served,
     edges: Edges,
     sessions: SessionTable,
     arena: Arena | None,
-    feed: EventFeed | None,
+    feed: EventFeed,
     monitoring: Monitoring,
+    membership: Callable[[Endpoints], AbstractAsyncContextManager[None]],
 ) -> AsyncIterator[tuple[str, int]]:
-    """Bind all addresses, restore the sessions of a former process, then let trainers in; yield the WebSocket address.
+    """Bind all addresses, restore the sessions of a former process, then let trainers in; yield the (host, port).
 
-    REST is served if there is a `feed` for it. On leaving, all listeners and connections close.
+    `feed` is the source of REST's event streams. `membership` is opened with the addresses, so that others find them.
+    On leaving, all listeners and connections close.
 
     Raises:
         ConfigError: an address cannot be bound, or a file not be read or written; says what to do.
     """
     config = node.config
-    listen, rest = config.listen, config.rest
+    listen = config.listen
+    secure = edges.tls is not None
     async with AsyncExitStack() as stack:
-        bound = await stack.enter_async_context(await open_tcp_listener("listen", listen.host, listen.port))
-        rest_bound = None
-        if feed is not None:
-            rest_bound = await stack.enter_async_context(await open_tcp_listener("rest", rest.host, rest.port))
-        await restore_sessions(sessions, node, config.ledger)
+        listeners = await open_listeners(listen)
+        for listener in listeners:
+            stack.push_async_exit(listener)
+        await recover_sessions(sessions, node, config.ledger)
         local = await trio.to_thread.run_sync(claim_local_sockets, listen)
         if local is not None:
             stack.callback(release_local_sockets, listen, local)
         accept = await stack.enter_async_context(open_single_nursery())
-        if local is not None and arena is not None:
+        if local is not None and arena is not None and isinstance(config, NodeConfig):
             await _open_arena_socket(config, edges.door, arena, local.arena, accept)
         serve = partial(
-            serve_websocket,
+            serve_edges,
             node,
             listen,
             edges.door,
             sessions=sessions,
+            rest=config.rest,
+            feed=feed,
             tls=edges.tls,
+            metrics=monitoring.metrics.render,
             local=local,
-            listener=bound,
+            listeners=listeners,
+            more=edges.more,
         )
-        address = await accept.start(service_task(serve, "WebSocket", restarts=False))
-        endpoints = {"url": endpoint_url(address, secure=bool(listen.tls_cert))}
-        if local is not None:
-            endpoints["unix_url"] = f"unix://{local.node}"
-        rest_address = None
-        if feed is not None:
-            rest_address = await _open_rest(node, edges, sessions, feed, monitoring, accept, rest_bound)
-            endpoints["rest_url"] = rest_url(rest_address, secure=_rest_secure(config))
-            logger.info("REST at %s", endpoints["rest_url"])
+        address = await accept.start(service_task(serve, "server", restarts=False))
+        unix_url = f"unix://{local.node}" if local is not None else ""
+        endpoints = {"url": endpoint_url(address, secure=secure)}
+        endpoints["rest_url"] = rest_url(address, secure=secure)
+        if unix_url:
+            endpoints["unix_url"] = unix_url
         if listen.endpoint_file:
             await trio.to_thread.run_sync(announce, Path(listen.endpoint_file), endpoints)
-        found_at = Endpoints(
-            websocket=address,
-            secure=bool(listen.tls_cert),
-            rest=rest_address,
-            rest_secure=_rest_secure(config),
-            unix_url=endpoints.get("unix_url", ""),
-        )
-        async with open_membership(node, edges.door, found_at, lambda: sessions.undelivered()[0] + sessions.left):
+        found_at = Endpoints(address=address, secure=secure, unix_url=unix_url)
+        async with membership(found_at):
             yield address
         accept.cancel_scope.cancel("shutdown")
-
-
-async def _open_rest(
-    node: Node,
-    edges: Edges,
-    sessions: SessionTable,
-    feed: EventFeed,
-    monitoring: Monitoring,
-    accept: trio.Nursery,
-    listener: trio.SocketListener | None,
-) -> tuple[str, int]:
-    """Serve REST in `accept`; return its (host, port) once it listens."""
-    rest = node.config.rest
-    serve = partial(
-        serve_rest,
-        node,
-        rest,
-        edges.door,
-        sessions=sessions,
-        feed=feed,
-        tls=edges.tls if rest.tls else None,
-        metrics=monitoring.metrics.render,
-        listener=listener,
-        more=edges.more,
-    )
-    address: tuple[str, int] = await accept.start(service_task(serve, "REST", restarts=False))
-    return address
-
-
-def _rest_secure(config: NodeConfig) -> bool:
-    return config.rest.tls and bool(config.listen.tls_cert)
 
 
 async def _open_arena_socket(config: NodeConfig, door: Door, arena: Arena, path: Path, accept: trio.Nursery) -> None:

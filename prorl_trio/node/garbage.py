@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-__all__ = ["GarbageSearches", "open_garbage_searches"]
 
 INTERVAL_S: Final = 0.02
 """Time between two looks for new objects: what a loop makes in it and keeps is searched within some milliseconds."""

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
-from prorl_trio.rendezvous.entry import Capacity, NodeEntry, slurm_step
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.edges.endpoints import endpoint_url, rest_url
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry, slurm_step, this_process
 from prorl_trio.rendezvous.folder import claim_folder, read_entry, remove_entry, renew_entry, write_entry
-from prorl_trio.rendezvous.identity import this_process
 from prorl_trio.rendezvous.watch import FleetWatch
-from prorl_trio.service.endpoints import endpoint_url, rest_url
 from prorl_trio.supervision import service_task
 from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ConfigError
@@ -27,10 +26,8 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from prorl_trio.edges.auth import Door
     from prorl_trio.node.node import Node
-    from prorl_trio.service.auth import Door
-
-__all__ = ["Endpoints", "advertised_host", "open_membership"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +40,10 @@ _T = TypeVar("_T")
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses at which a node listens: (host, port) of the WebSocket and of REST, and the Unix socket's URL."""
+    """The address of a node's server as (host, port), whether it speaks TLS, and the Unix socket's URL."""
 
-    websocket: tuple[str, int]
+    address: tuple[str, int]
     secure: bool = False
-    rest: tuple[str, int] | None = None
-    rest_secure: bool = False
     unix_url: str = ""
 
 
@@ -114,18 +109,15 @@ def advertised_host(advertise: str, listening: str) -> str:
 
 def _entry(node: Node, endpoints: Endpoints, token: str) -> NodeEntry:
     config = node.config
-    host, port = endpoints.websocket
-    rest = ""
-    if endpoints.rest is not None:
-        at = (advertised_host(config.fleet.advertise, endpoints.rest[0]), endpoints.rest[1])
-        rest = rest_url(at, secure=endpoints.rest_secure)
+    host, port = endpoints.address
+    found_at = (advertised_host(config.fleet.advertise, host), port)
     facts = node.part("model")
     assert isinstance(facts, dict)
     return NodeEntry(
         node_id=node.node_id,
-        url=endpoint_url((advertised_host(config.fleet.advertise, host), port), secure=endpoints.secure),
+        url=endpoint_url(found_at, secure=endpoints.secure),
         unix_url=endpoints.unix_url,
-        rest_url=rest,
+        rest_url=rest_url(found_at, secure=endpoints.secure),
         token=token,
         host=socket.gethostname(),
         process=this_process(),
@@ -158,7 +150,7 @@ def _now(node: Node, entry: NodeEntry) -> NodeEntry:
 
 
 async def _claim(folder: Path, entry: NodeEntry, disk: _Disk) -> None:
-    """Return when no other living node has our name, nor is one of another kind in the folder.
+    """Return when no other living node has our name.
 
     A node of our name that was killed on another machine looks alive until it is stale; so wait for that.
 
@@ -170,14 +162,6 @@ async def _claim(folder: Path, entry: NodeEntry, disk: _Disk) -> None:
     waited = False
     while True:
         view = await disk.run(watch.read)
-        others = [found.entry for name, found in view.nodes.items() if name != entry.node_id and found.life == "live"]
-        for other in others:
-            if (other.version, other.model) != (entry.version, entry.model):
-                raise ConfigError(
-                    f"fleet.dir: {folder} is the fleet of version {other.version} with the model {other.model} (node "
-                    f"{other.node_id} on {other.host}); this node has version {entry.version} and the model "
-                    f"{entry.model}; give it a folder of its own"
-                )
         former = view.nodes.get(entry.node_id)
         if former is None or former.life != "live" or former.entry.process == entry.process:
             return

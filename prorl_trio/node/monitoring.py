@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -15,20 +15,36 @@ from prorl_trio.observe.stall import LoopStalls, open_loop_stalls
 from prorl_trio.observe.telemetry import open_telemetry
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
-    from prorl_trio.config import MonitoringConfig, NodeConfig
+    from prorl_trio.config import HeadConfig, MonitoringConfig, NodeConfig
     from prorl_trio.node.node import Node
     from prorl_trio.pipeline.observer import Observer
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["Monitoring", "open_monitoring"]
+
+class Described(Protocol):
+    """A node or a head, as its monitoring sees it."""
+
+    draining: bool
+
+    @property
+    def uptime_s(self) -> float:
+        """Return the seconds since it was opened."""
+        ...
+
+    def part(self, name: str) -> object:
+        """Return one part of its statistics."""
+        ...
+
+    def describe(self, name: str, read: Callable[[], object]) -> None:
+        """Add a part to its statistics."""
 
 
 class Monitoring:
     """The instruments of one node. Pass `observers` to `open_node`, then call `watch` with the node."""
 
-    def __init__(self, config: NodeConfig, stalls: LoopStalls) -> None:
+    def __init__(self, config: NodeConfig | HeadConfig, stalls: LoopStalls) -> None:
         self.stalls = stalls
         self.metrics = Metrics(config.node_id, version("prorl-trio"))
         self.metrics.watch_loop(stalls)
@@ -63,6 +79,11 @@ class Monitoring:
         metrics.watch("sandbox", lambda: _part(node, "sandboxes"), "Sandboxes now, and what became of their starts.")
         metrics.watch("scorers", lambda: _part(node, "scorers"), "Processes that run reward functions.")
         metrics.watch("arena", lambda: _part(node, "arena"), "The shared memory that trajectories are recorded in.")
+        self.watch_sessions(node, sessions)
+
+    def watch_sessions(self, node: Described, sessions: SessionTable) -> None:
+        """Add the figures that a node and the head of a fleet have in common: sessions, ledger, loop."""
+        metrics = self.metrics
         metrics.watch("outbox", lambda: _outbox(sessions.statistics()), "What all sessions hold together.")
         ledger, cache = sessions.journal.ledger, sessions.journal.cache
         metrics.watch("ledger", lambda: _ledger(_part(node, "ledger")), "Jobs and outcomes, and what they take.")
@@ -78,7 +99,7 @@ class Monitoring:
 
 
 @asynccontextmanager
-async def open_monitoring(config: NodeConfig) -> AsyncIterator[Monitoring]:
+async def open_monitoring(config: NodeConfig | HeadConfig) -> AsyncIterator[Monitoring]:
     """Measure the running loop until the block is left; yield the node's instruments.
 
     Raises:
@@ -93,7 +114,7 @@ async def open_monitoring(config: NodeConfig) -> AsyncIterator[Monitoring]:
             yield monitoring
 
 
-def _part(node: Node, *path: str) -> Any:
+def _part(node: Described, *path: str) -> Any:
     part: Any = node.part(path[0])
     for name in path[1:]:
         part = part[name]

@@ -10,29 +10,28 @@ from typing import TYPE_CHECKING, Final, Protocol
 import msgspec
 import trio
 
-from prorl_trio.handlers.gold_checks import GoldChecks, validate_payload
 from prorl_trio.pipeline.admission import Load
-from prorl_trio.pipeline.pipeline import Job
-from prorl_trio.service.node_api import Room
+from prorl_trio.pipeline.job import Job
+from prorl_trio.sessions.node_api import Room
 from prorl_trio.supervision import vanished_task
+from prorl_trio.tasks.handlers.gold_checks import GoldChecks, validate_payload
 from prorl_trio.types.errors import Draining, DuplicateJob, MalformedJob, UnknownHandler, UnknownJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.agent.context import Resources
-    from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.config import NodeConfig
-    from prorl_trio.handlers.registry import HandlerRegistry
     from prorl_trio.inference.pool.pool import Backends
-    from prorl_trio.node.end_of_time import EndOfTime
+    from prorl_trio.node.drain import EndOfTime
+    from prorl_trio.pipeline.job import JobSink
     from prorl_trio.pipeline.observer import JobView
-    from prorl_trio.pipeline.pipeline import JobSink, Pipeline
+    from prorl_trio.pipeline.pipeline import Pipeline
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
-    from prorl_trio.types.models import JobSpec, Status, ToolCall
-
-__all__ = ["Node", "Outbox"]
+    from prorl_trio.tasks.handlers.registry import HandlerRegistry
+    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.models import JobSpec, Status, ToolCall, ToolSchema
 
 MAX_SHOWN_JOBS: Final = 1_000
 """Jobs that the status of the node has at most. How many there are is in the pipeline's part."""
@@ -41,7 +40,7 @@ GOLD_CHECKS_TIMEOUT_S: Final = 30.0
 
 
 class Outbox(Protocol):
-    """The sessions, for admission and drain: `service.sessions.session_table.SessionTable` is one."""
+    """The sessions, for admission and drain: `sessions.session_table.SessionTable` is one."""
 
     def undelivered(self) -> tuple[int, int]:
         """Return the number of outcomes that are not acknowledged, and their bytes."""
@@ -52,12 +51,12 @@ class Outbox(Protocol):
         """Return why no job can be stored now; empty if one can."""
         ...
 
-    async def wait_settled(self) -> None:
+    async def wait_answered(self) -> None:
         """Return when every job that is being stored was either taken by the node or refused."""
 
 
 class Node:
-    """A node with its pipeline, backends and sandboxes, for its edges. Implements `service.node_api.NodeApi`."""
+    """A node with its pipeline, backends and sandboxes, for its edges. Implements `sessions.node_api.NodeApi`."""
 
     def __init__(
         self,
@@ -83,7 +82,7 @@ class Node:
             "pipeline": pipeline.statistics,
             "jobs": self.live_jobs,
             "backends": backends.statistics,
-            "sandboxes": lambda: {"provider": provider.name, "paused": sandboxes.paused, **sandboxes.statistics()},
+            "sandboxes": lambda: {"provider": provider.name, "paused": sandboxes.why_paused, **sandboxes.statistics()},
             "scorers": resources.scorers.statistics,
             "arena": resources.tokens.statistics,
         }
@@ -99,6 +98,10 @@ class Node:
     def config(self) -> NodeConfig:
         """Return the configuration that the node works with now."""
         return self._resources.config
+
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """Carry out a request to the pool of backends. See `NodeApi.operate`."""
+        return await self.backends.operate(request)
 
     def apply(self, config: NodeConfig) -> None:
         """Replace the configuration of the running node; worker counts, queue sizes and limits change at once.
@@ -128,15 +131,19 @@ class Node:
         """
         if self.draining:
             raise Draining(f"node {self.node_id} is draining; submit to another one")
+        self.validate(spec)
+        self._check_new(spec.job_id)
+        self.admission.max_queued = self._pipeline.stages[0].queue.capacity
+        self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
+
+    def validate(self, spec: JobSpec) -> None:
+        """Check the job itself: its handler, payload and gold answer. See `NodeApi.validate`."""
         handler = self._handlers.get(spec.instance.handler)
         if refusal := self.end.refusal(handler.name):
             raise Draining(f"{refusal}; submit to another node")
         validate_payload(handler, spec.instance.payload)
         if (unreadable := self._golds.refusal(handler, spec.instance.payload)) is not None:
             raise MalformedJob(str(unreadable), unreadable.path)
-        self._check_new(spec.job_id)
-        self.admission.max_queued = self._pipeline.stages[0].queue.capacity
-        self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
 
     def is_unexamined(self, spec: JobSpec) -> bool:
         """Return whether `examine` has something to find out about a job. See `NodeApi`."""
@@ -229,7 +236,7 @@ class Node:
             return "the node is draining"
         if refusal := self._outbox.refusal:
             return refusal
-        if reason := self._sandboxes.paused:
+        if reason := self._sandboxes.why_paused:
             return f"sandbox starts are paused: {reason}"
         return "" if self.backends.accepting else "no backend takes tasks; add one"
 
@@ -293,5 +300,5 @@ class Node:
     async def drain(self) -> None:
         """Accept no more jobs; return when every job has its outcome. Cancels none; the caller sets the deadline."""
         self.draining = True
-        await self._outbox.wait_settled()
+        await self._outbox.wait_answered()
         await self._pipeline.wait_idle()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.arena import open_arena
-from ipc.nursery import open_single_nursery
+from prorl_ipc.arena import open_arena
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.http.client import split_origin
 from prorl_trio.inference.engines.protocol import EnginePaused
 from prorl_trio.inference.engines.registry import EngineRegistry
@@ -27,15 +27,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from random import Random
 
-    from ipc.arena import Arena
+    from prorl_ipc.arena import Arena
     from prorl_trio.config import ArenaConfig, BackendConfig, ImagesConfig, SandboxConfig
     from prorl_trio.inference.engines.http_engine import OnCall
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient
-    from prorl_trio.inference.pool.same_model import ModelProof
+    from prorl_trio.inference.pool.admission import ModelProof
     from prorl_trio.sandbox.host import OnOpen, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
-
-__all__ = ["engine_finder", "open_backends", "open_node_arena", "open_node_sandboxes", "warn_of_image"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +96,6 @@ async def open_backends(
         find_client,
         probe_timeout_s=config.probe_timeout_s,
         max_tasks_per_backend=config.max_tasks_per_backend,
-        strategy=config.strategy,
         health=config.health,
         load=config.load,
         random=random,

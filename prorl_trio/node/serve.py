@@ -5,7 +5,7 @@ serve_node()
    └─ EVAL nursery    workers                                             third
       └─ RUN nursery  workers                                             second
          └─ INIT nursery workers                                          first
-            └─ accept nursery  WebSocket and REST listeners, sessions     closed before all of them
+            └─ accept nursery  listeners of the server, sessions          closed before all of them
 """
 
 from __future__ import annotations
@@ -14,42 +14,149 @@ import logging
 import signal
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import trio
 
-from ipc.clock import use_running_clock
-from ipc.nursery import open_single_nursery
+from prorl_ipc.clock import use_running_clock
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.chat.token_memory import TokenMemory
-from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.config import NodeConfig
+from prorl_trio.config.reference import is_live
+from prorl_trio.config.secrets import load_token
+from prorl_trio.edges.rest.events import EventFeed
 from prorl_trio.node.core import open_node
 from prorl_trio.node.descriptors import check_descriptors, raise_descriptor_limit
 from prorl_trio.node.drain import drain, open_end_signals, until_started
 from prorl_trio.node.edges import open_edges, prepare_edges
+from prorl_trio.node.membership import open_membership
 from prorl_trio.node.monitoring import open_monitoring
 from prorl_trio.node.parts import open_node_arena
-from prorl_trio.node.reload import serve_reloads
 from prorl_trio.node.sessions import open_sessions
-from prorl_trio.service.rest.events import EventFeed
 from prorl_trio.supervision import service_task
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
+from prorl_trio.threads import run_sync
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
 
-    from prorl_trio.config import NodeConfig
+    from prorl_trio.edges.auth import Door
     from prorl_trio.node.drain import EndSignals
     from prorl_trio.node.edges import Edges
+    from prorl_trio.node.membership import Endpoints
     from prorl_trio.node.monitoring import Monitoring
     from prorl_trio.node.node import Node
     from prorl_trio.sandbox.provider import SandboxProvider
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.session_table import SessionTable
 
-__all__ = ["serve_node"]
-
-logger = logging.getLogger(__name__)
 
 DELIVERY_TIMEOUT_S: Final = 5.0
 """Longest a shutdown waits for connected trainers to take their last outcomes."""
+
+logger = logging.getLogger(__name__)
+
+SECRET: Final = ("listen.token",)
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A field that differs. As a string it is `path: old -> new`; the values of a secret are not shown."""
+
+    path: str
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        if self.path in SECRET:
+            return f"{self.path} (not shown)"
+        return f"{self.path}: {self.old!r} -> {self.new!r}"
+
+
+class ReloadPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The difference between a running node's configuration and its file.
+
+    Attributes:
+        config: the new configuration to apply: the old one with the `live` changes.
+        live: the changes to apply.
+        fixed: the changes that need a restart, and are not in `config`.
+    """
+
+    config: NodeConfig
+    live: list[Change]
+    fixed: list[Change]
+
+
+def plan_reload(old: NodeConfig, new: NodeConfig) -> ReloadPlan:
+    """Compare two configurations and return the plan; changes nothing.
+
+    Raises:
+        ConfigError: a value that would change live cannot be used.
+    """
+    changes = list(_changes(old, new))
+    live = [change for change in changes if is_live(change.path)]
+    config = old
+    for change in live:
+        config = _replaced(config, change.path.split("."), change.new)
+    try:
+        msgspec.convert(msgspec.to_builtins(config), NodeConfig)  # also where no file was read
+    except msgspec.ValidationError as exc:
+        raise ConfigError(str(exc)) from exc
+    check_descriptors(config)
+    return ReloadPlan(config=config, live=live, fixed=[change for change in changes if change not in live])
+
+
+async def serve_reloads(
+    load: Callable[[], NodeConfig],
+    current: Callable[[], NodeConfig],
+    apply: Callable[[NodeConfig], None],
+    door: Door,
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """At each SIGHUP, call `load` in a thread, and `apply` with the fields that can change live.
+
+    `door` gets the token that the configuration has now, also if it is a file whose content alone has changed. The rest
+    stays as `current` returns it, and is logged. A file that cannot be used changes nothing, and is logged as
+    an error. Runs until cancelled, in the main thread.
+    """
+    with trio.open_signal_receiver(signal.SIGHUP) as signals:
+        task_status.started()
+        async for _ in signals:
+            try:
+                config, token = await run_sync(_load_with_token, load)
+                plan = plan_reload(current(), config)
+            except (ConfigError, OSError) as exc:  # an OSError: a file that goes, or changes, while it is read
+                logger.error("reload: the configuration stays as it is: %s", exc)
+                continue
+            apply(plan.config)
+            changes = [*map(str, plan.live)]
+            if door.replace_token(token):
+                changes.append("the token is replaced; connections that showed the former one end, their jobs go on")
+            logger.info("reload: %s", "; ".join(changes) or "nothing has changed that can change live")
+            if plan.fixed:
+                logger.warning("reload: these need a restart, and stay: %s", "; ".join(map(str, plan.fixed)))
+
+
+def _load_with_token(load: Callable[[], NodeConfig]) -> tuple[NodeConfig, bytes]:
+    config = load()
+    return config, load_token(config.listen)
+
+
+def _changes(old: msgspec.Struct, new: msgspec.Struct, path: str = "") -> Iterator[Change]:
+    for name in old.__struct_fields__:
+        before, after = getattr(old, name), getattr(new, name)
+        if isinstance(before, msgspec.Struct) and isinstance(after, msgspec.Struct):
+            yield from _changes(before, after, f"{path}{name}.")
+        elif before != after:
+            yield Change(f"{path}{name}", before, after)
+
+
+def _replaced(config: Any, path: list[str], value: Any) -> Any:
+    name, *below = path
+    inner = _replaced(getattr(config, name), below, value) if below else value
+    return msgspec.structs.replace(config, **{name: inner})
 
 
 async def serve_node(
@@ -121,7 +228,7 @@ async def _open_whole(
     Cancels `starting` before jobs of former processes begin to run: from then on a signal drains them.
     """
     rest = config.rest
-    feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events) if rest.enabled else None
+    feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events)
     async with open_monitoring(config) as monitoring:
         with open_node_arena(config.arena) as arena:
             async with open_sessions(config, arena) as sessions:
@@ -131,7 +238,7 @@ async def _open_whole(
                     config,
                     handlers,
                     provider=provider,
-                    observers=monitoring.observers if feed is None else [*monitoring.observers, feed],
+                    observers=[*monitoring.observers, feed],
                     on_backend_call=monitoring.metrics.backend_called,
                     on_sandbox_open=monitoring.metrics.sandbox_opened,
                     tokens=tokens,
@@ -141,7 +248,13 @@ async def _open_whole(
                     monitoring.watch(node, sessions)
                     if shared is not None:
                         node.describe("arena", lambda: {**tokens.statistics(), "shared": shared.statistics()})
-                    async with open_edges(node, edges, sessions, arena, feed, monitoring) as address:
+
+                    def membership(found_at: Endpoints) -> AbstractAsyncContextManager[None]:
+                        return open_membership(
+                            node, edges.door, found_at, lambda: sessions.undelivered()[0] + sessions.requeued
+                        )
+
+                    async with open_edges(node, edges, sessions, arena, feed, monitoring, membership) as address:
                         yield node, sessions, monitoring, address
 
 

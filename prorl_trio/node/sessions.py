@@ -9,21 +9,19 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
+from prorl_trio.sessions.encoding import SharedOutcomes
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.session_table import SessionTable
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from ipc.arena import Arena
+    from prorl_ipc.arena import Arena
     from prorl_trio.config import LedgerConfig, NodeConfig
-    from prorl_trio.service.sessions.journal import Journal
-
-__all__ = ["open_sessions"]
+    from prorl_trio.sessions.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +30,7 @@ logger = logging.getLogger(__name__)
 async def open_sessions(config: NodeConfig, arena: Arena | None) -> AsyncIterator[SessionTable]:
     """Open the ledger and the table of sessions; on leaving, write to disk what is not there yet.
 
-    Opened before the node, so that it is closed after it. The table is empty: `restore_sessions` reads back the
+    Opened before the node, so that it is closed after it. The table is empty: `recover_sessions` reads back the
     sessions of former processes from the ledger.
 
     Raises:
@@ -52,12 +50,17 @@ async def open_sessions(config: NodeConfig, arena: Arena | None) -> AsyncIterato
             "fleet.restart_within_s leaves jobs to the node's next start, which finds them in its ledger, and that is "
             "in memory; set node_id, or ledger.dir to a folder, or restart_within_s to 0"
         )
-    async with _open_journal(config.ledger, folder) as journal:
+    async with open_stored_journal(config.ledger, folder) as journal:
         yield SessionTable(journal, limits, shared)
 
 
 @asynccontextmanager
-async def _open_journal(config: LedgerConfig, folder: Path | None) -> AsyncIterator[Journal]:
+async def open_stored_journal(config: LedgerConfig, folder: Path | None) -> AsyncIterator[Journal]:
+    """Open the journal over the ledger in `folder`, or over one in memory if it is None.
+
+    Raises:
+        ConfigError: the ledger cannot be opened.
+    """
     try:
         limits = LedgerLimits(
             log_bytes=config.log_bytes,

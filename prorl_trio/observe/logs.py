@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TextIO
 
 import msgspec
 
-from ipc.portable_text import portable, printable, printable_json
+from prorl_ipc.portable_text import portable, printable, printable_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.types.models import Outcome, Status, Turn
-
-__all__ = ["LOG_FORMATS", "JobLog", "LogFormat", "current_job", "open_logging"]
 
 LogFormat = Literal["auto", "text", "json"]
 LOG_FORMATS: Final = ("auto", "text", "json")
@@ -37,7 +35,7 @@ FLUSH_TIMEOUT_S: Final = 2.0
 MAX_ERROR_CHARS: Final = 300
 INDENT: Final = "    "
 """Before each line of a record but its first, where logs are text."""
-_CHATTY: Final = ("trio-websocket", "hypercorn", "urllib3", "markdown_it")
+_CHATTY: Final = ("trio-websocket", "urllib3", "markdown_it")
 """Libraries whose debug records are about each frame, and may show what is in it."""
 _OWN_WORDS: Final = ("sandbox", "inference", "node", "cancelled")
 """Causes whose error is this project's own text; others may quote what a task or the policy wrote."""

@@ -26,8 +26,6 @@ from prorl_trio.observe.logs import current_job
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["BOUNDS_S", "LoopStalls", "Stall", "StallReport", "open_loop_stalls"]
-
 logger = logging.getLogger(__name__)
 
 BOUNDS_S: Final = tuple(1e-5 * 10 ** (n / 8) for n in range(8 * 7 + 1))

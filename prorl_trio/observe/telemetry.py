@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.types.models import Outcome, Status, Turn
 
-__all__ = ["JobSpans", "open_telemetry"]
-
 logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S: Final = 5.0

@@ -10,8 +10,6 @@ from prorl_trio.types.errors import AdmissionRejected
 if TYPE_CHECKING:
     from prorl_trio.config import AdmissionConfig
 
-__all__ = ["Admission", "EndRate", "Load"]
-
 ENDS_KEPT: Final = 128
 """Job ends that the rate is measured over."""
 MIN_RETRY_S: Final = 0.1
@@ -54,11 +52,15 @@ class EndRate:
 
 
 class Admission:
-    """The limits of a node, and the rate at which its jobs end. The limits may be replaced at any time."""
+    """The limits of a node, and the rate at which its jobs end. The limits may be replaced at any time.
 
-    def __init__(self, limits: AdmissionConfig, max_queued: int) -> None:
+    `queue_name` is the field of the configuration that `max_queued` comes from, for messages.
+    """
+
+    def __init__(self, limits: AdmissionConfig, max_queued: int, queue_name: str = "stages.init_queue") -> None:
         self.limits = limits
         self.max_queued = max_queued
+        self._queue_name = queue_name
         self.rate = EndRate()
 
     def check(self, load: Load, now_s: float) -> None:
@@ -85,7 +87,7 @@ class Admission:
         """Return each limit: its name, what is held of it, and itself."""
         limits = self.limits
         return (
-            ("stages.init_queue", load.queued, self.max_queued),
+            (self._queue_name, load.queued, self.max_queued),
             ("admission.max_queued_per_session", load.queued_of_session, limits.max_queued_per_session),
             ("admission.max_live", load.live, limits.max_live),
             ("admission.max_live_per_session", load.live_of_session, limits.max_live_per_session),

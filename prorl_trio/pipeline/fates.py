@@ -9,8 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Final, Literal, get_args
 
-__all__ = ["RUN_BOUNDS_S", "TOKEN_BOUNDS", "Distribution", "Fate", "Fates"]
-
 Fate = Literal["admitted", "delivered", "dropped"]
 """`admitted` are all that began RUN; `delivered` those of them that completed; `dropped` the others: failed, timed out,
 cancelled, or run again as another attempt."""

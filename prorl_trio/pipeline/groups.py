@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import GroupPolicy
 
-__all__ = ["MAX_IDLE_GROUPS", "GroupTable"]
-
 MAX_IDLE_GROUPS: Final = 10_000
 """Groups remembered of which nobody is live, but not all rollouts have come. Beyond, the oldest is forgotten."""
 

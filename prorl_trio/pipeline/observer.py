@@ -12,8 +12,6 @@ from prorl_trio.types.models import Outcome, Status, Turn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["JobView", "Observer", "Observers"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from ipc.errors import CallFailed
-from ipc.nursery import leaves
-from prorl_trio.handlers.base import Evaluation
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.nursery import leaves
 from prorl_trio.sandbox.use import is_spoilt
+from prorl_trio.tasks.handlers.base import Evaluation
 from prorl_trio.types.errors import (
     AgentFault,
     BudgetExceeded,
@@ -29,8 +29,6 @@ from prorl_trio.types.models import AttemptRecord, Outcome
 if TYPE_CHECKING:
     from prorl_trio.pipeline.job import Job
     from prorl_trio.types.models import Stage, TerminalStatus
-
-__all__ = ["blame", "check_evaluation", "completed", "finalise", "not_completed", "raise_bugs", "retry_after"]
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ Whatever ends a job in a stage comes to `_run_stage`; `outcomes` makes the job's
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import math
+from collections import Counter, deque
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -15,37 +16,177 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.nursery import only_cancelled, open_single_nursery
+from prorl_ipc.nursery import only_cancelled, open_single_nursery
 from prorl_trio.pipeline.admission import Admission
-from prorl_trio.pipeline.durations import Durations
 from prorl_trio.pipeline.fates import Fates
 from prorl_trio.pipeline.groups import GroupTable
-from prorl_trio.pipeline.job import Job, JobSink
 from prorl_trio.pipeline.observer import Observers
 from prorl_trio.pipeline.outcomes import check_evaluation, completed, finalise, not_completed, retry_after
 from prorl_trio.pipeline.stages import WorkStage
-from prorl_trio.pipeline.staleness import BeginLimit, may_begin
-from prorl_trio.pipeline.watchdog import watch_jobs
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import Draining
+from prorl_trio.types.models import LINES
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from prorl_trio.agent.context import Resources
     from prorl_trio.chat.token_memory import RolloutTokens
+    from prorl_trio.pipeline.job import Job
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.types.errors import ErrorCode
     from prorl_trio.types.models import Outcome, Stage, Status, TerminalStatus
 
-__all__ = ["Job", "JobSink", "Pipeline", "open_pipeline"]
-
-logger = logging.getLogger(__name__)
 
 CLEANUP_TIMEOUT_S: Final = 30.0
 """Longest a job's end may take to close its sandbox, whatever else is going on."""
 SHUTDOWN_REASON: Final = "the node is shutting down"
+
+
+# Naming jobs that are stuck, loudly.
+#
+# trio ends a task only where it waits: code that blocks, or shields itself for ever, cannot be ended from outside, so
+# it is named, with its job, as what holds a worker up.
+
+logger = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S: Final = 5.0
+"""Time between two looks, and so the time that a job may take to answer a cancel, or the end of a budget, before it is
+named."""
+
+KEPT: Final = 512
+"""Durations of one kind that are remembered, the latest ones."""
+SHARE: Final = 0.99
+
+
+class Durations:
+    """The durations of jobs that came to their own end. A kind is a handler's name, so there are few."""
+
+    def __init__(self) -> None:
+        self._took_s: dict[str, deque[float]] = {}
+
+    def ended(self, kind: str, took_s: float) -> None:
+        """Count a job, with its waits in queues."""
+        self._took_s.setdefault(kind, deque(maxlen=KEPT)).append(took_s)
+
+    def p99_s(self, kind: str) -> float:
+        """Return the 99th percentile of a kind, by nearest rank; the longest of all kinds while none of it has ended.
+
+        0 while no job has ended.
+        """
+        took_s = self._took_s.get(kind)
+        return self.longest_p99_s() if took_s is None else _p99_s(took_s)
+
+    def longest_p99_s(self) -> float:
+        """Return the 99th percentile of the kind that has the longest; 0 while no job has ended."""
+        return max(map(_p99_s, self._took_s.values()), default=0.0)
+
+    def shortest_p99_s(self) -> float:
+        """Return the 99th percentile of the kind that has the shortest; 0 while no job has ended."""
+        return min(map(_p99_s, self._took_s.values()), default=0.0)
+
+
+def _p99_s(took_s: deque[float]) -> float:
+    return sorted(took_s)[math.ceil(SHARE * len(took_s)) - 1]
+
+
+async def watch_jobs(jobs: Callable[[], Iterable[Job]], interval_s: float = WATCH_INTERVAL_S) -> None:
+    """Log each stuck job once, for ever: nothing happened to it for `stuck_after_s`, or it does not answer its cancel.
+
+    It cannot see the loop itself blocked: that is `stall`'s.
+    """
+    watch = _Watch(interval_s)
+    while True:
+        await trio.sleep(interval_s)
+        watch.look(set(jobs()))
+
+
+class _Watch:
+    """The jobs that the last look found unwell.
+
+    It holds no others from look to look: thousands that ended meanwhile would be freed at once at the next one, and the
+    loop would stand still for that.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._overdue: set[Job] = set()
+        self._named: set[Job] = set()
+
+    def look(self, live: set[Job]) -> None:
+        """Name those of the live jobs that are stuck, and were not named yet."""
+        unanswered = {job for job in live if job.scope is not None and job.scope.cancel_called}
+        stuck = {job for job in live if job.stuck}
+        self._named &= live
+        for job in (unanswered & self._overdue) - self._named:
+            logger.error(
+                "%r has not answered its cancel for %g s (waiting on: %s); handler %s blocks or shields itself, and "
+                "holds a worker of stage %s",
+                job,
+                self._interval_s,
+                job.context.activity.waiting_on or "nothing it has named",
+                job.handler.name,
+                job.lifecycle.status,
+            )
+        for job in stuck - unanswered - self._named:
+            logger.warning(
+                "%r is stuck: nothing has happened to it for %.0f s (waiting on: %s)",
+                job,
+                job.view().last_progress_s,
+                job.context.activity.waiting_on or "nothing it has named",
+            )
+        self._named |= (unanswered & self._overdue) | (stuck - unanswered)
+        self._overdue = unanswered
+
+
+class BeginLimit:
+    """Counts, for each session, what its trainer has ahead of a rollout that begins now.
+
+    A trainer that takes `B` rollouts for each policy update, oldest first, comes to one with `n` ahead of it after
+    `n // B` updates. So with a bound of `S` updates one more may begin where fewer than `(S + 1) * B` are ahead: those
+    that run, and those that ended well and were not taken, of which each update takes `B`. What is dropped never
+    counts.
+    """
+
+    def __init__(self) -> None:
+        self._running: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<BeginLimit {self._running.total()} running, {self._waiting.total()} to be taken>"
+
+    def may_begin(self, session: str, max_staleness: int, per_update: int) -> bool:
+        """Return whether one more rollout may begin; `per_update` is `B`, 0 for no limit."""
+        ahead = self._running[session] + self._waiting[session]
+        return not per_update or ahead < (max_staleness + 1) * per_update
+
+    def begun(self, session: str, priority: str = "train") -> None:
+        """Count a rollout as running, if its priority is `train`."""
+        self._running[session] += priority == "train"
+
+    def ended(self, session: str, priority: str = "train", *, delivered: bool) -> None:
+        """Note the end of a rollout that ran; `delivered`: its trainer will take it."""
+        self._running[session] -= priority == "train"
+        self._waiting[session] += delivered and priority == "train"
+
+    def updated(self, per_update: int) -> None:
+        """Count an update of the policy: each session has used up to `per_update` waiting rollouts (0: all)."""
+        left = {session: n - per_update for session, n in self._waiting.items() if n > per_update}
+        self._waiting = Counter(left if per_update else {})
+        self._running = +self._running
+
+
+def may_begin(limit: BeginLimit, job: Job) -> bool:
+    """Return whether the job can keep its bound on staleness, as far as is known before it begins."""
+    agent, backends = job.resources.config.agent, job.resources.backends
+    bound = agent.staleness_bound(job.spec)
+    if bound is None:
+        return True
+    per_update = agent.rollouts_per_update if job.spec.priority == "train" else 0
+    if not limit.may_begin(job.session_id, bound, per_update):
+        return False
+    return bool(backends.fresh(bound)) or not backends.accepting
 
 
 class Pipeline:
@@ -387,7 +528,7 @@ class Pipeline:
     def _group_moved(self, job: Job) -> None:
         """Its group's deadline does not count the time in queues."""
         if job.spec.group is not None:
-            queued = job.lifecycle.status in ("queued", "ready", "ran")
+            queued = job.lifecycle.status in LINES
             self._groups.moved(job.group_key, job, trio.current_time(), queued=queued)
             self._groups_changed.set()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.nursery import is_cancelled
+from prorl_ipc.nursery import is_cancelled
 from prorl_trio.pipeline.outcomes import raise_bugs
 from prorl_trio.pipeline.stage_queue import StageQueue
 from prorl_trio.supervision import service_task
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from prorl_trio.agent.activity import Charge
     from prorl_trio.pipeline.job import Job
     from prorl_trio.types.models import Stage, Status
-
-__all__ = ["StageBudget", "WorkStage"]
 
 logger = logging.getLogger(__name__)
 

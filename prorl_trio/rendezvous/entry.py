@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
-
-from prorl_trio.rendezvous.identity import ProcessIdentity
-
-__all__ = ["ENTRY_FORMAT", "Capacity", "NodeEntry", "NodeState", "SlurmStep", "slurm_step"]
 
 ENTRY_FORMAT: Final = 1
 """Format of the file. A reader takes no other."""
@@ -16,6 +14,65 @@ ENTRY_FORMAT: Final = 1
 NodeState = Literal["open", "draining", "away"]
 """`open`: takes jobs; `draining`: takes no more, and finishes those that it has; `away`: it has ended, and left
 unfinished work to its next start."""
+
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_START_TIME: Final = 19
+"""Position of the start time in /proc/PID/stat behind the name: field 22."""
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """A process, for ever.
+
+    Attributes:
+        pid: its id, in its own PID namespace.
+        start_time: in clock ticks since the machine was booted (field 22 of /proc/PID/stat).
+        boot_id: of the machine, new at each boot.
+        pid_namespace: the inode of the namespace in which `pid` counts.
+    """
+
+    pid: int
+    start_time: int
+    boot_id: str
+    pid_namespace: int
+
+
+def this_process() -> ProcessIdentity:
+    """Return our own identity. Reads /proc."""
+    fields = _stat_fields("self")
+    assert fields is not None, "we live"
+    return ProcessIdentity(
+        pid=os.getpid(),
+        start_time=int(fields[_START_TIME]),
+        boot_id=_boot_id(),
+        pid_namespace=_pid_namespace(),
+    )
+
+
+def has_ended(process: ProcessIdentity) -> bool:
+    """Return True if the process has certainly ended, as far as this machine can tell; a zombie has.
+
+    False also where we cannot know: it is on another machine, or in another PID namespace.
+    """
+    if process.boot_id != _boot_id() or process.pid_namespace != _pid_namespace():
+        return False
+    fields = _stat_fields(str(process.pid))
+    return fields is None or fields[0] in "XZ" or int(fields[_START_TIME]) != process.start_time
+
+
+def _boot_id() -> str:
+    return BOOT_ID.read_text().strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _stat_fields(pid: str) -> list[str] | None:
+    """/proc/PID/stat from the state on, or None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,9 +111,9 @@ class NodeEntry(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         format: see `ENTRY_FORMAT`.
         node_id: the name of the file without `.json`.
-        url: of the WebSocket, as other machines reach it.
+        url: of its server, as trainers on other machines reach it: `ws://HOST:PORT`.
         unix_url: of the Unix socket, for this machine; empty: none.
-        rest_url: of REST; empty: it serves none.
+        rest_url: of the same server, for REST: `http://HOST:PORT`.
         token: its trainers' password.
         host: name of the machine.
         process: of the node.

@@ -21,9 +21,10 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["claim_folder", "read_entry", "remove_entry", "renew_entry", "require_folder", "time_there", "write_entry"]
-
 SUFFIX: Final = ".json"
+HEAD: Final = "head"
+HEAD_FILE: Final = f"{HEAD}{SUFFIX}"
+"""The entry of the fleet's head, which is no node's: see `rendezvous.head`."""
 MAX_ENTRY_BYTES: Final = 64 * 1024
 STALE_TRIES: Final = 3
 """Times that a file is opened which NFS says was replaced meanwhile."""
@@ -77,11 +78,20 @@ def write_entry(folder: Path, entry: NodeEntry) -> None:
     Raises:
         OSError: it cannot be written; what was there stays.
     """
-    handle, draft = tempfile.mkstemp(prefix=f"{_DRAFT}{entry.node_id}-", dir=folder)  # with mode 0600
+    write_file(folder, entry.node_id, entry)
+
+
+def write_file(folder: Path, name: str, content: msgspec.Struct) -> None:
+    """Write or replace the file `NAME.json` with mode 0600: a reader finds it whole, or the one before it.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    handle, draft = tempfile.mkstemp(prefix=f"{_DRAFT}{name}-", dir=folder)  # with mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(entry), indent=2) + b"\n")
-        os.replace(draft, folder / f"{entry.node_id}{SUFFIX}")
+            file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+        os.replace(draft, folder / f"{name}{SUFFIX}")
     except BaseException:
         os.unlink(draft)
         raise
@@ -122,7 +132,7 @@ def read_entry(path: Path) -> tuple[NodeEntry, int]:
         FileNotFoundError: there is none any more.
         ConfigError: it cannot be read, is not whole, is another user's or readable for others, or of another format.
     """
-    content, found = _read_file(path)
+    content, found = read_file(path)
     try:
         entry = msgspec.json.decode(content, type=NodeEntry)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
@@ -136,8 +146,10 @@ def read_entry(path: Path) -> tuple[NodeEntry, int]:
     return entry, found.st_mtime_ns
 
 
-def _read_file(path: Path) -> tuple[bytes, os.stat_result]:
-    """Return what is in the file of an entry. On NFS it may be replaced while it is opened: then the new one is read.
+def read_file(path: Path) -> tuple[bytes, os.stat_result]:
+    """Return what is in the file of an entry, and its status.
+
+    On NFS it may be replaced while it is opened: then the new one is read.
 
     Raises:
         FileNotFoundError, ConfigError: see `read_entry`.
@@ -166,7 +178,11 @@ def entry_paths(folder: Path) -> list[Path]:
         ConfigError: the folder cannot be read.
     """
     try:
-        names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX) and not name.startswith("."))
+        names = sorted(
+            name
+            for name in os.listdir(folder)
+            if name.endswith(SUFFIX) and not name.startswith(".") and name != HEAD_FILE
+        )
     except OSError as exc:
         raise ConfigError(f"the fleet's folder {folder} cannot be read: {exc.strerror}") from exc
     return [folder / name for name in names]

@@ -1,4 +1,4 @@
-"""The nodes of a fleet's folder as a user may see them."""
+"""The head and the nodes of a fleet's folder as a user may see them."""
 
 from __future__ import annotations
 
@@ -6,38 +6,50 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from prorl_trio.rendezvous.folder import HEAD_FILE
+from prorl_trio.rendezvous.head import find_head
 from prorl_trio.rendezvous.watch import FleetWatch
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from os import PathLike
 
-__all__ = ["NodeReport", "look_at_nodes"]
-
 _SECRET: Final = "token"
 
 
-class NodeReport(msgspec.Struct, frozen=True):
-    """The nodes of a fleet, without their tokens.
+class FleetReport(msgspec.Struct, frozen=True):
+    """The entries of a fleet, without their tokens, with `life` and `age_s` as in `FoundNode`.
 
     Attributes:
-        nodes: the entry of each by its name, with `life` and `age_s` as in `FoundNode`.
+        head: None if there is none.
+        nodes: each by its name.
         broken: why files of the folder were left out, by their path.
     """
 
+    head: dict[str, Any] | None
     nodes: dict[str, dict[str, Any]]
     broken: dict[str, str]
 
 
-def look_at_nodes(folder: str | PathLike[str]) -> NodeReport:
-    """Return the nodes with an entry in the folder. Blocks on the disk.
+def look_at_fleet(folder: str | PathLike[str]) -> FleetReport:
+    """Return who has an entry in the folder. Blocks on the disk.
 
     Raises:
         ConfigError: the folder is missing, or others can enter it.
     """
-    view = FleetWatch(folder).read()
-    nodes: dict[str, dict[str, Any]] = {}
-    for name, found in view.nodes.items():
-        entry = msgspec.to_builtins(found.entry)
-        shown = {field: value for field, value in entry.items() if field != _SECRET}
-        nodes[name] = {**shown, "life": found.life, "age_s": round(found.age_s, 1)}
-    return NodeReport(nodes, view.broken)
+    watch = FleetWatch(folder)
+    view = watch.read()
+    nodes = {name: _shown(found.entry, found.life, found.age_s) for name, found in view.nodes.items()}
+    head, broken = None, dict(view.broken)
+    try:
+        head = _shown(*find_head(watch.path))
+    except FileNotFoundError:
+        pass
+    except ConfigError as exc:
+        broken[str(watch.path / HEAD_FILE)] = str(exc)
+    return FleetReport(head, nodes, broken)
+
+
+def _shown(entry: msgspec.Struct, life: str, age_s: float) -> dict[str, Any]:
+    fields = {field: value for field, value in msgspec.to_builtins(entry).items() if field != _SECRET}
+    return {**fields, "life": life, "age_s": round(age_s, 1)}

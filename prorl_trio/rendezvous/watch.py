@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from prorl_trio.rendezvous.entry import NodeEntry
+from prorl_trio.rendezvous.entry import NodeEntry, has_ended
 from prorl_trio.rendezvous.folder import entry_paths, read_entry, require_folder, time_there
-from prorl_trio.rendezvous.identity import has_ended
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from os import PathLike
-
-__all__ = ["FleetView", "FleetWatch", "FoundNode", "Life"]
 
 Life = Literal["live", "stale", "ended"]
 """`live`: its heartbeat is seen; `stale`: it was not seen for `stale_after_s`; `ended`: its process is gone."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_dir"]
-
 
 def cache_dir() -> Path:
     """The user's cache folder of this project. Not created here.

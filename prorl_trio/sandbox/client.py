@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import trio
 
-from ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError, Unencodable
-from ipc.sandbox_calls import BashResult, CellResult, ExecResult
+from prorl_ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError, Unencodable
+from prorl_ipc.sandbox_calls import BashResult, CellResult, ExecResult
 from prorl_trio.sandbox.sandbox import Sandbox, ShellBusy, ShellIdle
 from prorl_trio.sandbox.silence import MAX_STANDSTILL_S
 from prorl_trio.types.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable
@@ -19,13 +19,11 @@ from prorl_trio.types.errors import SandboxCallFailed, SandboxLost, SandboxUnava
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from ipc.limits import Breach
-    from ipc.rpc import RpcClient
-    from ipc.sandbox_calls import SandboxCall
+    from prorl_ipc.client import RpcClient
+    from prorl_ipc.limits import Breach
+    from prorl_ipc.sandbox_calls import SandboxCall
     from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.silence import Silence
-
-__all__ = ["DaemonSandbox"]
 
 logger = logging.getLogger(__name__)
 

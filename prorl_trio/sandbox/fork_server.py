@@ -1,7 +1,7 @@
 """The fork server of a node, seen from the node: sandboxes of one root by a fork each, in milliseconds.
 
 What a new daemon and its IPython import takes a third of a second of CPU, and a sandbox that bubblewrap makes pays it
-anew. The server (`sandbox_daemon.fork_server`) has imported it all, in a root that bubblewrap has made, where each
+anew. The server (`prorl_daemon.fork_server`) has imported it all, in a root that bubblewrap has made, where each
 sandbox gets namespaces of its own.
 """
 
@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from ipc.channel import wait_or_sleep
-from ipc.fork_calls import MAX_FORK_BYTES, Forked, ForkSandbox
+from prorl_ipc.channel import wait_or_sleep
+from prorl_ipc.sandbox_calls import MAX_FORK_BYTES, Forked, ForkSandbox
 from prorl_trio.sandbox.limits.pid_limit import namespace_limits
 from prorl_trio.sandbox.process_tree import open_process_tree
 from prorl_trio.sandbox.reaper import descendants
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.process_tree import ProcessTree
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
-
-__all__ = ["HOLD", "ForkServer", "ForkedLeader", "open_fork_server"]
 
 logger = logging.getLogger(__name__)
 

@@ -13,30 +13,26 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import msgspec
 import trio
 
-from ipc.nursery import leaves, single_exception
+from prorl_ipc.nursery import leaves, single_exception
 from prorl_trio.sandbox.images.locate import HOST, locate_root
 from prorl_trio.sandbox.images.puller import ImagePuller
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.run_dir import remains_count
 from prorl_trio.sandbox.sandbox import Sandbox
-from prorl_trio.sandbox.start_gates import StartGates
-from prorl_trio.sandbox.threads import run_blocking
 from prorl_trio.sandbox.warm_pool import WarmLimits, WarmPool
 from prorl_trio.supervision import contained, service_task
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import InternalError, SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from ipc.sandbox_calls import SandboxCall
+    from prorl_ipc.sandbox_calls import SandboxCall
     from prorl_trio.sandbox.images.puller import PullLimits
     from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.sandbox.use import Use
 
-__all__ = ["MAX_PAUSE_S", "HostedSandbox", "InLine", "OnOpen", "SandboxHost", "Start", "open_sandbox_host"]
-
-logger = logging.getLogger(__name__)
 
 Start = Literal["cold", "warm"]
 """The start of a sandbox that is handed out: while somebody waited for it, or in advance."""
@@ -66,6 +62,76 @@ HEALTH_TIMEOUT_S: Final = 0.5
 
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+logger = logging.getLogger(__name__)
+
+
+class StartGates:
+    """First the gate of the image, then that of the node: who waits for a busy image holds nobody else up. FIFO.
+
+    A circuit breaker closes all gates together while the machine can start nothing.
+
+    Attributes:
+        paused: why no start is let in now; empty if starts are.
+        pauses_total: number of times that the gates were closed.
+    """
+
+    def __init__(self, max_concurrent_starts: int, max_concurrent_starts_per_image: int) -> None:
+        self._node = trio.CapacityLimiter(max_concurrent_starts)
+        self._per_image = max_concurrent_starts_per_image
+        self._images: dict[str, trio.CapacityLimiter] = {}
+        self.paused = ""
+        self.pauses_total = 0
+        self._paused_since_s = 0.0
+        self._resumed = trio.Event()
+        self._resumed.set()
+
+    def __repr__(self) -> str:
+        return f"<StartGates: {self.starting} of {self._node.total_tokens} starting, {len(self._images)} images>"
+
+    @property
+    def starting(self) -> int:
+        """Return how many starts are inside."""
+        return self._node.borrowed_tokens
+
+    @property
+    def images(self) -> frozenset[str]:
+        """The images of those that are inside or wait."""
+        return frozenset(self._images)
+
+    def close(self, reason: str) -> None:
+        """Let no start in until `open`. Logs the reason, once for each pause."""
+        if not self.paused:
+            self._resumed = trio.Event()
+            self._paused_since_s = trio.current_time()
+            self.pauses_total += 1
+            logger.error("no sandbox can be started; starts pause until a trial start succeeds: %s", reason)
+        self.paused = reason
+
+    def open(self) -> None:
+        """Let starts in again. Calling it again has no effect."""
+        if self.paused:
+            paused_s = trio.current_time() - self._paused_since_s
+            logger.warning("sandboxes can be started again, after a pause of %.0f s", paused_s)
+        self.paused = ""
+        self._resumed.set()
+
+    async def wait_resumed(self) -> None:
+        """Return when the gates are not paused."""
+        await self._resumed.wait()
+
+    @asynccontextmanager
+    async def enter(self, image: str) -> AsyncIterator[None]:
+        """Wait for both gates; the block is one start. Cancelled, no place is taken."""
+        gate = self._images.setdefault(image, trio.CapacityLimiter(self._per_image))
+        try:
+            async with gate, self._node:
+                yield
+        finally:
+            statistics = gate.statistics()
+            unused = statistics.borrowed_tokens == 0 and statistics.tasks_waiting == 0
+            if unused and self._images.get(image) is gate:
+                del self._images[image]
 
 
 class HostedSandbox(Sandbox):
@@ -167,7 +233,7 @@ class SandboxHost:
         """Starts that have succeeded, trials among them."""
 
     @property
-    def paused(self) -> str:
+    def why_paused(self) -> str:
         """Return why no sandbox can be started now; empty if one can."""
         return self._gates.paused
 
@@ -284,15 +350,15 @@ class SandboxHost:
 
     async def _try_starts(self) -> None:
         """Whenever a start has failed, find out whether the machine can start any. While it cannot, starts pause."""
-        if not self.paused:
+        if not self.why_paused:
             await self._doubt.wait()
         delay_s = TRIAL_DELAY_S
         while problem := await self._find_problem():
-            self._gates.pause(problem)
+            self._gates.close(problem)
             self._verdict.set()
             await trio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_TRIAL_DELAY_S)
-        self._gates.resume()
+        self._gates.open()
         self._verdict.set()
         self._doubt = trio.Event()
 

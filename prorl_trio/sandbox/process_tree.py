@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import trio
 
-from ipc.channel import UNWATCHED_POLL_S
-from ipc.nursery import single_exception
-from ipc.sandbox_calls import OWN_ERROR_EXIT
+from prorl_ipc.channel import UNWATCHED_POLL_S
+from prorl_ipc.nursery import single_exception
+from prorl_ipc.sandbox_calls import OWN_ERROR_EXIT
 from prorl_trio.sandbox.reaper import (
     ProcessId,
     descendants,
@@ -27,15 +27,12 @@ from prorl_trio.sandbox.reaper import (
     wait_gone,
     write_record,
 )
-from prorl_trio.sandbox.threads import run_blocking
-from prorl_trio.threads import run_sync
+from prorl_trio.threads import run_blocking, run_sync
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
     from pathlib import Path
-
-__all__ = ["Leader", "ProcessTree", "StartLeader", "open_process_tree", "reap_leaders", "start_program"]
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import msgspec
 import trio
 
-from ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult
+from prorl_ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult
 from prorl_trio.types.errors import RolloutError, SandboxCallFailed, SandboxLost
 
 if TYPE_CHECKING:
-    from ipc.sandbox_calls import SandboxCall
-
-__all__ = ["INPUT_PIECE_BYTES", "MAX_UNREAD_BYTES", "CallSandbox", "OnOutput", "Program"]
+    from prorl_ipc.sandbox_calls import SandboxCall
 
 INPUT_PIECE_BYTES: Final = 4 * 1024 * 1024
 """Input travels in pieces of at most this size: well below the largest frame."""

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import msgspec
 
-from ipc.limits import SandboxLimits
+from prorl_ipc.limits import SandboxLimits
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from prorl_trio.config import SandboxConfig
     from prorl_trio.sandbox.sandbox import Sandbox
-
-__all__ = ["ProviderReport", "SandboxProvider", "SandboxSpec"]
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -23,26 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = [
-    "CGROUP_PREFIX",
-    "RECORD_NAME",
-    "ProcessId",
-    "children",
-    "descendants",
-    "has_remains",
-    "identify",
-    "is_alive",
-    "kill",
-    "reap",
-    "reap_sandbox",
-    "remove_cgroup",
-    "session_members",
-    "stat_fields",
-    "wait_gone",
-    "write_cgroup_record",
-    "write_record",
-]
-
 RECORD_NAME = "processes"
 """File in a sandbox's folder: one `pid start_time` a line."""
 

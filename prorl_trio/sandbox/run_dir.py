@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 from trio.lowlevel import RunVar
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.file_systems import NETWORK_FILE_SYSTEMS, file_system_of
 from prorl_trio.sandbox import reaper
 from prorl_trio.sandbox.limits.pid_limit import PidLimiter
@@ -32,14 +32,12 @@ from prorl_trio.sandbox.process_tree import reap_leaders
 from prorl_trio.sandbox.runtime.interpreter import own_python
 from prorl_trio.sandbox.runtime.runtime import LIB_DIR
 from prorl_trio.sandbox.runtime.skeleton import build_skeleton
-from prorl_trio.sandbox.threads import run_blocking
 from prorl_trio.supervision import service_task
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-__all__ = ["MAX_SOCKET_PATH_BYTES", "RunDir", "SandboxDir", "open_run_dir", "open_shared_run_dir", "remains_count"]
 
 MAX_SOCKET_PATH_BYTES: Final = 107
 SOCKET_NAME: Final = "s"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 import trio
 
-from ipc.errors import CallFailed
-from ipc.file_calls import EditFile, FileData, FileEdited, FileRead, FileWrite, FileWritten
-from ipc.nursery import open_single_nursery
-from ipc.sandbox_calls import (
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.file_calls import EditFile, FileData, FileEdited, FileRead, FileWrite, FileWritten
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.sandbox_calls import (
     BashInput,
     BashRestart,
     BashRestarted,
@@ -32,7 +32,7 @@ from ipc.sandbox_calls import (
     Pong,
     SandboxCall,
 )
-from ipc.tree import TreeRefused
+from prorl_ipc.tree import TreeRefused
 from prorl_trio.sandbox.program import Program
 from prorl_trio.sandbox.transfer import DEFAULT_TRANSFER, download_tree, upload_tree
 from prorl_trio.sandbox.use import spoilt
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.program import OnOutput
     from prorl_trio.sandbox.transfer import TransferOptions, TransferReport
-
-__all__ = ["FILE_PIECE_BYTES", "MAX_OUTPUT_BYTES", "MAX_STDIN_BYTES", "Sandbox", "ShellBusy", "ShellIdle"]
 
 FILE_PIECE_BYTES: Final = 4 * 1024 * 1024
 """Files, and programs' input, travel in pieces of this size: well below the largest frame."""

@@ -21,14 +21,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
-from ipc.client import SILENCE_S
+from prorl_ipc.client import SILENCE_S
 from prorl_trio.sandbox.reaper import children, stat_fields
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["MAX_STANDSTILL_S", "Silence", "is_held"]
 
 MAX_STANDSTILL_S: Final = 120.0
 """Longest standstill, in seconds, that a call waits for. After that, the sandbox is lost."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 import msgspec
 import trio
 
-from ipc.file_calls import (
+from prorl_ipc.file_calls import (
     DownloadBegin,
     DownloadParts,
     TransferAbort,
@@ -23,19 +23,17 @@ from ipc.file_calls import (
     UploadParts,
     UploadTaken,
 )
-from ipc.tree import TreeLimits, TreeRefused
-from ipc.tree_reader import TreeReader
-from ipc.tree_writer import TreeWriter
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_ipc.tree import TreeLimits, TreeRefused
+from prorl_ipc.tree_reader import TreeReader
+from prorl_ipc.tree_writer import TreeWriter
+from prorl_trio.threads import run_blocking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from ipc.sandbox_calls import SandboxCall
-    from ipc.tree import TreeCounts
-
-__all__ = ["DEFAULT_TRANSFER", "TransferOptions", "TransferReport", "download_tree", "upload_tree"]
+    from prorl_ipc.sandbox_calls import SandboxCall
+    from prorl_ipc.tree import TreeCounts
 
 STEP_TIMEOUT_S: Final = 60.0
 """For the sandbox's end to read or write one piece."""

@@ -20,17 +20,15 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 import msgspec
 
-from ipc.errors import CallFailed, IpcError
-from ipc.sandbox_calls import BashInput, BashRun, Exec, IpythonRun
+from prorl_ipc.errors import CallFailed, IpcError
+from prorl_ipc.sandbox_calls import BashInput, BashRun, Exec, IpythonRun
 from prorl_trio.types.errors import HandlerError, RolloutError, SandboxCallFailed, SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from ipc.sandbox_calls import SandboxCall
-
-__all__ = ["Account", "Use", "is_spoilt", "spoilt"]
+    from prorl_ipc.sandbox_calls import SandboxCall
 
 _ARGUMENTS: Final = frozenset({"not_absolute", "bad_request"})
 """Codes of calls that no sandbox takes, whatever was done in it."""

@@ -13,8 +13,6 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-__all__ = ["Plan", "WarmLimits", "WarmPool"]
-
 RATE_WINDOW_S: Final = 10.0
 """Time constant of the take rate: a take counts 1/e as much after so long."""
 

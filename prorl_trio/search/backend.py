@@ -9,8 +9,6 @@ import msgspec
 
 from prorl_trio.types.errors import ProrlError
 
-__all__ = ["Document", "SearchBackend", "SearchFailed"]
-
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
     """A document that was found. `score` is the backend's own measure: higher is better, and nothing else is said."""

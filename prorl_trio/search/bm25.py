@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import SearchConfig
 
-__all__ = ["Bm25Backend", "open_bm25"]
-
 logger = logging.getLogger(__name__)
 
 MAX_THREADS: Final = 4

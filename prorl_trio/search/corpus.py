@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["Line", "read_corpus", "read_line"]
-
 MAX_BAD_LINES: Final = 5
 """Limit of the bad lines that an error names; reading ends there."""
 _FORMAT: Final = '{"id": "...", "title": "...", "text": "..."}'

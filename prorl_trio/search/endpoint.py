@@ -9,18 +9,16 @@ from urllib.parse import urlsplit
 import msgspec
 import trio
 
-from ipc.envelope import UNDECODABLE
-from prorl_trio.http.client import HttpClient, HttpError, HttpLimits, TooManyWaiting
-from prorl_trio.http.retries import RETRYABLE_STATUSES
+from prorl_ipc.wire import UNDECODABLE
+from prorl_trio.http.client import RETRYABLE_STATUSES, HttpClient
+from prorl_trio.http.connection import HttpError, HttpLimits, TooManyWaiting
 from prorl_trio.search.backend import SearchBackend, SearchFailed
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from prorl_trio.config import SearchConfig
-    from prorl_trio.http.client import Response
+    from prorl_trio.http.connection import Response
     from prorl_trio.search.backend import Document
-
-__all__ = ["EndpointBackend"]
 
 MAX_SHOWN_CHARS: Final = 300
 """Characters of an endpoint's refusal that an error quotes."""

@@ -25,8 +25,6 @@ from prorl_trio.search.corpus import read_corpus
 from prorl_trio.search.words import WORDS_VERSION, words_of
 from prorl_trio.types.errors import ConfigError
 
-__all__ = ["OFFSETS", "IndexFacts", "IndexReply", "make_index"]
-
 FORMAT_VERSION: Final = 1
 FACTS: Final = "facts.json"
 OFFSETS: Final = "offsets.npy"

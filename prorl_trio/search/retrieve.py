@@ -9,8 +9,6 @@ import msgspec
 from prorl_trio.search.backend import Document
 from prorl_trio.search.endpoint import EndpointBackend
 
-__all__ = ["RetrieveBackend"]
-
 
 class _Found(msgspec.Struct):
     id: str | int | None = None

@@ -5,21 +5,55 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import msgspec
 import trio
 
-from prorl_trio.http.retries import RetryPolicy
-from prorl_trio.search.backend import SearchFailed
+from prorl_trio.http.client import RetryPolicy
+from prorl_trio.search.backend import Document, SearchFailed
+from prorl_trio.search.endpoint import EndpointBackend
 from prorl_trio.types.errors import SearchUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from prorl_trio.config import SearchConfig
-    from prorl_trio.search.backend import Document, SearchBackend
+    from prorl_trio.search.backend import SearchBackend
 
-__all__ = ["QueryRefused", "Search", "open_search"]
+
+URL: Final = "https://api.tavily.com/search"
+
+
+class _Result(msgspec.Struct):
+    title: str
+    url: str
+    content: str
+    score: float = 0.0
+
+
+class _Answer(msgspec.Struct):
+    results: list[_Result]
+
+
+class TavilyBackend(EndpointBackend):
+    """`POST /search` of Tavily, with its key as a bearer token: pages of the web, each with an excerpt."""
+
+    name = "tavily"
+    max_query_chars: ClassVar[int] = 400
+
+    def __init__(self, key: str, config: SearchConfig) -> None:
+        super().__init__(config.url or URL, key, config)
+
+    def _question(self, query: str, max_results: int) -> dict[str, Any]:
+        return {"query": query, "max_results": min(max_results, 20), "search_depth": "basic", "include_answer": False}
+
+    def _documents(self, body: bytes) -> list[Document]:
+        found = msgspec.json.decode(body, type=_Answer).results
+        return [
+            Document(document_id=each.url, title=each.title, text=each.content, url=each.url, score=each.score)
+            for each in found
+        ]
 
 
 class QueryRefused(Exception):
@@ -136,7 +170,7 @@ async def _open_backend(config: SearchConfig, index_dir: Path) -> SearchBackend:
         return await open_bm25(config, index_dir)
     key = await trio.to_thread.run_sync(config.read_api_key)
     if config.backend == "tavily":
-        from prorl_trio.search.tavily import TavilyBackend
+        from prorl_trio.search.service import TavilyBackend
 
         return TavilyBackend(key, config)
     from prorl_trio.search.retrieve import RetrieveBackend

@@ -6,8 +6,6 @@ import re
 import unicodedata
 from typing import Final
 
-__all__ = ["WORDS_VERSION", "words_of"]
-
 WORDS_VERSION: Final = 1
 """Raised when `words_of` changes: indexes that were made by another rule are made anew."""
 _WORD: Final = re.compile(r"\w+")

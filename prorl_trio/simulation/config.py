@@ -15,15 +15,13 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from prorl_trio.config import AgentConfig, BackendConfig, BudgetConfig, SandboxConfig, StagesConfig
-from prorl_trio.config.table import Table
+from prorl_trio.config.quantities import Table
 from prorl_trio.config.toml_file import read_toml
 from prorl_trio.types.models import RetryPolicy
 
 if TYPE_CHECKING:
     from pathlib import Path
     from random import Random
-
-__all__ = ["Distribution", "EngineModel", "FailureRates", "SimulationConfig", "WorkModel", "load_simulation"]
 
 Z95: Final = 1.6448536269514722
 """The 95th percentile of the standard normal distribution."""

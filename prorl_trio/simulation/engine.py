@@ -7,6 +7,7 @@ not slow down decoding, and a completion's whole context is reserved when it beg
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import OrderedDict
 from contextlib import asynccontextmanager
 from itertools import count
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.inference.engines.load_report import LoadReport
 from prorl_trio.inference.engines.protocol import Completion, CompletionRequest, EngineClient, EngineInfo
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from prorl_trio.simulation.config import EngineModel
-
-__all__ = ["SimulatedEngine"]
 
 _SLACK_S: Final = 1e-9
 """Rounding of the clock: what has less than this left is done."""
@@ -179,8 +178,8 @@ class SimulatedEngine(EngineClient):
         self.completions += 1
         self.tokens_sampled += max_tokens
         return Completion(
-            token_ids=[0] * max_tokens,
-            logprobs=[0.0] * max_tokens,
+            token_ids=array("i", bytes(4 * max_tokens)),
+            logprobs=array("f", bytes(4 * max_tokens)),
             finish_reason="stop",
             policy_version="0",
             engine="simulated",

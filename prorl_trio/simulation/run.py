@@ -14,44 +14,46 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import msgspec
 import numpy as np
 import trio
 import trio.testing
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.agent.context import Resources
 from prorl_trio.agent.scoring import open_scorer_pool
+from prorl_trio.agent.turns import lease_backend
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.inference.engines.protocol import made_by
+from prorl_trio.inference.engines.protocol import CompletionRequest, made_by
+from prorl_trio.inference.pool.partial import PartialCompletion
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.node.parts import open_backends, open_node_sandboxes
-from prorl_trio.pipeline.pipeline import Job, Pipeline, open_pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import Pipeline, open_pipeline
+from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
+from prorl_trio.simulation.config import SimulationConfig
 from prorl_trio.simulation.engine import SimulatedEngine
-from prorl_trio.simulation.use import ResourceUse, UseMeter, UseSource, find_bottleneck
-from prorl_trio.simulation.work import SimulatedHandler, SimulatedProvider
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.testing.fake_sandbox import FakeSandbox
 from prorl_trio.testing.tiny_model import make_tiny_model
-from prorl_trio.types.models import JobSpec, TaskInstance
+from prorl_trio.types.errors import ConfigError, EvaluationError, SandboxLost, SandboxUnavailable
+from prorl_trio.types.models import JobSpec, TaskInstance, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
-    from prorl_trio.simulation.config import SimulationConfig
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.inference.pool.lease import Lease
+    from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import Outcome, Status
 
-__all__ = [
-    "SimulatedNode",
-    "SimulationReport",
-    "Wait",
-    "open_simulated_node",
-    "run_in_simulated_time",
-    "run_simulation",
-]
 
 T = TypeVar("T")
 
@@ -63,6 +65,315 @@ MAX_ANSWER_S: Final = 5e-3
 """Engines take different times to answer a probe, or to say what their load is: for the same reason."""
 STEADY: Final = (0.1, 0.9)
 """Occupancy and throughput are measured between these shares of the jobs ended: without filling up and running out."""
+
+FULL: Final = 0.99
+"""A resource is full from this share of its capacity on: the last token of a cache is never taken."""
+LIMITS: Final = 0.85
+"""A resource that is full for this share of the time limits what comes before it."""
+
+STAGGER_S: Final = 1e-3
+"""Rollouts that get a backend at the same moment, as when one is well again, ask it within this time, one by one: trio
+runs what is due at one moment in any order."""
+
+SIZES: Final = {
+    "init_workers": "stages.init_workers",
+    "run_workers": "stages.run_workers",
+    "eval_workers": "stages.eval_workers",
+    "sandbox_starts": "sandbox.max_concurrent_starts",
+    "engines": "engine.count",
+}
+"""Short names of what is usually swept."""
+MAX_SETTINGS: Final = 1000
+GOOD_ENOUGH: Final = 0.95
+"""The share of the best throughput with which a sweep is content: more workers for the rest are not worth it."""
+
+
+class Sized(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting, and the report of its run."""
+
+    setting: dict[str, Any]
+    report: SimulationReport
+
+
+def resized(config: SimulationConfig, setting: Mapping[str, Any]) -> SimulationConfig:
+    """`config` with other values: by a name of `SIZES`, or a path (`work.tool_s.value`, `engine.max_batch`).
+
+    `sandbox_starts` are of the node and of each image.
+
+    Raises:
+        ConfigError: there is no such field, or it cannot have that value.
+    """
+    tree = msgspec.to_builtins(config)
+    for name, value in setting.items():
+        *tables, field = SIZES.get(name, name).split(".")
+        table = tree
+        for key in tables:
+            table = table.setdefault(key, {}) if isinstance(table, dict) else {}
+        table[field] = value
+        if name == "sandbox_starts":
+            table["max_concurrent_starts_per_image"] = value
+    try:
+        return msgspec.convert(tree, SimulationConfig)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"{', '.join(f'{name}={value}' for name, value in setting.items())}: {exc}") from exc
+
+
+def sweep(config: SimulationConfig, values: Mapping[str, Sequence[Any]]) -> Iterator[Sized]:
+    """Simulate every combination of `values`, the last name varying fastest.
+
+    Raises:
+        ConfigError: see `resized`; or there are over `MAX_SETTINGS` combinations.
+    """
+    settings = [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
+    if len(settings) > MAX_SETTINGS:
+        raise ConfigError(f"{len(settings)} combinations to sweep; at most {MAX_SETTINGS}")
+    configs = [resized(config, setting) for setting in settings]
+    for setting, one in zip(settings, configs, strict=True):
+        yield Sized(setting=setting, report=run_simulation(one))
+
+
+def double_each(config: SimulationConfig) -> Iterator[Sized]:
+    """Simulate `config` with twice of each of `SIZES`, one at a time: what helps is what limits."""
+    tree = msgspec.to_builtins(config)
+    for name, path in SIZES.items():
+        table, field = path.split(".")
+        setting = {name: 2 * tree[table][field]}
+        yield Sized(setting=setting, report=run_simulation(resized(config, setting)))
+
+
+def enough(tried: Sequence[Sized]) -> Sized:
+    """The smallest setting that comes within `GOOD_ENOUGH` of the best throughput."""
+    best = max(one.report.jobs_per_h for one in tried)
+    good = [one for one in tried if one.report.jobs_per_h >= GOOD_ENOUGH * best]
+    order = {name: sorted({one.setting[name] for one in tried}) for name in tried[0].setting}
+    return min(good, key=lambda one: sum(order[name].index(value) for name, value in one.setting.items()))
+
+
+class SimulatedProvider(SandboxProvider):
+    """Starts `FakeSandbox`es in the time the model says. `starting`: how many starts go on."""
+
+    name: ClassVar[str] = "simulated"
+    isolated: ClassVar[bool] = False
+
+    def __init__(self, config: SimulationConfig) -> None:
+        self._config = config
+        self._random = Random(f"{config.seed} sandboxes")
+        self._started = 0
+        self.starting = 0
+
+    async def probe(self) -> ProviderReport:
+        await trio.lowlevel.checkpoint()
+        return ProviderReport(name=self.name, usable=True, version="simulated")
+
+    @asynccontextmanager
+    async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        start_s = self._config.work.sandbox_start_s.draw(self._random)
+        fails = self._random.random() < self._config.failures.sandbox_start
+        self._started += 1
+        sandbox = FakeSandbox(f"simulated-{self._started}", {})
+        self.starting += 1
+        try:
+            with trio.move_on_after(spec.start_timeout_s) as patience:
+                await trio.sleep(start_s)
+        finally:
+            self.starting -= 1
+        if patience.cancelled_caught or fails:
+            raise SandboxUnavailable(f"{sandbox.sandbox_id}: simulated failure of its start")
+        try:
+            yield sandbox
+        finally:
+            sandbox.lose("it was closed")
+
+
+class SimulatedHandler(AgentHandler):
+    """Goes through the turns of `agent.run_agent` without a model's text: what a job draws depends on its id only."""
+
+    name = "simulated"
+
+    def __init__(self, config: SimulationConfig) -> None:
+        self._config = config
+        self._draws: Counter[tuple[str, str]] = Counter()
+
+    def validate(self, payload: Mapping[str, Any]) -> None:
+        """Anything goes."""
+
+    def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
+        """The node's default image."""
+        sandbox = context.resources.config.sandbox
+        return SandboxSpec(image=sandbox.image, start_timeout_s=sandbox.start_timeout_s)
+
+    async def init(self, context: RolloutContext) -> None:
+        """Uploads, environments, shells."""
+        await trio.sleep(self._config.work.prepare_s.draw(self._random(context, "init")))
+
+    async def run(self, context: RolloutContext) -> None:
+        """Turns on one backend, leased for all of them."""
+        work, failures, random = self._config.work, self._config.failures, self._random(context, "run")
+        turns = work.turns.draw_count(random)
+        fails_at = random.randrange(turns) if random.random() < failures.handler else turns
+        context_tokens = work.prompt_tokens.draw_count(random)
+        async with AsyncExitStack() as stack:
+            lease = await self._lease(context, stack, random)
+            for turn in range(turns):
+                if turn == fails_at:
+                    raise RuntimeError("simulated failure of the handler")
+                began_s = trio.current_time()
+                sampled = work.completion_tokens.draw_count(random)
+                await self._sample(context, lease, turn, context_tokens, sampled)
+                sampled_s = trio.current_time()
+                if turn + 1 < turns:
+                    await self._act(context, random)
+                context.record(_turn(context_tokens, sampled, sampled_s - began_s, trio.current_time() - sampled_s))
+                context_tokens += sampled + work.observation_tokens.draw_count(random, least=0)
+        context.stop_reason = "finished"
+
+    async def eval(self, context: RolloutContext) -> Evaluation:
+        """Takes its time; the reward says nothing."""
+        random = self._random(context, "eval")
+        fails = random.random() < self._config.failures.evaluation
+        await trio.sleep(self._config.work.evaluation_s.draw(random))
+        if fails:
+            raise EvaluationError("simulated failure of the evaluation")
+        return Evaluation(reward=1.0, details={})
+
+    async def _lease(self, context: RolloutContext, stack: AsyncExitStack, random: Random) -> Lease:
+        """See `STAGGER_S`. Who did not wait goes on at once."""
+        asked_s = trio.current_time()
+        lease = await lease_backend(context, stack)
+        if trio.current_time() > asked_s:
+            await trio.sleep(random.random() * STAGGER_S)
+        return lease
+
+    async def _sample(self, context: RolloutContext, lease: Lease, turn: int, prompt_tokens: int, sampled: int) -> None:
+        attempt = self._draws[context.spec.job_id, "run"]
+        asked = CompletionRequest(
+            prompt_token_ids=[0] * prompt_tokens,
+            sampling=context.spec.sampling,
+            max_tokens=sampled,
+            request_id=f"{context.spec.job_id}.{attempt}-t{turn}",
+            timeout_s=context.resources.config.backends.request_timeout_s,
+        )
+        await lease.complete(PartialCompletion(asked), calling=partial(context.waiting, charge="inference"))
+
+    async def _act(self, context: RolloutContext, random: Random) -> None:
+        """Make a tool call in the sandbox."""
+        assert context.sandbox is not None
+        fails = random.random() < self._config.failures.tool_call
+        tool_s = self._config.work.tool_s.draw(random)
+        with context.waiting("tool", "sandbox"):
+            await context.sandbox.exec(["sleep", str(tool_s)], timeout_s=context.resources.config.agent.tool_timeout_s)
+        if fails:
+            raise SandboxLost("simulated loss of the sandbox")
+
+    def _random(self, context: RolloutContext, stage: str) -> Random:
+        """Return the random numbers of one stage of a job, which are the same whatever else goes on.
+
+        An attempt after a failure draws anew.
+        """
+        self._draws[context.spec.job_id, stage] += 1
+        return Random(f"{self._config.seed} {context.spec.job_id} {stage} {self._draws[context.spec.job_id, stage]}")
+
+
+def _turn(prompt_tokens: int, sampled: int, inference_s: float, tools_s: float) -> Turn:
+    return Turn(
+        segment=0,
+        completion_start=prompt_tokens,
+        completion_end=prompt_tokens + sampled,
+        text="",
+        finish_reason="stop",
+        tool_calls=[],
+        observations=[],
+        inference_s=inference_s,
+        tools_s=tools_s,
+    )
+
+
+class ResourceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The use of a resource over the steady part of a run.
+
+    Attributes:
+        capacity: how much there is.
+        mean: how much was in use.
+        held: of workers: how many were held up, with a job done, by what comes after them.
+        full: share of the time in which all of it was in use.
+    """
+
+    name: str
+    capacity: float
+    mean: float
+    held: float
+    full: float
+
+
+class UseSource:
+    """The source of a resource's figures: `used` does work; `taken`, where it differs, is not free either."""
+
+    def __init__(
+        self,
+        name: str,
+        capacity: float,
+        used: Callable[[], float],
+        taken: Callable[[], float] | None = None,
+    ) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.used = used
+        self.taken = taken or used
+
+
+class UseMeter(trio.abc.Instrument):
+    """Looks whenever the loop has nothing more to do at the present time: what it sees then holds until the next."""
+
+    def __init__(self, sources: Sequence[UseSource], counts: Callable[[], bool]) -> None:
+        self._sources = sources
+        self._counts = counts
+        self._at_s = trio.current_time()
+        self._now: list[tuple[float, float, bool]] = []
+        self._used = [0.0] * len(sources)
+        self._held = [0.0] * len(sources)
+        self._full = [0.0] * len(sources)
+        self.measured_s = 0.0
+
+    def before_io_wait(self, timeout: float) -> None:
+        """Called by trio, between two moments."""
+        now_s = trio.current_time()
+        passed_s = now_s - self._at_s
+        if passed_s > 0:
+            self.measured_s += passed_s if self._now else 0.0
+            for index, (used, held, full) in enumerate(self._now):
+                self._used[index] += used * passed_s
+                self._held[index] += held * passed_s
+                self._full[index] += full * passed_s
+        self._at_s = now_s
+        self._now = [_look(source) for source in self._sources] if self._counts() else []
+
+    def uses(self) -> list[ResourceUse]:
+        """The means so far; zeros if nothing was measured."""
+        seconds = self.measured_s or 1.0
+        return [
+            ResourceUse(
+                name=source.name,
+                capacity=source.capacity,
+                mean=self._used[index] / seconds,
+                held=self._held[index] / seconds,
+                full=self._full[index] / seconds,
+            )
+            for index, source in enumerate(self._sources)
+        ]
+
+
+def _look(source: UseSource) -> tuple[float, float, bool]:
+    used = source.used()
+    return used, source.taken() - used, used >= FULL * source.capacity
+
+
+def find_bottleneck(uses: Sequence[ResourceUse]) -> str:
+    """Return the last resource on a job's way that is nearly always full; if there is none, the one most in use.
+
+    Resources before it that are full are so because of it.
+    """
+    full = [use for use in uses if use.full >= LIMITS]
+    return full[-1].name if full else max(uses, key=lambda use: use.mean / use.capacity).name
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):

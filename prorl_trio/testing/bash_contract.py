@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
-from ipc.nursery import single_exception
+from prorl_ipc.nursery import single_exception
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ipc.sandbox_calls import BashResult
+    from prorl_ipc.sandbox_calls import BashResult
     from prorl_trio.sandbox.sandbox import Sandbox
-
-__all__ = ["PORTABLE", "SESSIONS", "ProgramMissing", "Session", "Step", "check_session", "check_sessions"]
 
 STEP_TIMEOUT_S: Final = 20.0
 QUIET_TIMEOUT_S: Final = 0.4

@@ -14,7 +14,8 @@ The tests need pytest-trio, or another plugin that runs async tests under trio.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import trio
@@ -23,8 +24,6 @@ from tokenizers import Tokenizer
 from prorl_trio.inference.engines.protocol import Completion, CompletionRequest, EngineClient, TokenSink
 from prorl_trio.types.errors import ContextLengthExceeded
 from prorl_trio.types.models import SamplingParams
-
-__all__ = ["EngineContract", "EngineUnderTest"]
 
 GREEDY = SamplingParams(temperature=0.0)
 TEST_TIMEOUT_S = 240.0
@@ -107,7 +106,9 @@ class EngineContract:
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
             whole = await _generate(engine, GREEDY, max_tokens=4)
-            rest = await _generate(engine, GREEDY, max_tokens=2, prompt=_certain_prompt(engine) + whole.token_ids[:2])
+            rest = await _generate(
+                engine, GREEDY, max_tokens=2, prompt=[*_certain_prompt(engine), *whole.token_ids[:2]]
+            )
             assert rest.token_ids == whole.token_ids[2:]
             assert _distance(rest.logprobs, whole.logprobs[2:]) < LOGPROB_TOLERANCE
 
@@ -261,7 +262,8 @@ class EngineContract:
                 assert _distance(streamed.logprobs, whole.logprobs) < LOGPROB_TOLERANCE
                 assert streamed.dropped_tokens == 0
                 if engine.streams:
-                    assert (seen.token_ids, seen.logprobs) == (streamed.token_ids, streamed.logprobs)
+                    assert array("i", seen.token_ids) == streamed.token_ids
+                    assert array("f", seen.logprobs) == streamed.logprobs
 
     async def test_a_sink_that_has_enough_ends_the_completion_at_that_token(self, engine: EngineUnderTest) -> None:
         """End a completion as a complete tool call does.
@@ -280,7 +282,7 @@ class EngineContract:
             assert _distance(stopped.logprobs, whole.logprobs[:2]) < LOGPROB_TOLERANCE
             assert stopped.dropped_tokens == len(seen.token_ids) - 2
             await engine.wait_running(lambda running: running == 0)
-            prompt = _certain_prompt(engine) + stopped.token_ids
+            prompt = [*_certain_prompt(engine), *stopped.token_ids]
             rest = await _generate(engine, GREEDY, max_tokens=2, prompt=prompt, sink=Streamed().take)
             assert rest.token_ids == whole.token_ids[2:]
 
@@ -354,5 +356,5 @@ def _repeated(token_ids: list[int], length: int) -> list[int]:
     return (token_ids * (length // len(token_ids) + 1))[:length]
 
 
-def _distance(one: list[float], other: list[float]) -> float:
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))

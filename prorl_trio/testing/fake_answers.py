@@ -11,17 +11,6 @@ from prorl_trio.testing.fake_http import Answer
 if TYPE_CHECKING:
     from prorl_trio.testing.fake_sampling import FakeRequest, Sampled
 
-__all__ = [
-    "DONE",
-    "Fault",
-    "completion_answer",
-    "completion_event",
-    "error_answer",
-    "error_body",
-    "sse",
-    "usage_event",
-]
-
 Fault = Literal[
     "server_error",  # status 500
     "reset_before_headers",  # the connection is reset, nothing of the answer sent

@@ -20,7 +20,7 @@ import msgspec
 import trio
 from tokenizers import Tokenizer
 
-from ipc.nursery import single_exception
+from prorl_ipc.nursery import single_exception
 from prorl_trio.testing.fake_answers import (
     DONE,
     Fault,
@@ -36,16 +36,6 @@ from prorl_trio.testing.fake_sampling import FakeRequest, Sampled, Script, defau
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
-
-__all__ = [
-    "FakeEngine",
-    "FakeEngineConfig",
-    "FakeEngineStatistics",
-    "Fault",
-    "Script",
-    "open_fake_engine",
-    "open_look_alike",
-]
 
 MAX_CONNECTIONS = 4096
 TOKENIZER_CALLS = (("POST", "/tokenize"), ("POST", "/detokenize"))
@@ -159,14 +149,14 @@ class FakeEngine:
         """End `hold`."""
         self._gate.set()
 
-    def pause(self, mode: str) -> None:
+    def begin_pause(self, mode: str) -> None:
         """Pause, as its API does."""
         self.paused = mode
         if mode == "abort":
             self.abort_all()
         self.hold()
 
-    def resume(self) -> None:
+    def end_pause(self) -> None:
         """Resume, as its API does."""
         self.paused = None
         self.release()
@@ -258,9 +248,9 @@ class FakeEngine:
         told = msgspec.json.decode(body) if body else {}
         match path:
             case "/pause":
-                self.pause(mode)
+                self.begin_pause(mode)
             case "/resume":
-                self.resume()
+                self.end_pause()
             case "/update_weight_version":
                 self.weight_version = told["new_version"]
             case "/collective_rpc":

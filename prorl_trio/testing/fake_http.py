@@ -13,9 +13,7 @@ import h11
 import msgspec
 import trio
 
-from ipc.nursery import single_exception
-
-__all__ = ["Answer", "HttpCall", "Send", "serve_http"]
+from prorl_ipc.nursery import single_exception
 
 Send = Callable[[bytes], Awaitable[None]]
 """Sends a piece of a streamed body."""

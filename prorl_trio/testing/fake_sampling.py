@@ -10,8 +10,6 @@ import msgspec
 
 from prorl_trio.types.models import FinishReason
 
-__all__ = ["FakeRequest", "Sampled", "Script", "default_script", "sample"]
-
 Script = Callable[[list[int]], tuple[list[int], list[float], FinishReason]]
 """Prompt ids -> (sampled ids, log-probabilities, finish reason)."""
 

@@ -6,23 +6,49 @@ few expressions, and fails on request. Uploads and downloads read and write this
 
 from __future__ import annotations
 
+import ast
 import errno
 import math
+import operator
+from collections import deque
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 import trio
 
-from ipc.errors import CallFailed
-from ipc.file_calls import DownloadBegin, EditFile, FileRead, FileWrite, UploadBegin
-from ipc.sandbox_calls import (
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.file_calls import (
+    DownloadBegin,
+    DownloadParts,
+    EditFile,
+    FileData,
+    FileEdited,
+    FileRead,
+    FileWrite,
+    FileWritten,
+    TransferAbort,
+    TransferAborted,
+    TransferBegun,
+    TreeContent,
+    TreeEntry,
+    TreeParts,
+    UploadBegin,
+    UploadEnd,
+    UploadEnded,
+    UploadParts,
+    UploadTaken,
+)
+from prorl_ipc.sandbox_calls import (
     BashInput,
     BashRestart,
     BashRestarted,
     BashResult,
     BashRun,
+    CellError,
+    CellResult,
     Exec,
     ExecInput,
     ExecInputTaken,
@@ -36,20 +62,345 @@ from ipc.sandbox_calls import (
 from prorl_trio.sandbox.images.locate import check_host_layers, locate_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.sandbox.sandbox import Sandbox, ShellBusy, ShellIdle
-from prorl_trio.testing.fake_files import FakeFiles
-from prorl_trio.testing.fake_python import FakePython
-from prorl_trio.testing.fake_shell import FakeShell, cap_bytes
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
-    from ipc.sandbox_calls import SandboxCall, SandboxReply
+    from prorl_ipc.file_calls import TreePart
+    from prorl_ipc.sandbox_calls import SandboxCall, SandboxReply
     from prorl_trio.sandbox.program import OnOutput
 
-__all__ = ["FakeProvider", "FakeSandbox"]
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+_BINARY: Final[dict[type[ast.operator], Callable[[float, float], float]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+HOME: Final = "/home/agent"
+_FOLDERS: Final = {PurePosixPath("/"), PurePosixPath("/tmp"), PurePosixPath(HOME)}
+_FOLDER_MODE: Final = 0o755
+_FILE_MODE: Final = 0o644
+
+INTERRUPTED: Final = 130
+_INTERRUPT_KEY: Final = b"\x03"
+
+How = Literal["ended", "quiet", "timed_out"]
+
+
+class FakeShell:
+    """A shell of a few words.
+
+    It knows `NAME=VALUE`, `echo WORDS` with `$NAME` and `$?`, `cd DIR`, `pwd`, `true`, `false`, `read NAME`, `sleep
+    SECONDS` and `exit CODE`, one command a line or after `;`.
+
+    Attributes:
+        cwd, exit_code: as the last command left them.
+        is_running: whether a command goes on.
+        restarted: whether the last command ended the shell.
+    """
+
+    def __init__(self, env: Mapping[str, str], lost: trio.Event) -> None:
+        self._env = env
+        self._lost = lost
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything."""
+        self.cwd = HOME
+        self.exit_code = 0
+        self.restarted = False
+        self._variables: dict[str, str] = {}
+        self._lines: deque[str] = deque()
+        self._typed = ""
+        self._wake_s: float | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._lines)
+
+    def begin(self, command: str) -> None:
+        """Lay `command` ready for `go_on`."""
+        self.restarted = False
+        self._lines.extend(line.strip() for line in command.replace(";", "\n").splitlines())
+
+    def type_keys(self, keys: bytes) -> None:
+        """C-c drops the command; anything else is for its `read`."""
+        if _INTERRUPT_KEY in keys:
+            self._drop(INTERRUPTED)
+        else:
+            self._typed += keys.decode(errors="replace")
+
+    async def go_on(self, output: list[str], *, timeout_s: float, quiet_timeout_s: float | None) -> How:
+        """Run to the end, to the deadline, or until it waited for `quiet_timeout_s`. A cancel drops the command."""
+        deadline_s = trio.current_time() + timeout_s
+        try:
+            while self._lines and not self._lost.is_set():
+                quiet_at_s = deadline_s if quiet_timeout_s is None else trio.current_time() + quiet_timeout_s
+                if not await self._waited(self._lines[0], min(deadline_s, quiet_at_s)):
+                    if quiet_at_s < deadline_s:
+                        return "quiet"
+                    self._drop(0)
+                    return "timed_out"
+                if not self._run_line(self._lines.popleft(), output):
+                    exit_code = self.exit_code
+                    self.restart()
+                    self.exit_code, self.restarted = exit_code, True
+        except trio.Cancelled:
+            self._drop(INTERRUPTED)
+            raise
+        self._typed = ""
+        return "ended"
+
+    def _drop(self, exit_code: int) -> None:
+        self._lines.clear()
+        self._wake_s, self.exit_code = None, exit_code
+
+    async def _waited(self, line: str, until_s: float) -> bool:
+        """Return whether what `line` waits for has come by then."""
+        word, _, rest = line.partition(" ")
+        if word == "sleep":
+            self._wake_s = self._wake_s or trio.current_time() + float(rest)
+            await self._wait_until(min(self._wake_s, until_s))
+            if self._wake_s > trio.current_time():
+                return False
+            self._wake_s = None
+        elif word == "read" and "\n" not in self._typed:
+            await self._wait_until(until_s)
+            return False
+        return True
+
+    async def _wait_until(self, time_s: float) -> None:
+        with trio.move_on_at(time_s):
+            await self._lost.wait()
+
+    def _run_line(self, line: str, output: list[str]) -> bool:
+        """Run one simple command; False if it ended the shell."""
+        word, _, rest = line.partition(" ")
+        name, assigned, value = word.partition("=")
+        rest = self._expand(rest)
+        self.exit_code = 0
+        if assigned and name.isidentifier():
+            self._variables[name] = self._expand(value)
+        elif word == "read":
+            self._variables[rest], _, self._typed = self._typed.partition("\n")
+        elif word == "echo":
+            output.append(rest + "\n")
+        elif word == "pwd":
+            output.append(self.cwd + "\n")
+        elif word == "cd":
+            self.cwd = str(PurePosixPath(self.cwd) / (rest or HOME))
+        elif word == "false":
+            self.exit_code = 1
+        elif word == "exit":
+            self.exit_code = int(rest or 0)
+            return False
+        elif word not in ("", "true", "sleep"):
+            output.append(f"bash: {word}: command not found\n")
+            self.exit_code = 127
+        return True
+
+    def _expand(self, text: str) -> str:
+        for name, value in {"?": str(self.exit_code), **self._env, **self._variables}.items():
+            text = text.replace(f"${name}", value)
+        return text
+
+
+def cap_bytes(raw: bytes, max_bytes: int) -> tuple[bytes, int]:
+    """Return the head and the tail of an output that is too long, and how much was left out."""
+    if len(raw) <= max_bytes:
+        return raw, 0
+    head, tail = raw[: max_bytes // 2], raw[len(raw) - max_bytes // 2 :]
+    dropped = len(raw) - len(head) - len(tail)
+    return head + f"\n[... {dropped} bytes left out ...]\n".encode() + tail, dropped
+
+
+class _Upload(NamedTuple):
+    """A tree on its way in: where to, and the files so far, of which the last one is still growing."""
+
+    path: str
+    files: dict[str, bytes]
+
+
+class FakeFiles:
+    """Keeps files by absolute path, and no folders, modes or links.
+
+    Attributes:
+        content: of each file.
+    """
+
+    def __init__(self) -> None:
+        self.content: dict[str, bytes] = {}
+        self._uploads: dict[int, _Upload] = {}
+        self._downloads: dict[int, list[TreePart]] = {}
+
+    def answer(self, request: SandboxCall) -> SandboxReply:
+        """Carry out a call that is about files."""
+        match request:
+            case FileRead():
+                data = self._read(request.path)
+                end = request.offset + request.max_bytes
+                return FileData(data=data[request.offset : end], size_bytes=len(data), eof=end >= len(data))
+            case FileWrite():
+                self._check_path(request.path)
+                before = self.content.get(request.path, b"") if request.append else b""
+                self.content[request.path] = before + bytes(request.data)
+                return FileWritten(size_bytes=len(self.content[request.path]))
+            case EditFile():
+                return self._edit(request)
+        return self._transfer(request)
+
+    def _read(self, path: str) -> bytes:
+        self._check_path(path)
+        if path not in self.content:
+            raise FileNotFoundError(errno.ENOENT, path)
+        return self.content[path]
+
+    def _check_path(self, path: str) -> None:
+        if not path.startswith("/"):
+            raise ValueError(f"{path} is not absolute")
+        folders = {parent for file in self.content for parent in PurePosixPath(file).parents}
+        if PurePosixPath(path) in _FOLDERS | folders:
+            raise IsADirectoryError(errno.EISDIR, path)
+
+    def _edit(self, edit: EditFile) -> FileEdited:
+        """Know `view` of a whole file, `create` and `str_replace`."""
+        known = edit.path in self.content
+        text = self.content.get(edit.path, b"").decode()
+        match edit.command:
+            case "create" if not known:
+                self.content[edit.path] = (edit.file_text or "").encode()
+                return FileEdited(output=f"File created successfully at: {edit.path}", ok=True)
+            case "view" if known:
+                lines = "".join(f"{number:6}\t{line}\n" for number, line in enumerate(text.splitlines(), 1))
+                return FileEdited(output=f"Here's the result of running `cat -n` on {edit.path}:\n{lines}", ok=True)
+            case "str_replace" if known and edit.old_str and text.count(edit.old_str) == 1:
+                self.content[edit.path] = text.replace(edit.old_str, edit.new_str or "").encode()
+                return FileEdited(output=f"The file {edit.path} has been edited.", ok=True)
+        return FileEdited(output=f"{edit.command} cannot be done to {edit.path}.", ok=False)
+
+    def _transfer(self, request: SandboxCall) -> SandboxReply:
+        match request:
+            case UploadBegin(transfer_id=number, path=path, overwrite=overwrite):
+                if self._below(path) and not overwrite:
+                    raise FileExistsError(errno.EEXIST, path)
+                self._uploads[number] = _Upload(path, {})
+                return TransferBegun()
+            case UploadParts(transfer_id=number, parts=parts):
+                for part in parts:
+                    _take(self._uploads[number], part)
+                return UploadTaken()
+            case UploadEnd(transfer_id=number):
+                upload = self._uploads.pop(number)
+                for path in self._below(upload.path):
+                    del self.content[path]
+                self.content.update(upload.files)
+                return UploadEnded()
+            case DownloadBegin(transfer_id=number, path=path):
+                self._downloads[number] = self._tree(path)
+                return TransferBegun()
+            case DownloadParts(transfer_id=number):
+                return TreeParts(parts=self._downloads.pop(number), done=True)
+            case TransferAbort(transfer_id=number):
+                self._uploads.pop(number, None)
+                self._downloads.pop(number, None)
+                return TransferAborted()
+        raise TypeError(f"{type(request).__name__} is not about files")
+
+    def _below(self, path: str) -> list[str]:
+        return sorted(file for file in self.content if file == path or file.startswith(f"{path}/"))
+
+    def _tree(self, path: str) -> list[TreePart]:
+        files = self._below(path)
+        if not files:
+            raise FileNotFoundError(errno.ENOENT, path)
+        parts: dict[str, list[TreePart]] = {}
+        for file in files:
+            inner = file[len(path) + 1 :]
+            for folder in reversed(PurePosixPath(inner).parents):
+                name = "" if str(folder) == "." else str(folder)
+                if inner:
+                    parts.setdefault(name, [TreeEntry(name.encode(), "folder", _FOLDER_MODE)])
+            content = self.content[file]
+            parts[inner] = [TreeEntry(inner.encode(), "file", _FILE_MODE), *([TreeContent(content)] if content else [])]
+        return [part for some in parts.values() for part in some]
+
+
+def _take(upload: _Upload, part: TreePart) -> None:
+    files = upload.files
+    if isinstance(part, TreeContent):
+        files[next(reversed(files))] += part.data
+    elif part.kind == "file":
+        files[f"{upload.path}/{part.path.decode()}" if part.path else upload.path] = b""
+
+
+class FakePython:
+    """A session of Python: its names, and the number of cells so far."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, float | str | None] = {}
+        self._execution_count = 0
+
+    def run(self, request: IpythonRun) -> CellResult:
+        """Run a cell to its end, which takes no time."""
+        self._execution_count += 1
+        printed: list[str] = []
+        value: float | str | None = None
+        error: CellError | None = None
+        try:
+            for statement in ast.parse(request.code).body:
+                value = self._run_statement(statement, printed)
+        except (ArithmeticError, NameError, SyntaxError, TypeError) as exc:
+            name = type(exc).__name__
+            error = CellError(name=name, value=str(exc), traceback=f"{name}: {exc}")
+        kept, dropped = cap_bytes("".join(printed).encode(), request.max_output_bytes)
+        return CellResult(
+            stdout=kept.decode(errors="replace"),
+            stderr="",
+            result=None if value is None or error else repr(value),
+            error=error,
+            execution_count=self._execution_count,
+            duration_s=0.0,
+            dropped_bytes=dropped,
+        )
+
+    def _run_statement(self, statement: ast.stmt, printed: list[str]) -> float | str | None:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                self._names[name] = self._evaluate(value)
+                return None
+            case ast.Expr(value=ast.Call(func=ast.Name(id="print"), args=args)):
+                printed.append(" ".join(str(self._evaluate(arg)) for arg in args) + "\n")
+                return None
+            case ast.Expr(value=value):
+                return self._evaluate(value)
+        raise TypeError(f"the fake cannot run {type(statement).__name__}")
+
+    def _evaluate(self, node: ast.expr) -> float | str | None:
+        match node:
+            case ast.Constant(value=int() | float() | str() | None as value):
+                return value
+            case ast.Name(id=name):
+                if name not in self._names:
+                    raise NameError(f"name {name!r} is not defined")
+                return self._names[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._number(operand)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+                return _BINARY[type(op)](self._number(left), self._number(right))
+        raise TypeError(f"the fake cannot evaluate {type(node).__name__}")
+
+    def _number(self, node: ast.expr) -> float:
+        value = self._evaluate(node)
+        if isinstance(value, int | float):
+            return value
+        raise TypeError(f"{value!r} is not a number")
 
 
 class FakeProvider(SandboxProvider):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.search.words import words_of
 from prorl_trio.testing.fake_http import Answer, HttpCall, serve_http
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from prorl_trio.search.backend import Document
-
-__all__ = ["FakeRetrieve", "FakeSearchServer", "FakeTavily", "open_fake_retrieve", "open_fake_tavily"]
 
 HANG = Answer(0, b"")
 """Put into `FakeSearchServer.faults`: no answer to the next request until the client leaves."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from prorl_trio.testing.fake_answers import Fault
     from prorl_trio.testing.fake_sampling import FakeRequest, Script
 
-__all__ = ["FakeSglang", "open_fake_sglang"]
-
 
 class FakeSglang(FakeEngine):
     """The running server. What is sampled, held, aborted and counted is the fake engine's.
@@ -64,9 +62,9 @@ class FakeSglang(FakeEngine):
 
     def _control(self, call: HttpCall) -> dict[str, Any] | None:
         if call.path == "/pause_generation":
-            self.pause(msgspec.json.decode(call.body)["mode"])
+            self.begin_pause(msgspec.json.decode(call.body)["mode"])
         elif call.path == "/continue_generation":
-            self.resume()
+            self.end_pause()
         elif call.path == "/update_weight_version":
             self.weight_version = msgspec.json.decode(call.body)["new_version"]
         else:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.testing.fake_sampling import Script
 
-__all__ = ["FakeTrainerEngine", "open_fake_trainer_engine"]
-
 
 class FakeTrainerEngine(FakeEngine):
     """The running server. What is sampled, held, aborted and counted is the fake engine's; it knows `/generate` only.

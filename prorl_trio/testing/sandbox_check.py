@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import secrets
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -12,7 +14,6 @@ import trio
 
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.reaper import descendants
-from prorl_trio.testing.sandbox_mounts import mounts_of_sandboxes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -20,25 +21,51 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = [
-    "ACTION_TIMEOUT_S",
-    "CHECK_TIMEOUT_S",
-    "Contract",
-    "Traces",
-    "assert_no_more",
-    "bash",
-    "checked_sandbox",
-    "command_of",
-    "open_and_close",
-    "planted_secret",
-    "raises",
-    "traces",
-]
 
 CHECK_TIMEOUT_S: Final = 60.0
 ACTION_TIMEOUT_S: Final = 20.0
 
 E = TypeVar("E", bound=Exception)
+
+_MOUNTS: Final = Path("/proc/self/mounts")
+_USER_NAMESPACE: Final = "/proc/self/ns/user"
+_NS_GET_USERNS: Final = 0xB701
+"""See ioctl_ns(2)."""
+_ESCAPED: Final = re.compile(r"\\([0-7]{3})")
+
+
+def mounts_of_sandboxes() -> frozenset[str]:
+    """Return the lines of /proc/self/mounts, without the namespaces that no rootless sandbox can have made.
+
+    A namespace is kept by a mount, as `ip netns add` and Docker do. It belongs to the user namespace in which it was
+    made, and a sandbox makes its own in a user namespace of its own. So one that belongs to ours, or to one above it,
+    is another program's. Whatever cannot be told for certain is in the answer.
+    """
+    lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    return frozenset(line for line in lines if not _is_namespace_of_a_stranger(line))
+
+
+def _is_namespace_of_a_stranger(line: str) -> bool:
+    _, place, kind, *_ = line.split(" ")
+    if kind != "nsfs":
+        return False
+    path = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), place)
+    try:
+        namespace = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        owner = fcntl.ioctl(namespace, _NS_GET_USERNS)
+    except PermissionError:  # it belongs to a user namespace that is not below ours
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(namespace)
+    try:
+        return os.fstat(owner).st_ino == os.stat(_USER_NAMESPACE).st_ino
+    finally:
+        os.close(owner)
 
 
 class Contract(NamedTuple):

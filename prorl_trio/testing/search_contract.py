@@ -19,8 +19,6 @@ import trio
 
 from prorl_trio.search.backend import Document, SearchBackend
 
-__all__ = ["DOCUMENTS", "SearchContract"]
-
 TEST_TIMEOUT_S: Final = 60.0
 CALL_TIMEOUT_S: Final = 30.0
 DOCUMENTS: Final = (

@@ -14,8 +14,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CHATML_TEMPLATE", "TinyTokenizer", "make_tiny_model"]
-
 CHATML_TEMPLATE: Final = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"

@@ -10,8 +10,6 @@ from prorl_trio.chat.families.call_values import Malformed, decode_json
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["read_arguments"]
-
 _NOTHING = object()
 _WORDS = {"true": True, "false": False}
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 import msgspec
 import trio
 
-from ipc.errors import IpcError
-from ipc.nursery import leaves
-from ipc.portable_text import portable_text
+from prorl_ipc.errors import IpcError
+from prorl_ipc.nursery import leaves
+from prorl_ipc.portable_text import portable_text
 from prorl_trio.chat.families.call_values import Malformed, check_portable
 from prorl_trio.sandbox.sandbox import ShellBusy, ShellIdle
 from prorl_trio.tools.arguments import read_arguments
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import ToolCall
-
-__all__ = ["Observation", "Tool", "ToolSet"]
 
 logger = logging.getLogger(__name__)
 

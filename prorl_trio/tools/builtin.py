@@ -12,12 +12,9 @@ from prorl_trio.types.errors import HandlerError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ipc.sandbox_calls import BashResult, CellResult
+    from prorl_ipc.sandbox_calls import BashResult, CellResult
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.types.models import ToolOutcome
-
-__all__ = ["BashTool", "FinishTool", "IpythonTool", "ThinkTool", "render_bash", "render_cell"]
-
 
 QUIET_TIMEOUT_S: Final = 30.0
 CONTROL_KEYS: Final = {"C-c": b"\x03", "C-d": b"\x04", "C-z": b"\x1a"}

@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import trio
 
-from ipc.file_calls import EditFile
+from prorl_ipc.file_calls import EditFile
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool
-from prorl_trio.types.errors import HandlerError
-from prorl_trio.types.field_errors import field_error
+from prorl_trio.types.errors import HandlerError, field_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from prorl_trio.sandbox.sandbox import Sandbox
-
-__all__ = ["EditorTool"]
 
 DESCRIPTION = """\
 View, create and edit text files.

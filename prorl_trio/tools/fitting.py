@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Codec", "fit_texts", "fitting_share"]
-
 REPLACED = "\ufffd"
 """The character that half a character is decoded to."""
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from prorl_trio.search.backend import Document
     from prorl_trio.search.service import Search
 
-__all__ = ["SearchTool", "render_documents"]
-
 
 class SearchTool(Tool):
     """Searches documents. Made for one rollout, whose calls it counts; what it finds is text, and nothing is fetched.

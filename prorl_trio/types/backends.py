@@ -1,36 +1,14 @@
 """The requests of trainers and operators to a node's pool of LLM backends, and their answers.
 
 One request and one answer for each operation; both travel as they are through REST, and as `msgspec.Raw` through the
-WebSocket (`ipc.session.CallBackends`).
+WebSocket (`prorl_ipc.session.CallBackends`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
-
-__all__ = [
-    "AddBackend",
-    "AnswerT",
-    "BackendList",
-    "BackendRequest",
-    "ConfirmWeights",
-    "DrainBackend",
-    "EngineAnswer",
-    "ExpectTransfer",
-    "ListBackends",
-    "LoadAdapter",
-    "LoadWeights",
-    "PauseBackends",
-    "PauseMode",
-    "RemoveBackends",
-    "RenewUpdate",
-    "ResumeBackends",
-    "UpdateReport",
-    "UpdatedBackend",
-    "WeighBackend",
-]
 
 PauseMode = Literal["wait", "abort", "keep"]
 """The fate of completions in flight: `wait` for them, `abort` them (they are continued after the resume, from the
@@ -83,8 +61,13 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
 AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 
 
-class BackendRequest(msgspec.Struct, Generic[AnswerT], frozen=True, forbid_unknown_fields=True, kw_only=True):
+class BackendRequest(
+    msgspec.Struct, Generic[AnswerT], frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """Base of requests: an unknown field is an error.
+
+    `Backends.operate` carries them out, and `RolloutClient.operate` sends them to a node. A cancel of either withdraws
+    the request: it changes nothing, unless it had been carried out before.
 
     Attributes:
         operation: the name of what is asked for.
@@ -96,17 +79,25 @@ class BackendRequest(msgspec.Struct, Generic[AnswerT], frozen=True, forbid_unkno
 
 
 class ListBackends(BackendRequest[BackendList], frozen=True):
-    """The pool as it is."""
+    """Return the state of the pool now."""
 
     operation: ClassVar = "list"
     answer: ClassVar = BackendList
 
 
 class AddBackend(BackendRequest[BackendList], frozen=True):
-    """The origin of a server, as `http://127.0.0.1:8000`, and its share of the rollouts beside others.
+    """Probe an LLM backend and add it to the pool. A drained backend becomes active again.
 
-    Without a `weight` that is 1 for a new one, and what it was for one that is there. With a `policy_version`, which
-    the caller knows its weights to be of, it is added only where the node has that policy, and no update is under way.
+    Attributes:
+        url: its origin, as `http://127.0.0.1:8000`.
+        weight: its share of the tasks, relative to the other backends. None: 1 for a new backend, else unchanged.
+        policy_version: the version that the caller knows its weights to be of: it is added only where the pool has
+            that policy, and no update is under way.
+        when_up: do not probe it now: list it as `down`, and have it join as soon as it passes its probe.
+
+    Raises:
+        BackendError: it did not pass the probe; the message says why.
+        BackendsBusy: there is a `policy_version`, and an update is under way.
     """
 
     operation: ClassVar = "add"
@@ -114,10 +105,17 @@ class AddBackend(BackendRequest[BackendList], frozen=True):
     url: _Url
     weight: _Weight | None = None
     policy_version: _Version | None = None
+    when_up: bool = False
 
 
 class DrainBackend(BackendRequest[BackendList], frozen=True):
-    """The backend that is to be given no new rollouts."""
+    """Give a backend no new tasks; it stays in the pool.
+
+    Each of its tasks moves to another backend at its next completion, if another one accepts tasks.
+
+    Raises:
+        UnknownBackend: it is not in the pool.
+    """
 
     operation: ClassVar = "drain"
     answer: ClassVar = BackendList
@@ -125,7 +123,12 @@ class DrainBackend(BackendRequest[BackendList], frozen=True):
 
 
 class WeighBackend(BackendRequest[BackendList], frozen=True):
-    """The share of the rollouts that it gets from now on, beside others."""
+    """Set the weight of a backend: its share of the tasks that are placed from now on.
+
+    Raises:
+        UnknownBackend: it is not in the pool.
+        BackendError: `weight` is not above 0.
+    """
 
     operation: ClassVar = "weigh"
     answer: ClassVar = BackendList
@@ -134,7 +137,11 @@ class WeighBackend(BackendRequest[BackendList], frozen=True):
 
 
 class RemoveBackends(BackendRequest[BackendList], frozen=True):
-    """The backends to take out: one `url`, or `all`."""
+    """Remove one backend (`url`), or `all` of them. Running calls finish; jobs wait until a backend is added.
+
+    Raises:
+        UnknownBackend: it is not in the pool.
+    """
 
     operation: ClassVar = "remove"
     answer: ClassVar = BackendList
@@ -147,10 +154,25 @@ class RemoveBackends(BackendRequest[BackendList], frozen=True):
 
 
 class PauseBackends(BackendRequest[UpdateReport], frozen=True):
-    """`mode` says what becomes of completions in flight; `timeout_s` is for all of it.
+    """Hold back all new completions until a resume.
 
-    With a `holder`, a name of the caller's own, the pause is for one update of the policy, and nobody else's steps come
-    between. With `lease_s`, the update is given up when none of its steps comes for so long.
+    Answered when the completions in flight have ended, were aborted or are kept, as `mode` says. Jobs go on up to their
+    next completion and wait there. Engines that can be paused are paused too; one that failed to is in the report. A
+    paused pool may be paused again, in another mode. `RolloutClient.policy_update` pauses and resumes by itself.
+
+    A pause without a `holder`, before an update or while it runs, outlasts it.
+
+    Attributes:
+        mode: the fate of completions in flight.
+        timeout_s: limit for all of it.
+        holder: a name of the caller's own, new for each update of the policy: only steps with that name then change the
+            weights, until its resume.
+        lease_s: the update is given up, and the former weights are put back, if none of the holder's steps, nor a
+            `RenewUpdate`, comes for so long.
+
+    Raises:
+        PauseTimeout: it took longer than `timeout_s`; the pause is undone, and so it is by a cancel.
+        BackendsBusy: another pause or resume is running, or another holder's update; nothing has changed.
     """
 
     operation: ClassVar = "pause"
@@ -166,7 +188,12 @@ class PauseBackends(BackendRequest[UpdateReport], frozen=True):
 
 
 class RenewUpdate(BackendRequest[UpdateReport], frozen=True):
-    """The holder whose lease is to begin anew."""
+    """Let the lease of a holder's update begin anew.
+
+    Raises:
+        UpdateRefused: the update is over; the former version is back.
+        BackendsBusy: another holder's update is running.
+    """
 
     operation: ClassVar = "renew_update"
     answer: ClassVar = UpdateReport
@@ -174,7 +201,15 @@ class RenewUpdate(BackendRequest[UpdateReport], frozen=True):
 
 
 class LoadWeights(BackendRequest[UpdateReport], frozen=True):
-    """The folder of the policy's new weights, as the engines see it, and the time that each of them has for it."""
+    """Have the engines of a paused pool load the weights in `folder`, a path as the engines see it.
+
+    They are on trial: a resume with a version keeps them, a resume without one puts the former weights back. An engine
+    that failed to load is in the report. `timeout_s` is for each engine. After a cancel, each may have them or not.
+
+    Raises:
+        UpdateRefused: the pool is not paused, or the holder's update is over.
+        BackendsBusy: another step is running, or another holder's update; nothing has changed.
+    """
 
     operation: ClassVar = "load_weights"
     answer: ClassVar = UpdateReport
@@ -184,7 +219,17 @@ class LoadWeights(BackendRequest[UpdateReport], frozen=True):
 
 
 class LoadAdapter(BackendRequest[UpdateReport], frozen=True):
-    """A LoRA adapter: its name in the engines, another one for each version, and its folder, as they see it."""
+    """Have the engines of a paused pool load the LoRA adapter in `folder`, a path as the engines see it.
+
+    It is on trial as weights are: from a resume with a version on, completions are sampled with it, and the one before
+    is unloaded. Its `name` is another one for each version. Whole weights that are loaded later are used without an
+    adapter. An engine that failed to load is in the report.
+
+    Raises:
+        UpdateRefused: the pool is not paused, or completions were kept in engines, which would go on with the former
+            adapter; or the holder's update is over.
+        BackendsBusy: another step is running, or another holder's update; nothing has changed.
+    """
 
     operation: ClassVar = "load_adapter"
     answer: ClassVar = UpdateReport
@@ -195,7 +240,15 @@ class LoadAdapter(BackendRequest[UpdateReport], frozen=True):
 
 
 class ExpectTransfer(BackendRequest[UpdateReport], frozen=True):
-    """The time that each engine has to load its former weights, if those that the trainer moves there do not last."""
+    """Note, in a pause, that the trainer moves new weights to the engines by means of its own.
+
+    They are on trial as those of `LoadWeights`: a resume without a version loads the former ones from their folder; an
+    engine whose folder is not known takes no tasks then. `timeout_s` is for that load.
+
+    Raises:
+        UpdateRefused: the pool is not paused, or the holder's update is over.
+        BackendsBusy: another step is running, or another holder's update; nothing has changed.
+    """
 
     operation: ClassVar = "expect_transfer"
     answer: ClassVar = UpdateReport
@@ -204,20 +257,43 @@ class ExpectTransfer(BackendRequest[UpdateReport], frozen=True):
 
 
 class ConfirmWeights(BackendRequest[UpdateReport], frozen=True):
-    """The version that every engine is to say it has; with `tell`, after it was told so."""
+    """Have every engine of a paused pool say which weights it has; with `tell`, after it was told their version.
+
+    An engine that says otherwise, or fails to answer, is `failed` in the report; some say nothing (`not_offered`). What
+    they were told is taken back by a resume without a version.
+
+    Raises:
+        UpdateRefused: the pool is not paused, or the holder's update is over.
+        BackendsBusy: another step is running, or another holder's update; nothing has changed.
+    """
 
     operation: ClassVar = "confirm_weights"
     answer: ClassVar = UpdateReport
     policy_version: _Version
-    tell: bool = True
     timeout_s: _Timeout = 60.0
     holder: _Holder = ""
+    tell: bool = True
 
 
 class ResumeBackends(BackendRequest[UpdateReport], frozen=True):
-    """`policy_version` is what completions are recorded under from now on; without, it stays, and so do its weights."""
+    """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
+
+    Engines are told the version, and asked for it, and those that were paused are resumed, before; one that fails to is
+    in the report, and takes no tasks until it is resumed. Without a version, engines with weights on trial get their
+    former ones back before. The pool stays paused if this is cancelled, and after a holder's update if somebody else
+    asked for a pause.
+
+    Raises:
+        UpdateRefused: an engine failed to load the weights of that version, or says that it has others: the pool
+            stays paused; or the holder's update is over, and a version is given.
+        BackendsBusy: another pause or resume is running, or another holder's update; nothing has changed.
+    """
 
     operation: ClassVar = "resume"
     answer: ClassVar = UpdateReport
     policy_version: _Version | None = None
     holder: _Holder = ""
+
+
+WeightsStep: TypeAlias = LoadWeights | LoadAdapter | ExpectTransfer | ConfirmWeights
+"""A step of a policy update between its pause and its resume, which each engine takes by itself."""

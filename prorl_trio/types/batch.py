@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Segment
 
-__all__ = ["NOT_SAMPLED", "PaddedBatch", "pad_batch"]
-
 NOT_SAMPLED = -1
 """`PaddedBatch.policy_version` of tokens that no policy sampled: prompts, observations, padding."""
 

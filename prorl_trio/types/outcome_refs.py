@@ -6,18 +6,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from ipc.arena_memory import SealedArray
-from ipc.session import OutcomeRefFrame
+from prorl_ipc.arena_memory import SealedArray
+from prorl_ipc.session import OutcomeRefFrame
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Outcome, Segment, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ipc.arena_memory import TokenArrays
-    from ipc.arena_wire import ArenaRef
-
-__all__ = ["Mapped", "join_outcome", "refs_of", "split_outcome"]
+    from prorl_ipc.arena_memory import ArenaRef, TokenArrays
 
 _NOTHING = memoryview(b"")
 _encode = msgspec.msgpack.Encoder().encode
@@ -25,7 +22,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class Mapped(Protocol):
-    """A mapped arena: `ipc.arena_socket.MappedArena`, or the node's own `ipc.arena_memory.ArenaMemory`."""
+    """A mapped arena: `prorl_ipc.arena_socket.MappedArena`, or the node's own `prorl_ipc.arena_memory.ArenaMemory`."""
 
     def view(self, ref: ArenaRef) -> TokenArrays:
         """Return the tokens of `ref`, without a copy."""

@@ -9,10 +9,11 @@ import pytest
 import trio
 
 from prorl_trio.agent.loop import run_agent, run_sub_agent
-from prorl_trio.handlers.base import Evaluation
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
+from prorl_trio.tasks.handlers.base import Evaluation
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet
+from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from prorl_trio.types.errors import SandboxLost
 from prorl_trio.types.models import Budgets, ChatMessage, SamplingParams
 
@@ -54,23 +55,23 @@ async def slow_lease(rig, submit):
 
 
 async def pause_before_a_completion(rig, submit):
-    await rig.resources.backends.pause("wait", 5)
+    await rig.resources.backends.operate(PauseBackends("wait", 5))
     await submit()
     while not rig.resources.backends.admission.waiting:
         await trio.lowlevel.checkpoint()
     await trio.sleep(LONGER_S)
-    await rig.resources.backends.resume("1")
+    await rig.resources.backends.operate(ResumeBackends("1"))
 
 
 async def weights_that_are_moved_in_the_middle_of_a_completion(rig, submit, mode="keep"):
     rig.engine.config = msgspec.structs.replace(rig.engine.config, per_token_s=0.005)
     await submit()
     await rig.engine.wait_until(lambda stats: stats.running == 1)
-    await rig.resources.backends.pause(mode, 5)
+    await rig.resources.backends.operate(PauseBackends(mode, 5))
     rig.engine.hold()
     await trio.sleep(LONGER_S)
     rig.engine.release()
-    await rig.resources.backends.resume("1")
+    await rig.resources.backends.operate(ResumeBackends("1"))
 
 
 async def weights_that_are_moved_where_completions_are_aborted(rig, submit):

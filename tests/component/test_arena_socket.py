@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import trio
 
-from ipc import arena_socket
-from ipc.arena import open_arena
-from ipc.arena_socket import open_mapped_arena, serve_arena
-from ipc.arena_wire import ARENA_PROTOCOL_VERSION, ArenaHello, ArenaOffer, ArenaRefused
-from ipc.errors import ChannelBroken, HandshakeRefused, ProtocolViolation, StaleReference
-from ipc.framing import encode_frame
+from prorl_ipc import arena_socket
+from prorl_ipc.arena import open_arena
+from prorl_ipc.arena_memory import ARENA_PROTOCOL_VERSION, ArenaHello, ArenaOffer, ArenaRefused
+from prorl_ipc.arena_socket import open_mapped_arena, serve_arena
+from prorl_ipc.errors import ChannelBroken, HandshakeRefused, ProtocolViolation, StaleReference
+from prorl_ipc.framing import encode_frame
 from support.addresses import offset_in
 
 MIB = 1024 * 1024
@@ -29,8 +29,8 @@ TOKEN = "t" * 32
 
 READER = """
 import numpy, sys, trio, msgspec
-from ipc.arena_socket import open_mapped_arena
-from ipc.arena_wire import ArenaRef
+from prorl_ipc.arena_socket import open_mapped_arena
+from prorl_ipc.arena_memory import ArenaRef
 
 async def main():
     path, token = sys.argv[1:]

@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.pool.pool import Backends

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from ipc.session import Accepted, Rejected
+from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.client import BlockingClient, ConnectionLost
 from prorl_trio.types.errors import BackendError, Unauthorized
 from support.fake_node import FakeNode, make_outcome, make_spec

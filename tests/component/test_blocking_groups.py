@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from prorl_trio.client import BlockingClient, ConnectionLost
-from prorl_trio.client.sampling import BlockingGroups, GroupRules
+from prorl_trio.sampling import BlockingGroups, GroupRules
 from prorl_trio.types.errors import ConfigError
 from support.fake_service import TOKEN
 from support.node_thread import DEADLINE_S, NodeThread

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.service.auth import Door
+from prorl_trio.edges.auth import Door
 from support.fake_node import make_spec
 from support.fake_rest import open_rest
 from support.fake_service import open_service

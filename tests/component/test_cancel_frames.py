@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from ipc.session import Accepted, Rejected
+from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.types.errors import AdmissionRejected
 from prorl_trio.types.models import JobSpec, TaskInstance

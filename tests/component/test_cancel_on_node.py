@@ -108,7 +108,7 @@ async def test_all_edges_choose_the_same_jobs(edge, arguments, options, query, c
             await one.submit(SPECS["one"])
             await two.submit(SPECS["two"])
             if edge == "websocket":
-                cancelled = set((await one.cancel_on_node(**arguments)).cancelled)
+                cancelled = set((await one.cancel(on_node=True, **arguments)).cancelled)
             elif edge == "rest":
                 answer = await rest.call("DELETE", f"/v1/rollouts?{query}")
                 cancelled = set(answer.json()["cancelled"])
@@ -137,6 +137,23 @@ async def test_a_cancel_of_a_trainers_own_never_takes_those_of_others(deadline: 
         assert set(node.live) == {"d", "e", "f"}
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"on_node": True, "whole_session": True},
+        {"on_node": True, "ahead": True},
+        {"session_id": "one"},
+        {"everything": True},
+    ],
+)
+async def test_what_is_for_a_session_does_not_go_with_the_whole_node(arguments, deadline: None):
+    node = FakeNode()
+    async with two_trainers(node) as (_, one, _):
+        with pytest.raises(ValueError, match="go with on_node"):
+            await one.cancel(["a"], **arguments)
+        assert set(node.live) == set("abcdef")
+
+
 async def test_it_returns_when_nothing_is_left(deadline: None):
     node = FakeNode()
     node.cancel_gate = trio.Event()
@@ -144,7 +161,7 @@ async def test_it_returns_when_nothing_is_left(deadline: None):
         done = trio.Event()
 
         async def cancel() -> None:
-            await one.cancel_on_node(everything=True)
+            await one.cancel(on_node=True, everything=True)
             done.set()
 
         nursery.start_soon(cancel)
@@ -160,7 +177,7 @@ async def test_the_blocking_client_has_it_too(deadline: None):
 
     def operate(url: str) -> list[list[str]]:
         with BlockingClient(url, TOKEN) as client:
-            answer = client.cancel_on_node(["a", "x"], tags={"run": "2"})
+            answer = client.cancel(["a", "x"], on_node=True, tags={"run": "2"})
             return [answer.cancelled, answer.ended, answer.unknown]
 
     async with two_trainers(node) as (service, _, _):

@@ -10,9 +10,9 @@ import pytest
 import trio
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from ipc.channel import MAX_SOCKET_PATH_BYTES, Channel, connect_unix, listen_unix, open_unix_channel
-from ipc.errors import ChannelBroken, FrameTooLarge
-from ipc.framing import encode_frame
+from prorl_ipc.channel import MAX_SOCKET_PATH_BYTES, Channel, connect_unix, listen_unix, open_unix_channel
+from prorl_ipc.errors import ChannelBroken, FrameTooLarge
+from prorl_ipc.framing import encode_frame
 from support.cancel_sweep import CancelledRun, cancel_sweep
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from prorl_trio.cli import connection, main, serve
 from prorl_trio.cli.exit_codes import EXIT_INTERNAL, EXIT_JOBS_CUT
-from prorl_trio.client import progress
-from prorl_trio.client.recording import OutcomeFile, RunInfo, write_json
+from prorl_trio.runs import progress
+from prorl_trio.runs.recording import OutcomeFile, RunInfo, write_json
 from prorl_trio.types.errors import ConfigError, InternalError
 from prorl_trio.types.models import Turn
 from support.fake_node import FakeNode, make_outcome, make_spec

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import trio
 
-from ipc.arena import open_arena
-from ipc.arena_socket import serve_arena
-from ipc.errors import ChannelBroken, StaleReference
-from ipc.session import (
+from prorl_ipc.arena import open_arena
+from prorl_ipc.arena_socket import serve_arena
+from prorl_ipc.errors import ChannelBroken, StaleReference
+from prorl_ipc.session import (
     SESSION_PROTOCOL_VERSION,
     Ack,
     AttachArena,
@@ -23,7 +23,7 @@ from ipc.session import (
     SessionHello,
     SessionWelcome,
 )
-from ipc.websocket import CloseCode, LinkLimits, open_server_link
+from prorl_ipc.websocket import CloseCode, LinkLimits, open_server_link
 from prorl_trio.client import connect
 from prorl_trio.types.batch import pad_batch
 from prorl_trio.types.errors import ProtocolError

@@ -19,7 +19,7 @@ from support.sessions import sessions_in
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.session_table import SessionTable
     from prorl_trio.types.models import Outcome
 
 DEADLINE_S = 30

@@ -8,16 +8,16 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from ipc.session import Accepted, CancelledJobs, Rejected
+from prorl_ipc.session import Accepted, Cancelled, Rejected
 from prorl_trio.client import SessionLost, connect
-from prorl_trio.service.websocket import connection as connection_module
+from prorl_trio.edges.websocket import server as connection_module
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
 from support.faulty_proxy import FaultyProxy
 from support.sessions import ended, sessions_in
 
 if TYPE_CHECKING:
-    from prorl_trio.client.streams import ResultStream
+    from prorl_trio.client.client import ResultStream
 
 DEADLINE_S = 30
 
@@ -86,7 +86,7 @@ async def test_cancelled_jobs_are_waited_for_since_they_have_outcomes(deadline: 
     node = FakeNode()
     async with open_service(node) as service, connect(service.url, TOKEN) as client:
         await client.submit([make_spec("a"), make_spec("b")])
-        assert isinstance(await client.cancel(whole_session=True), CancelledJobs)
+        assert isinstance(await client.cancel(whole_session=True), Cancelled)
         assert {outcome.status async for outcome in client.results()} == {"cancelled"}
 
 

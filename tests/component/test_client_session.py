@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from ipc.session import Accepted, CancelledJobs, Rejected
+from prorl_ipc.session import Accepted, Cancelled, Rejected
 from prorl_trio.client import ConnectionLost, RolloutClient, SessionLost, SessionReplaced, connect
 from prorl_trio.client import client as client_module
 from prorl_trio.types.errors import AdmissionRejected, BackendError, ProtocolError, UnknownBackend
@@ -267,7 +267,7 @@ async def test_many_calls_at_once_take_turns(deadline: None):
     node.cancel_gate = trio.Event()
     async with open_service(node) as service, connect(service.url, TOKEN) as client:
         await client.submit([make_spec("a")])
-        answers: list[CancelledJobs] = []
+        answers: list[Cancelled] = []
 
         async def cancel() -> None:
             answers.append(await client.cancel(["a"]))

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import trio
 
-from ipc.arena_memory import TOKEN_BYTES
+from prorl_ipc.arena_memory import TOKEN_BYTES
 from prorl_trio.client import connect
 from prorl_trio.config import LedgerConfig
 from prorl_trio.ledger import LedgerLimits, open_ledger
-from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.restore import restore_sessions
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.submission import submit_one
+from prorl_trio.sessions.feed import READ_AHEAD_BYTES
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.session_table import SessionTable, recover_sessions
+from prorl_trio.sessions.submission import submit_one
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest
 from support.fake_service import TOKEN, open_service
@@ -44,7 +43,7 @@ async def open_life(folder):
     limits = LedgerLimits(log_bytes=64 * MIB, reserve_bytes=MIB, max_bytes=1024 * MIB)
     async with open_ledger(folder, limits) as ledger, open_journal(ledger, HOT_BYTES) as journal:
         table, node = SessionTable(journal), FakeNode()
-        await restore_sessions(table, node, LedgerConfig())
+        await recover_sessions(table, node, LedgerConfig())
         yield table, node, journal.cache
 
 

@@ -11,12 +11,12 @@ import pytest
 import trio
 
 from prorl_trio.config import BackendConfig, RestConfig
-from prorl_trio.service.auth import Door
-from prorl_trio.service.prorl_compat import compat_endpoints
-from prorl_trio.service.rest.app import ENDPOINTS, make_app
-from prorl_trio.service.rest.call import Api
-from prorl_trio.service.rest.events import EventFeed
-from prorl_trio.service.rest.visitors import VISITOR, Visitors
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.guard import Guard, Refusal, Visitors
+from prorl_trio.edges.prorl_compat import compat_endpoints
+from prorl_trio.edges.rest.app import ENDPOINTS, RestApp
+from prorl_trio.edges.rest.call import Api
+from prorl_trio.edges.rest.events import EventFeed
 from support.fake_rest import TOKEN, open_rest
 from support.fake_service import open_service
 from support.raw_trainer import raw_trainer
@@ -78,13 +78,14 @@ def filled(headers, port):
 
 
 class Asked:
-    """The REST application without its listener, for the many requests of a table."""
+    """The guard and the REST application without their server, for the many requests of a table."""
 
     def __init__(self, node, nursery, *, free):
         config = RestConfig(prorl_compat=True)
         feed = EventFeed(max_streams=1, max_events=1)
         api = Api(node=node, sessions=sessions_in(nursery), config=config, feed=feed, closing=trio.Event())
-        self.app = make_app(api, Door(TOKEN.encode(), ["named.example"]), compat_endpoints(BackendConfig(), free=free))
+        self.app = RestApp(api, compat_endpoints(BackendConfig(), free=free))
+        self.guard = Guard(Door(TOKEN.encode(), ["named.example"]), self.app.is_free)
 
     async def __call__(self, method, path, headers):
         """Return the status and the code of the error."""
@@ -100,17 +101,14 @@ class Asked:
 
         pairs = headers.items() if isinstance(headers, dict) else headers
         lower = [(name.lower().encode(), value.encode()) for name, value in pairs]
-        visitor = Visitors(9).arrive("a peer", lambda: None)
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "headers": lower,
-            "query_string": b"",
-            "state": {VISITOR: visitor},
-        }
+        visitor = Visitors(9, 9).arrive("a peer", lambda: None)
+        scope = {"type": "http", "method": method, "path": path, "headers": lower, "query_string": b""}
+        try:
+            self.guard.check(method, path, lower, visitor)
+        except Refusal as refusal:
+            return refusal.status, msgspec.json.decode(self.app.error_body(path, refusal.detail))["error"]["code"]
         with trio.fail_after(10):
-            await self.app({**scope, "state": {VISITOR: visitor}}, receive, send)
+            await self.app(scope, receive, send)
         return answer[0]["status"], msgspec.json.decode(answer[1]["body"])["error"]["code"]
 
 
@@ -282,19 +280,17 @@ OPENERS = {
     "listen",
 }
 LISTENERS = {
-    "prorl_trio/node/edges.py": "the WebSocket and REST: `Door`, above",
-    "prorl_trio/service/tcp.py": "opens those two",
-    "prorl_trio/service/websocket/server.py": "the WebSocket, and its Unix socket in a folder of mode 0700",
-    "prorl_trio/service/rest/server.py": "REST",
-    "ipc/channel.py": "opens Unix sockets in folders of mode 0700",
-    "ipc/arena_socket.py": "a Unix socket: user and token; no HTTP",
+    "prorl_trio/edges/serve.py": "the server: `Guard`, above; its Unix socket is in a folder of mode 0700",
+    "prorl_trio/edges/tcp.py": "opens its port",
+    "ipc/prorl_ipc/channel.py": "opens Unix sockets in folders of mode 0700",
+    "ipc/prorl_ipc/arena_socket.py": "a Unix socket: user and token; no HTTP",
     "prorl_trio/sandbox/providers/start.py": "a Unix socket for one daemon: token; no HTTP",
-    "sandbox_daemon/daemon.py": "the same, from the inside",
+    "sandbox_daemon/prorl_daemon/daemon.py": "the same, from the inside",
     "prorl_trio/testing/fake_engine.py": "for tests: an engine",
     "prorl_trio/testing/fake_search.py": "for tests: a search service",
-    "prorl_trio/testing/sandbox_isolation_checks.py": "for tests: nobody is answered",
-    "launch/slurm/local_folder.py": "a trial whether sockets can be made: nobody is answered",
-    "launch/slurm/engine_port.py": "a trial whether a port is free: nobody is answered",
+    "prorl_trio/testing/sandbox_contract.py": "for tests: nobody is answered",
+    "launch/prorl_launch/slurm/fleet_folder.py": "a trial whether sockets can be made: nobody is answered",
+    "launch/prorl_launch/slurm/engine_port.py": "a trial whether a port is free: nobody is answered",
 }
 
 

@@ -8,8 +8,8 @@ import trio
 
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.config import AgentConfig
-from prorl_trio.handlers.math import MathHandler
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.math import MathHandler
 
 pytestmark = pytest.mark.timeout(30)
 

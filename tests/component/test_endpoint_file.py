@@ -14,10 +14,10 @@ from prorl_trio.client import address as address_module
 from prorl_trio.client import connect
 from prorl_trio.client.address import EndpointFile
 from prorl_trio.config import ListenConfig
-from prorl_trio.service.auth import Door
-from prorl_trio.service.endpoints import announce, endpoint_url
-from prorl_trio.service.websocket.local_sockets import claim_local_sockets, release_local_sockets
-from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.endpoints import announce, endpoint_url
+from prorl_trio.edges.serve import serve_edges
+from prorl_trio.edges.websocket.local_sockets import claim_local_sockets, release_local_sockets
 from prorl_trio.types.errors import ConfigError, ProtocolError
 from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service
@@ -43,7 +43,7 @@ async def test_the_unix_socket_comes_first_and_its_folder_goes_with_the_node(lis
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:
             serve = partial(
-                serve_websocket, FakeNode(), listen, Door(TOKEN.encode()), local=local, sessions=sessions_in(nursery)
+                serve_edges, FakeNode(), listen, Door(TOKEN.encode()), local=local, sessions=sessions_in(nursery)
             )
             host_port = await nursery.start(serve)
             announce(endpoint, {"url": NOWHERE, "unix_url": f"unix://{local.node}"})

@@ -9,8 +9,7 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.http.client import HttpClient, HttpLimits
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import HttpClient, HttpLimits, RetryPolicy
 from prorl_trio.inference.engines.completion_stream import EventLines
 from prorl_trio.inference.engines.load_report import LoadReader, LoadReport
 from prorl_trio.inference.engines.protocol import EnginePaused, RequestRefused
@@ -76,7 +75,7 @@ async def test_an_event_that_comes_twice_is_noticed_before_an_early_stop(open_en
         with pytest.raises(BackendError, match="counts differ: 3 ids, 2 in its usage") as caught:
             await ask(client, stop_at_twelve)
         assert not caught.value.retryable
-        assert (await ask(client, stop_at_twelve)).token_ids == [10, 11, 12]
+        assert [*(await ask(client, stop_at_twelve)).token_ids] == [10, 11, 12]
 
 
 async def test_a_stream_that_ends_early_may_be_continued():
@@ -277,7 +276,7 @@ async def test_a_generate_endpoint_of_another_form_is_passed_over(answer):
     """By a server whose /v1/completions is fit."""
     async with open_odd(inference__v1__generate=answer) as engine, probed(VllmClient(engine.url)) as client:
         assert (await client.probe(timeout_s=5)).api == "/v1/completions"
-        assert (await ask(client)).token_ids == STORY
+        assert [*(await ask(client)).token_ids] == STORY
 
 
 async def test_adapters_listed_before_the_model_are_not_taken_for_it():
@@ -305,7 +304,7 @@ async def test_a_probe_that_fails_leaves_the_engine_what_it_was_found_to_be():
         engine.own = dict.fromkeys(["/model_info", "/get_model_info"], Answer(404, b"{}"))
         with pytest.raises(BackendError):
             await client.probe(timeout_s=5)
-        assert (await ask(client)).token_ids == STORY
+        assert [*(await ask(client)).token_ids] == STORY
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, RequestRefused), (422, RequestRefused), (500, BackendError)])

@@ -16,11 +16,10 @@ from click.testing import CliRunner
 
 from prorl_trio.cli import main
 from prorl_trio.client import connect
-from prorl_trio.client.evaluation.folder import open_evaluation
-from prorl_trio.client.evaluation.plan import EvaluationPlan
-from prorl_trio.client.evaluation.run import do_missing
-from prorl_trio.client.evaluation.shown import write_report
-from prorl_trio.client.recording import read_outcomes
+from prorl_trio.runs.evaluation.folder import open_evaluation
+from prorl_trio.runs.evaluation.run import EvaluationPlan, do_missing
+from prorl_trio.runs.evaluation.shown import write_report
+from prorl_trio.runs.recording import read_outcomes
 from prorl_trio.types.errors import ConfigError, MalformedJob
 from prorl_trio.types.models import SamplingParams, TaskInstance
 from support.fake_node import FakeNode, make_outcome

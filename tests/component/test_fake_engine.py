@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from random import Random
 
 import msgspec
@@ -10,8 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.http.client import HttpClient
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import HttpClient, RetryPolicy
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.testing.fake_engine import (
     FakeEngineConfig,
@@ -50,8 +50,8 @@ async def test_a_script_is_returned_bit_for_bit():
         async with open_fake_engine(script=script, config=FakeEngineConfig(policy_version="v7")) as engine:
             client = await open_client(engine)
             completion = await generate(client)
-            assert completion.token_ids == [7, 8, 2]
-            assert completion.logprobs == [-0.1, -1.0 / 3.0, -5e-324]
+            assert [*completion.token_ids] == [7, 8, 2]
+            assert completion.logprobs == array("f", [-0.1, -1.0 / 3.0, -5e-324])
             assert completion.finish_reason == "stop"
             assert completion.policy_version == "v7"
             assert completion.engine == "vllm 0.0.fake"
@@ -70,9 +70,9 @@ async def test_a_script_is_cut_to_the_request_and_not_advanced_by_the_probe():
             client = await open_client(engine)
             assert not calls
             short = await generate(client, max_tokens=2)
-            assert (short.token_ids, short.finish_reason) == ([7, 8], "length")
+            assert ([*short.token_ids], short.finish_reason) == ([7, 8], "length")
             stopped = await generate(client, stop_token_ids=[8, 9])
-            assert (stopped.token_ids, stopped.finish_reason) == ([7, 8], "stop")
+            assert ([*stopped.token_ids], stopped.finish_reason) == ([7, 8], "stop")
             assert calls == [PROMPT, PROMPT]
             await client.aclose()
 

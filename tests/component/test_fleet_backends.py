@@ -6,20 +6,17 @@ import socket
 
 import pytest
 
-from prorl_trio.client import ConnectionLost, connect
-from prorl_trio.client.fleet import owners, roster
 from prorl_trio.rendezvous.entry import SlurmStep
+from prorl_trio.types.errors import BackendError
 from support.fake_fleet import open_fake_fleet, until, update
+from support.fleet_head import head_quickly, open_client
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(roster, "WATCH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(roster, "RETRY_S", 0.05)
-    monkeypatch.setattr(owners, "FIRST_RETRY_S", 0.05)
-    monkeypatch.setattr(owners, "MAX_RETRY_S", 0.05)
+    head_quickly(monkeypatch)
 
 
 @pytest.fixture
@@ -34,7 +31,7 @@ def moved(fleet, url, *, to):
 async def test_a_backend_goes_to_a_node_on_its_own_host_however_many_that_has(folder):
     async with open_fake_fleet(folder, "far") as fleet:
         await fleet.add("near", host="h7", backends={f"http://h7:{port}": 1.0 for port in (1, 2, 3)})
-        async with connect(fleet=folder) as client:
+        async with open_client(folder) as (client, _head):
             await client.add_backend("http://h7:9")
         assert "http://h7:9" in fleet.owners()["near"]
 
@@ -49,13 +46,13 @@ async def test_a_backend_goes_to_a_node_on_its_own_host_however_many_that_has(fo
 async def test_a_host_has_several_names(folder, url, entry):
     async with open_fake_fleet(folder, "far") as fleet:
         await fleet.add("near", **entry, backends={"http://x:1": 1.0, "http://x:2": 1.0})
-        async with connect(fleet=folder) as client:
+        async with open_client(folder) as (client, _head):
             await client.add_backend(url)
         assert url in fleet.owners()["near"]
 
 
 async def test_of_several_nodes_on_a_host_those_with_fewest_get_its_backends(folder):
-    async with open_fake_fleet(folder, "a", "b", "c") as fleet, connect(fleet=folder) as client:
+    async with open_fake_fleet(folder, "a", "b", "c") as fleet, open_client(folder) as (client, _head):
         for port in range(6):
             await client.add_backend(f"http://h1:{port}")
         assert [len(urls) for urls in fleet.owners().values()] == [3, 3, 3]
@@ -65,7 +62,7 @@ async def test_backends_of_a_lost_node_go_to_those_on_their_host_first_and_then_
     async with open_fake_fleet(folder, "far") as fleet:
         await fleet.add("near", host="h7", backends={"http://h7:1": 1.0, "http://h7:2": 1.0})
         await fleet.add("lost", host="h8", backends={"http://h7:3": 2.0, "http://h8:1": 1.0})
-        async with connect(fleet=folder) as client:
+        async with open_client(folder) as (client, _head):
             await fleet["lost"].kill()
             await until(moved(fleet, "http://h7:3", to="near"))
             await until(moved(fleet, "http://h8:1", to="far"))
@@ -74,7 +71,7 @@ async def test_backends_of_a_lost_node_go_to_those_on_their_host_first_and_then_
 
 
 async def test_a_backend_that_was_added_goes_on_with_another_node_when_its_own_is_lost(folder):
-    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+    async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (client, _head):
         await client.add_backend("http://more:1", weight=3.0)
         assert fleet.owners()["a"] == ["http://a:8000", "http://more:1"]
         await fleet["a"].kill()
@@ -83,7 +80,7 @@ async def test_a_backend_that_was_added_goes_on_with_another_node_when_its_own_i
 
 
 async def test_each_engine_has_one_owner_again_when_its_node_is_back(folder):
-    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+    async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (client, _head):
         await update(client, "2")
         await fleet["a"].kill()
         await until(moved(fleet, "http://a:8000", to="b"))
@@ -96,7 +93,7 @@ async def test_each_engine_has_one_owner_again_when_its_node_is_back(folder):
 
 
 async def test_an_engine_stays_with_the_other_node_until_its_own_has_the_fleets_policy(folder, caplog):
-    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+    async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (client, _head):
         await update(client, "2")
         await fleet["a"].kill()
         await until(moved(fleet, "http://a:8000", to="b"))
@@ -109,7 +106,7 @@ async def test_an_engine_stays_with_the_other_node_until_its_own_has_the_fleets_
 
 
 async def test_an_engine_that_is_away_is_given_to_another_node_when_it_is_back(folder, caplog):
-    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder):
         fleet.engines["http://a:8000"].broken.add("probe")
         await fleet["a"].kill()
         await until(lambda: "out of order" in caplog.text)
@@ -118,7 +115,7 @@ async def test_an_engine_that_is_away_is_given_to_another_node_when_it_is_back(f
 
 
 async def test_an_engine_that_missed_an_update_serves_no_older_policy(folder, caplog):
-    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+    async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (client, _head):
         await update(client, "2")
         fleet.engines["http://a:8000"].broken.add("probe")
         await fleet["a"].kill()
@@ -130,7 +127,7 @@ async def test_an_engine_that_missed_an_update_serves_no_older_policy(folder, ca
 
 
 async def test_an_engine_that_says_it_has_other_weights_is_not_taken_over(folder, caplog):
-    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+    async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (client, _head):
         await update(client, "2")
         fleet.engines["http://a:8000"].label = "1"
         await fleet["a"].kill()
@@ -139,15 +136,15 @@ async def test_an_engine_that_says_it_has_other_weights_is_not_taken_over(folder
 
 
 async def test_an_engine_whose_node_was_lost_in_an_update_is_not_taken_over(folder, caplog):
-    async with open_fake_fleet(folder, "a", "b") as fleet, connect(fleet=folder) as client:
+    async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (client, head):
 
         async def update_and_lose():
             async with client.policy_update("2") as change:
                 await fleet["a"].kill()
-                await until(lambda: client.node_id == "b")
+                await until(lambda: head.names == ["b"])
                 await change.load_folder("/weights/2", check="none")
 
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(BackendError, match=r"node [ab] was lost while it was asked to load"):
             await update_and_lose()
         await until(lambda: "load it there, then add them" in caplog.text)
         assert fleet.owners()["b"] == ["http://b:8000"]
@@ -156,7 +153,7 @@ async def test_an_engine_whose_node_was_lost_in_an_update_is_not_taken_over(fold
 async def test_what_was_drained_or_removed_stays_out_when_its_node_is_lost(folder):
     async with open_fake_fleet(folder, "b") as fleet:
         await fleet.add("a", backends={f"http://a:{port}": 1.0 for port in (1, 2, 3)})
-        async with connect(fleet=folder) as client:
+        async with open_client(folder) as (client, _head):
             await client.drain_backend("http://a:1")
             await client.remove_backend("http://a:2")
             await fleet["a"].kill()

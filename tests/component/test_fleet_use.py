@@ -10,15 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 from prorl_trio.cli import main
-from prorl_trio.client import BlockingClient, connect
-from prorl_trio.client.evaluation.folder import open_evaluation
-from prorl_trio.client.evaluation.plan import EvaluationPlan
-from prorl_trio.client.evaluation.run import do_missing
-from prorl_trio.client.evaluation.shown import write_report
-from prorl_trio.client.sampling import GroupRules, JobTemplate, open_groups
+from prorl_trio.client import BlockingClient
+from prorl_trio.runs.evaluation.folder import open_evaluation
+from prorl_trio.runs.evaluation.run import EvaluationPlan, do_missing
+from prorl_trio.runs.evaluation.shown import write_report
+from prorl_trio.sampling import GroupRules, JobTemplate, open_groups
 from prorl_trio.types.models import SamplingParams, TaskInstance
-from support.fake_fleet import fake_fleet_in_thread, open_fake_fleet
+from support.fake_fleet import open_fake_fleet
 from support.fake_node import make_outcome, make_spec
+from support.fleet_head import fleet_in_thread, head_quickly, open_client
 from support.sampled import make_rollout, make_task
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,6 +33,11 @@ def run(*arguments):
     return CliRunner().invoke(main, list(arguments))
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    head_quickly(monkeypatch)
+
+
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "f"
@@ -41,7 +46,7 @@ def folder(tmp_path):
 async def test_groups_are_sampled_over_all_nodes_and_go_on_when_one_is_lost(folder, tmp_path):
     rules = GroupRules(size=4, groups_per_step=3, max_staleness=1)
     template = JobTemplate(sampling=SamplingParams(max_output_tokens=7))
-    async with open_fake_fleet(folder, "a", "b", on_submit=mixed) as fleet, connect(fleet=folder) as client:
+    async with open_fake_fleet(folder, "a", "b", on_submit=mixed) as fleet, open_client(folder) as (client, _head):
         tasks = [make_task(n) for n in range(10)]
         async with open_groups(client, tasks, rules, folder=tmp_path / "groups", job=template) as groups:
             for step in range(1, 5):
@@ -70,7 +75,7 @@ async def test_an_evaluation_is_spread_and_goes_on_over_other_nodes(folder, tmp_
     (tmp_path / "run").mkdir()
     async with open_fake_fleet(folder, "a", "b", on_submit=make_outcome) as fleet:
         with open_evaluation(tmp_path / "run", (plan, tasks)) as evaluation:
-            async with connect(fleet=folder, session_id="s") as client:
+            async with open_client(folder, session_id="s") as (client, _head):
                 assert await do_missing(client, evaluation, lambda _: None)
             report = json.loads(write_report(evaluation)[1])
         assert (report["rollouts"], report["graded"]) == (24, 24)
@@ -81,7 +86,7 @@ def test_the_commands_take_a_fleet(folder, tmp_path):
     tasks = tmp_path / "tasks.jsonl"
     lines = [TaskInstance(instance_id=f"t{n}", handler="fake", payload={}) for n in range(20)]
     tasks.write_bytes(b"".join(msgspec.json.encode(task) + b"\n" for task in lines))
-    with fake_fleet_in_thread(folder, "a", "b", on_submit=make_outcome) as fleet:
+    with fleet_in_thread(folder, "a", "b", on_submit=make_outcome) as fleet:
         done = run("submit", "--fleet", str(folder), "--tasks", str(tasks), "--out", str(tmp_path / "runs"))
         assert done.exit_code == 0, done.output
         assert sorted(len(member.node.submitted) for member in fleet.nodes.values()) == [10, 10]
@@ -89,11 +94,11 @@ def test_the_commands_take_a_fleet(folder, tmp_path):
         assert scored.exit_code == 0, scored.output
         assert json.loads(scored.stdout)["graded"] == 20
         shown = run("top", "--once", "--fleet", str(folder))
-        assert "fleet: 2 nodes" in shown.output
+        assert shown.output.startswith("head ")
 
 
 def test_an_operator_cancels_on_every_node(folder):
-    with fake_fleet_in_thread(folder, "a", "b"), BlockingClient(fleet=folder) as client:
+    with fleet_in_thread(folder, "a", "b"), BlockingClient(fleet=folder) as client:
         client.submit([make_spec(f"job-{n}") for n in range(8)])
         shown = run("top", "--once", "--fleet", str(folder))
         (session,) = [line.split() for line in shown.output.splitlines() if client.session_id in line]

@@ -19,10 +19,11 @@ from prorl_trio.client import connect, transport
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.rendezvous.folder import write_entry
 from prorl_trio.types.errors import ProtocolError
-from support.fake_fleet import finish_all, open_fake_fleet, take, until, watch_quickly
+from support.fake_fleet import finish_all, open_fake_fleet, take
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest
 from support.fake_service import TOKEN, open_service
+from support.fleet_head import head_quickly, open_client
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -213,19 +214,18 @@ async def test_before_the_first_session_only_a_gateways_words_are_tried_again(nu
 
 
 async def test_a_node_of_a_fleet_is_not_left_out_for_what_a_gateway_says(tmp_path, nursery, monkeypatch):
-    watch_quickly(monkeypatch)
+    head_quickly(monkeypatch)
     async with open_fake_fleet(tmp_path / "f", "a", "b") as fleet, gateway_to(fleet["b"].service, nursery) as gateway:
         gateway.answer = ANSWERS["404"]
         fleet["b"].entry = msgspec.structs.replace(fleet["b"].entry, url=gateway.url)
         write_entry(fleet.folder, fleet["b"].entry)
-        async with connect(fleet=tmp_path / "f", connect_timeout_s=1) as client:
-            await until(lambda: "HTTP status 404" in client.roster.refused.get("b", ""))
+        async with open_client(tmp_path / "f") as (client, head):
+            assert "HTTP status 404" in head.fleet.members.refused["b"]
             gateway.answer = None
-            await until(lambda: not client.roster.refused)
-            await client.wait_settled()
-            fleet["a"].node.places = 4
+            await head.wait_members("a", "b")
+            assert not head.fleet.members.refused
             await client.submit([make_spec(f"job-{n}") for n in range(12)])
-            assert fleet["b"].node.live
+            await fleet.wait_live(a=6, b=6)
             gateway.cut(ANSWERS["502"])
             await gateway.wait_answered(gateway.answered + 5)
             gateway.answer = None

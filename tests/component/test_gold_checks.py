@@ -15,10 +15,10 @@ import trio.testing
 
 from prorl_trio import BlockingClient, connect
 from prorl_trio.agent.scoring import NotScored
-from prorl_trio.client.task_sets import load_task_set, task_checks
-from prorl_trio.handlers.gold_checks import GoldChecks
-from prorl_trio.handlers.math import MathHandler
 from prorl_trio.http.client import HttpClient
+from prorl_trio.tasks.handlers.gold_checks import GoldChecks
+from prorl_trio.tasks.handlers.math import MathHandler
+from prorl_trio.tasks.sets import load_task_set, task_checks
 from prorl_trio.types.errors import ConfigError, EvaluationError, MalformedJob
 from prorl_trio.types.models import JobSpec, TaskInstance
 from support.fake_node import FakeNode

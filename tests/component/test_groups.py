@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.client.sampling import (
+from prorl_trio.sampling import (
     GroupRules,
     JobTemplate,
     ManifestLine,
@@ -19,7 +19,7 @@ from prorl_trio.client.sampling import (
     RolloutsFail,
     open_groups,
 )
-from prorl_trio.client.sampling.journal import JOURNAL, MANIFEST, read_session_id
+from prorl_trio.sampling.journal import JOURNAL, MANIFEST, read_session_id
 from prorl_trio.types.errors import ConfigError, ServiceError
 from prorl_trio.types.models import SamplingParams
 from support.fake_node import FakeNode
@@ -52,7 +52,7 @@ async def opened(node, rules=RULES, tasks=TASKS, **options):
 
 
 async def test_batches_are_whole_and_their_manifests_complete(tmp_path, monkeypatch):
-    monkeypatch.setattr("prorl_trio.client.sampling.journal.HISTORY_BYTES", 1_000)  # it is written anew all the time
+    monkeypatch.setattr("prorl_trio.sampling.journal.HISTORY_BYTES", 1_000)  # it is written anew all the time
     node = FakeNode(mixed)
     template = JobTemplate(sampling=SamplingParams(max_output_tokens=7), max_turns=3, tags={"run": "a"})
     largest_bytes = 0
@@ -122,7 +122,7 @@ async def test_nothing_to_learn_is_said_with_counts(reward, what):
 
 
 async def test_an_infrastructure_that_does_not_work_is_said_with_its_causes(monkeypatch):
-    monkeypatch.setattr("prorl_trio.client.sampling.groups.MAX_BACKOFF_S", 0.001)
+    monkeypatch.setattr("prorl_trio.sampling.groups.MAX_BACKOFF_S", 0.001)
     node = FakeNode(make_failure)
     rules = msgspec.structs.replace(RULES, max_tries=3)
     async with opened(node, rules) as groups:

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 import trio
 
-from prorl_trio.client.sampling.batch import Fate, Why
+from prorl_trio.sampling.batch import Fate, Why
 from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service
 from support.sampled import make_rollout

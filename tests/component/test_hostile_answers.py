@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 import trio
 
-from prorl_trio.agent.bounded_text import BoundedText
-from prorl_trio.agent.context import RolloutContext
+from prorl_trio.agent.context import BoundedText, RolloutContext
 from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig, ScoringConfig
-from prorl_trio.handlers.math import MathHandler
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.types.errors import EvaluationError
 from prorl_trio.types.models import JobSpec, TaskInstance
 

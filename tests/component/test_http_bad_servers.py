@@ -7,15 +7,8 @@ import socket
 import pytest
 import trio
 
-from prorl_trio.http.client import (
-    ConnectFailed,
-    ConnectionLost,
-    HttpClient,
-    HttpLimits,
-    RequestTimedOut,
-    ResponseMalformed,
-    ResponseTooLarge,
-)
+from prorl_trio.http.client import ConnectionLost, HttpClient, HttpLimits, RequestTimedOut
+from prorl_trio.http.connection import ConnectFailed, ResponseMalformed, ResponseTooLarge
 from support.scripted_http import OK, answering, serving
 
 

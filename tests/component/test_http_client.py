@@ -10,13 +10,8 @@ import trio
 import trio.testing
 import trustme
 
-from prorl_trio.http.client import (
-    ClientClosed,
-    ConnectFailed,
-    HttpClient,
-    HttpLimits,
-    TooManyWaiting,
-)
+from prorl_trio.http.client import ClientClosed, HttpClient, HttpLimits, TooManyWaiting
+from prorl_trio.http.connection import ConnectFailed
 from support.cancel_sweep import cancel_sweep
 from support.scripted_http import OK, answering, echo, serving
 

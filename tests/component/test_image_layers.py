@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from launch.image_commands import image as command
+from prorl_launch.image_commands import image as command
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import find_layer, layers_dir, list_layers, remove_tree, store_layer
 from prorl_trio.sandbox.images.locate import ImageRoot, locate_root

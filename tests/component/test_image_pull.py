@@ -20,14 +20,14 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from launch.image_commands import image as command
-from launch.image_store import references_in
+from prorl_launch.image_commands import image as command
+from prorl_launch.image_store import references_in
 from prorl_trio.sandbox.images import pull as pull_module
-from prorl_trio.sandbox.images.credentials import find_credentials
 from prorl_trio.sandbox.images.layers import find_layer, layers_dir, list_layers
 from prorl_trio.sandbox.images.locate import locate_root, open_root
 from prorl_trio.sandbox.images.names import Reference, parse_reference, swe_bench_image, swe_gym_image
 from prorl_trio.sandbox.images.pull import ENV_SCRIPT, PullError, PullRules, pull_image
+from prorl_trio.sandbox.images.registry import find_credentials
 from prorl_trio.sandbox.images.removal import measure_store
 from prorl_trio.sandbox.images.store import find_image, list_images
 from prorl_trio.sandbox.images.unpack import UnpackError, unpack_layer

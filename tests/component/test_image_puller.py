@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.pull import PullRules
 from prorl_trio.sandbox.images.puller import ImagePuller, PullLimits

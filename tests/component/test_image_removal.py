@@ -11,7 +11,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from launch.image_commands import image as command
+from prorl_launch.image_commands import image as command
 from prorl_trio.sandbox.images.compose import compose_image, record_image
 from prorl_trio.sandbox.images.layers import find_layer, layers_dir, list_layers, store_layer
 from prorl_trio.sandbox.images.locate import open_root

@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.providers.process import ProcessProvider
+from prorl_trio.sandbox.providers.registry import ProcessProvider
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.tools import IpythonTool
 from prorl_trio.types.errors import SandboxUnavailable

@@ -9,10 +9,10 @@ import pytest
 import trio
 
 from prorl_trio.agent.context import MAX_EVALUATION_LOG_CHARS
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.types.errors import AgentFault, BackendError, EvaluationError, SandboxLost, SandboxUnavailable
 from prorl_trio.types.models import Budgets, GroupPolicy, RetryPolicy
 

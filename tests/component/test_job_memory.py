@@ -6,8 +6,8 @@ import weakref
 import pytest
 import trio
 
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
+from prorl_trio.tasks.handlers.math import MathHandler
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -13,12 +13,11 @@ import trio.testing
 from prorl_trio.config import LedgerConfig
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerLimits, LedgerStatistics, open_ledger
 from prorl_trio.ledger.operations import Acknowledge, Finish
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.restore import restore_sessions
-from prorl_trio.service.sessions.session import Session
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.submission import submit_all
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.session import Session
+from prorl_trio.sessions.session_table import SessionTable, recover_sessions
+from prorl_trio.sessions.submission import submit_all
 from prorl_trio.threads import MAX_WAIT_S, run_sync
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, Draining, DuplicateJob, UnknownHandler
 from support.fake_node import FakeNode, make_outcome, make_spec
@@ -50,7 +49,7 @@ async def open_life(tmp_path, limits=LIMITS, ledger=None, take_error=None, **con
         async with open_ledger(tmp_path / "ledger", limits) as real, open_journal(ledger or real) as journal:
             table, node = SessionTable(journal), Node(take_error)
             if ledger is None:
-                await restore_sessions(table, node, LedgerConfig(**config))
+                await recover_sessions(table, node, LedgerConfig(**config))
             yield table, node, journal
 
 
@@ -71,7 +70,7 @@ async def test_a_new_start_has_the_outcomes_and_runs_the_rest_as_the_next_attemp
         assert isinstance(refused, DuplicateJob)
         node.finish("b")
         await ended(session, 2)
-        assert (await session.held_of("b")).cursor == 5
+        assert (await session.outcome_of("b")).cursor == 5
         assert len(node.submitted) == 2
 
 
@@ -101,10 +100,10 @@ async def test_what_becomes_of_unfinished_jobs_is_configured(tmp_path, config, c
             return
         await ended(session, 1)
         assert not node.live
-        outcome = (await session.held_of("a")).decode()
+        outcome = (await session.outcome_of("a")).decode()
         assert (outcome.status, outcome.cause, outcome.reward) == ("failed", cause, None)
     async with open_life(tmp_path) as (table, node, _):  # and that outcome is the one it has
-        assert (await table.get("s").held_of("a")).decode().error == outcome.error
+        assert (await table.get("s").outcome_of("a")).decode().error == outcome.error
 
 
 def damage(tmp_path, content):
@@ -127,13 +126,13 @@ async def test_a_job_whose_spec_is_damaged_ends_as_the_nodes_failure(tmp_path, c
     async with open_life(tmp_path) as (table, node, _):
         session = table.get("s")
         await ended(session, 1)
-        outcome = (await session.held_of("a")).decode()
+        outcome = (await session.outcome_of("a")).decode()
         assert (outcome.status, outcome.cause, outcome.reward) == ("failed", "node", None)
         assert "spec cannot be read" in outcome.error
         assert outcome.error in caplog.text
         assert list(node.live) == ["b"]
     async with open_life(tmp_path) as (table, node, _):
-        assert (await table.get("s").held_of("a")).decode().error == outcome.error
+        assert (await table.get("s").outcome_of("a")).decode().error == outcome.error
 
 
 async def test_an_outcome_that_is_damaged_is_delivered_as_lost(tmp_path, caplog):
@@ -162,7 +161,7 @@ async def test_a_job_whose_handler_is_gone_fails_and_the_node_starts(tmp_path):
     async with open_life(tmp_path, take_error=UnknownHandler("no handler 'fake'")) as (table, node, _):
         session = table.get("s")
         await ended(session, 1)
-        outcome = (await session.held_of("a")).decode()
+        outcome = (await session.outcome_of("a")).decode()
         assert (outcome.status, outcome.cause, outcome.error_code) == ("failed", "handler", "handler_raised")
         assert "no handler 'fake'" in outcome.error
         assert session.running == 0
@@ -171,7 +170,7 @@ async def test_a_job_whose_handler_is_gone_fails_and_the_node_starts(tmp_path):
 async def test_a_batch_stored_when_the_node_has_ended_is_run_by_the_next_start(tmp_path):
     async with open_life(tmp_path, take_error=Draining("the node has ended")) as (table, node, journal):
         session, _ = table.open("s", 0)
-        session.cancel_ahead(["a"], "not needed")
+        session.cancel_ahead("a", "not needed")
         assert [type(error) for error in await submit(session, node, make_spec("a"), make_spec("b"))] == [Draining] * 2
         assert (session.running, journal.promised) == (0, 0)
     async with open_life(tmp_path) as (_table, node, _):
@@ -236,7 +235,7 @@ async def test_an_outcome_that_one_job_forgets_is_not_redelivered(tmp_path):
         await submit(session, node, make_spec("c"))
         node.finish("c")
         await ended(session, 2)
-        assert (await session.held_of("c")).cursor == 4, "a trainer that was sent 3 would take it for that one"
+        assert (await session.outcome_of("c")).cursor == 4, "a trainer that was sent 3 would take it for that one"
 
 
 async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(tmp_path):
@@ -312,18 +311,18 @@ class SlowLedger:
         if isinstance(call.operation, Finish):
             self.finishing[call.operation.cursor] = call
         else:
-            call.settle(None)
+            call.answer(None)
 
 
 async def test_a_drain_waits_for_what_is_being_stored(tmp_path):
     ledger, live_then = SlowLedger(), []
     ledger.accepts = trio.Event()
     async with open_life(tmp_path, ledger=ledger) as (table, node, journal):
-        await journal.wait_settled()  # nothing is
+        await journal.wait_answered()  # nothing is
         session, _ = table.open("s", 0)
 
         async def drain():
-            await journal.wait_settled()
+            await journal.wait_answered()
             live_then.extend(node.live)
 
         async with trio.open_nursery() as nursery:
@@ -345,12 +344,12 @@ async def test_an_outcome_is_offered_when_it_and_those_before_it_are_stored(tmp_
         for job_id in "abc":
             node.finish(job_id)
         assert [ledger.finishing[cursor].operation.job_id for cursor in (1, 2, 3)] == ["a", "b", "c"]
-        ledger.finishing[2].settle(None)
+        ledger.finishing[2].answer(None)
         assert (session.log.last, session.running, running.outcome) == (0, 3, None)
-        ledger.finishing[1].settle(None)
+        ledger.finishing[1].answer(None)
         await running.ended.wait()
         assert (session.log.last, session.running) == (2, 1)
-        ledger.finishing[3].settle(None)
+        ledger.finishing[3].answer(None)
         await ended(session, 3)
 
 
@@ -360,7 +359,7 @@ async def test_outcomes_are_held_back_when_the_disk_failed(tmp_path):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"))
         node.finish("a")
-        ledger.finishing[1].settle(LedgerFailed("broken"))
+        ledger.finishing[1].answer(LedgerFailed("broken"))
         assert (session.log.last, journal.failed) == (0, "broken")
         assert table.refusal == "outcomes are held back until the node is started again: broken"
 
@@ -373,7 +372,7 @@ async def test_acknowledgements_that_come_while_one_is_written_are_written_after
         if isinstance(call.operation, Acknowledge):
             written.append(call)
         else:
-            call.settle(None)
+            call.answer(None)
 
     ledger.post = post
     async with open_life(tmp_path, ledger=ledger) as (table, node, _):
@@ -384,9 +383,9 @@ async def test_acknowledgements_that_come_while_one_is_written_are_written_after
         for cursor in (1, 2, 3):
             session.ack(cursor)
         assert [call.operation.cursor for call in written] == [1]
-        written[0].settle(None)
+        written[0].answer(None)
         assert [call.operation.cursor for call in written] == [1, 3]
-        written[1].settle(None)
+        written[1].answer(None)
         assert len(written) == 2
 
 
@@ -464,7 +463,7 @@ async def test_jobs_that_are_cut_run_at_the_next_start_unless_they_are_to_end(tm
         for spec, code in zip(specs, ("shutdown", "shutdown", "cancelled"), strict=True):
             session.deliver(cut(spec, code))
         await ended(session, 1 if left else 3)
-        assert table.left == len(left)
+        assert table.requeued == len(left)
     async with open_life(tmp_path) as (table, node, _):
         assert [job_id for job_id, _attempt in node.taken] == left
         assert table.get("s").running == len(left)

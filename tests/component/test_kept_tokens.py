@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import pairwise
@@ -12,14 +13,15 @@ import trio
 
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.config import BackendConfig
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import RetryPolicy
 from prorl_trio.inference.engines.protocol import CompletionTimedOut, made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pace import MAX_FIRST_SCOUTS, PACE_VALID_S, Pace
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike
+from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from prorl_trio.types.errors import BackendError
 from support.completions import asked, begun
 
@@ -64,8 +66,8 @@ async def test_a_time_out_costs_no_token_and_no_rollout():
     """The only engine there is takes several time-outs for one completion."""
     async with open_pool(FakeEngineConfig(per_token_s=0.02)) as (backends, engine):
         completion = await complete(backends, timeout_s=0.5)  # 25 tokens, 25, and 10: none ends where the last token is
-        assert completion.token_ids == WHOLE
-        assert completion.logprobs == [-1.0 - index / 100 for index in range(60)]
+        assert [*completion.token_ids] == WHOLE
+        assert completion.logprobs == array("f", [-1.0 - index / 100 for index in range(60)])
         assert (completion.finish_reason, len(completion.spans)) == ("stop", 1)
         assert len(engine.requests) > 2
         assert sampled_again(engine) == []
@@ -82,7 +84,7 @@ async def test_the_first_completion_that_is_slow_in_one_piece_is_streamed_afterw
             with pytest.raises(CompletionTimedOut):
                 await lease.attempt(so_far)
             completion = await lease.attempt(so_far)
-        assert completion.token_ids == WHOLE
+        assert [*completion.token_ids] == WHOLE
         assert [request.stream for request in engine.requests][:2] == [False, True]
         assert sampled_again(engine) == [len(PROMPT)], "but for the one that nobody had heard of"
 
@@ -92,7 +94,7 @@ async def test_slices_are_one_completion():
         await complete(backends)  # from now on the engine's pace is known
         engine.requests.clear()
         completion = await complete(backends, slice_tokens=8)
-        assert completion.token_ids == WHOLE
+        assert [*completion.token_ids] == WHOLE
         assert [(len(request.prompt), request.max_tokens, request.stream) for request in engine.requests] == [
             (3, 8, False),
             (11, 8, False),
@@ -102,7 +104,7 @@ async def test_slices_are_one_completion():
         assert (completion.finish_reason, [(span.start, span.end) for span in completion.spans]) == ("stop", [(0, 60)])
         engine.requests.clear()
         short = await complete(backends, max_tokens=20, slice_tokens=8)
-        assert (short.token_ids, short.finish_reason) == (WHOLE[:20], "length")
+        assert ([*short.token_ids], short.finish_reason) == (WHOLE[:20], "length")
         assert [request.max_tokens for request in engine.requests] == [8, 8, 4]
 
 
@@ -125,10 +127,10 @@ async def test_a_pause_waits_for_a_slice_only():
             nursery.start_soon(sample)
             await engine.wait_until(lambda stats: stats.running == 1)
             nursery.start_soon(release_when_closed)
-            await backends.pause("wait", 5)
+            await backends.operate(PauseBackends("wait", 5))
             assert (len(engine.requests), done) == (1, [])
-            await backends.resume("7")
-    assert done[0].token_ids == WHOLE
+            await backends.operate(ResumeBackends("7"))
+    assert [*done[0].token_ids] == WHOLE
     assert [(span.start, span.end, span.policy_version) for span in done[0].spans] == [(0, 8, "0"), (8, 60, "7")]
 
 
@@ -150,9 +152,9 @@ class Unstreamed(FakeEngine):
 
 async def test_an_engine_that_cannot_stream_is_not_asked_to_any_more():
     async with open_pool(FakeEngineConfig(), Unstreamed) as (backends, engine):
-        assert (await complete(backends)).token_ids == WHOLE
+        assert [*(await complete(backends)).token_ids] == WHOLE
         assert len(engine.requests) == 2, "it was tried"
-        assert (await complete(backends)).token_ids == WHOLE
+        assert [*(await complete(backends)).token_ids] == WHOLE
         assert len(engine.requests) == 3
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from launch.node import open_node_process
+from prorl_launch.node import open_node_process
 from prorl_trio.client import connect
 from prorl_trio.testing.tiny_model import make_tiny_model
 

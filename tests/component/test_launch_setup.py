@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import paths, venv
-from launch.environments import trainer_environment
-from launch.paths import checkout_dir
-from launch.progress import SetupError, run_step
-from launch.setup import setup_environment
-from launch.userns import user_namespace_problem
+from prorl_launch import paths, venv
+from prorl_launch.environments import trainer_environment
+from prorl_launch.paths import checkout_dir, import_path
+from prorl_launch.progress import SetupError, run_step
+from prorl_launch.setup import setup_environment
+from prorl_launch.userns import user_namespace_problem
 from support.skips import because
 
 TIMEOUT_S = 60
@@ -96,7 +96,7 @@ def test_one_that_was_moved_is_made_again(folder, tmp_path):
 def test_a_killed_set_up_is_waited_for_until_its_pip_has_gone(folder):
     """kill -9 of the first leaves its step running; the second starts only when that has ended, and makes all again."""
     first = (
-        "import sys, pathlib; from launch import venv; "
+        "import sys, pathlib; from prorl_launch import venv; "
         f"folder = pathlib.Path({str(folder)!r}); "
         "step = ('slow', ['-c', 'import time; print(1, flush=True); time.sleep(1.5)']); "
         "venv.install(folder, 'second', [step], log_file=folder.parent / 'slow.log')"
@@ -118,7 +118,7 @@ def test_a_killed_set_up_is_waited_for_until_its_pip_has_gone(folder):
 
 def test_two_at_once_install_once(folder):
     code = (
-        "import pathlib; from launch import venv; "
+        "import pathlib; from prorl_launch import venv; "
         f"folder = pathlib.Path({str(folder)!r}); "
         f"venv.install(folder, 'both', [{COUNT!r}], log_file=folder.parent / 'log')"
     )
@@ -175,7 +175,7 @@ def test_a_failure_carries_the_end_of_the_output(tmp_path):
 def test_ctrl_c_ends_the_step_too(tmp_path):
     """A set-up that gets SIGINT leaves no pip behind, also where the signal reaches only itself."""
     code = (
-        "import pathlib, sys; from launch.progress import run_step; "
+        "import pathlib, sys; from prorl_launch.progress import run_step; "
         "step = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)']; "
         f"run_step('long', step, log_file=pathlib.Path({str(tmp_path / 'log')!r}))"
     )
@@ -201,8 +201,8 @@ def _lines(path: Path) -> list[str]:
 def test_set_up_needs_the_standard_library_only():
     """It runs before anything is installed: -S leaves `site-packages` out, and the warning's remedy is imported too."""
     code = (
-        f"import sys; sys.path.insert(0, {str(checkout_dir())!r}); "
-        "import launch.setup; from prorl_trio.sandbox.providers.userns import user_namespace_remedy; "
+        f"import sys; sys.path[:0] = {import_path().split(os.pathsep)!r}; "
+        "import prorl_launch.setup; from prorl_trio.sandbox.providers.userns import user_namespace_remedy; "
         "print([name for name in sys.modules if 'site-packages' in str(getattr(sys.modules[name], '__file__', ''))])"
     )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -213,7 +213,7 @@ def test_forbidden_user_namespaces_are_noticed():
     """In a user namespace of our own we may forbid further ones, as an administrator does for the machine."""
     if problem := user_namespace_problem():
         pytest.skip(because(f"user namespaces are forbidden here already: {problem}", "prorl-trio doctor"))
-    code = "from launch.userns import user_namespace_problem; print(user_namespace_problem())"
+    code = "from prorl_launch.userns import user_namespace_problem; print(user_namespace_problem())"
     script = f'echo 0 >/proc/sys/user/max_user_namespaces && exec {sys.executable} -c "{code}"'
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "sh", "-c", script],
@@ -266,7 +266,7 @@ def test_apptainer_where_it_cannot_be_installed_is_a_warning_for_tests_and_an_er
         assert found
         (tmp_path / name).symlink_to(found)
     env = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PRORL_CACHE_DIR": str(tmp_path / "cache")}
-    script = checkout_dir() / "launch" / "apptainer.sh"
+    script = checkout_dir() / "launch/prorl_launch/apptainer.sh"
     tests = subprocess.run([script, "--if-possible"], env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert tests.returncode == 0
     assert "SKIPPED" in tests.stderr
@@ -280,7 +280,7 @@ def test_a_cache_folder_that_cannot_be_made_is_told_without_a_traceback(tmp_path
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "cache"
     done = subprocess.run(
-        [sys.executable, "-m", "launch.setup", "engine"],
+        [sys.executable, "-m", "prorl_launch.setup", "engine"],
         cwd=checkout_dir(),
         env={**os.environ, "PRORL_CACHE_DIR": str(cache)},
         capture_output=True,

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from launch.abandoned import sweep
-from launch.paths import checkout_dir
-from launch.shared_memory import FOLDER, SharedMemory, unlink_unused
-from launch.supervised import open_supervised
-from launch.supervisor import EXIT_SURVIVORS
+from prorl_launch.abandoned import sweep
+from prorl_launch.paths import checkout_dir, import_path
+from prorl_launch.shared_memory import FOLDER, SharedMemory, unlink_unused
+from prorl_launch.supervised import open_supervised
+from prorl_launch.supervisor import EXIT_SURVIVORS
 
 pytestmark = pytest.mark.alone
 
@@ -43,7 +43,7 @@ time.sleep(60)
 """
 LAUNCHER = """
 import pathlib, sys, trio
-from launch.supervised import open_supervised
+from prorl_launch.supervised import open_supervised
 async def main():
     command = [sys.executable, "-c", sys.argv[2]]
     async with open_supervised(command, env={}, log_file=pathlib.Path(sys.argv[1]), grace_s=0.3):
@@ -53,7 +53,7 @@ trio.run(main)
 
 SUPERVISOR = """
 import os, sys
-from launch import supervisor
+from prorl_launch import supervisor
 below, kill, slow = supervisor._descendants, os.kill, int(sys.argv[1])
 supervisor._descendants = lambda root: below(root) + [slow] * os.path.exists(f"/proc/{slow}")
 os.kill = lambda pid, number: None if pid == slow else kill(pid, number)
@@ -189,7 +189,7 @@ def test_what_was_there_before_is_not_the_trees(make):
 
 
 def test_without_inotify_a_look_is_enough(make, monkeypatch):
-    monkeypatch.setattr("launch.shared_memory._watch", lambda _folder: None)
+    monkeypatch.setattr("prorl_launch.shared_memory._watch", lambda _folder: None)
     files = SharedMemory()
     later = make()
     files.look([os.getpid()])
@@ -210,7 +210,7 @@ def test_what_takes_long_to_end_keeps_its_memory_until_a_sweep_that_comes_after(
     place.mkdir()
     os.mkfifo(fifo)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    env = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(checkout_dir())}
+    env = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": import_path()}
     with subprocess.Popen([*python(SLOW), str(memory)], **pipes) as slow:
         supervisor = subprocess.Popen([*python(SUPERVISOR), str(slow.pid), str(fifo)], env=env, **pipes)
         supervisor.stdout.readline()

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from launch import supervised
-from launch.paths import checkout_dir
-from launch.supervised import open_supervised
+from prorl_launch import supervised
+from prorl_launch.paths import checkout_dir
+from prorl_launch.supervised import open_supervised
 from prorl_trio.types.errors import InternalError
 
 TIMEOUT_S = 30
@@ -44,7 +44,7 @@ time.sleep(60)
 )
 LAUNCHER = """
 import pathlib, sys, trio
-from launch.supervised import open_supervised
+from prorl_launch.supervised import open_supervised
 async def main():
     command = [sys.executable, "-c", sys.argv[2]]
     async with open_supervised(command, env={}, log_file=pathlib.Path(sys.argv[1]), grace_s=0.3):

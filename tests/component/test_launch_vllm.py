@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from launch.paths import cache_dir, checkout_dir, engine_python, model_dir
-from launch.vllm import default_dtype, open_vllm, vllm_env
+from prorl_launch.paths import cache_dir, checkout_dir, engine_python, model_dir
+from prorl_launch.vllm import default_dtype, open_vllm, vllm_env
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.types.errors import BackendError
 from support.skips import because
@@ -34,7 +34,7 @@ trio.run(main)
 """
 LAUNCHER = """
 import pathlib, sys, trio
-from launch.vllm import open_vllm
+from prorl_launch.vllm import open_vllm
 async def main():
     python, model, log_file = map(pathlib.Path, sys.argv[1:])
     async with open_vllm(python, model, log_file=log_file) as server:

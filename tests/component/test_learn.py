@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import trio
 
-from launch.paths import checkout_dir, trainer_python
+from prorl_launch.paths import checkout_dir, import_path, trainer_python
 from prorl_trio.types.models import PolicySpan, Segment, Trajectory
 from support.fake_node import FakeNode, make_outcome
 from support.fake_service import TOKEN, open_service
@@ -41,7 +41,7 @@ def in_the_trainers_environment(*argv, cwd=None, **env):
         pytest.skip(because("the trainers' environment is not set up", "make trainers"))
     env = {
         **os.environ,
-        "PYTHONPATH": f"{checkout_dir()}:{TESTS}",
+        "PYTHONPATH": f"{import_path()}:{TESTS}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         **env,

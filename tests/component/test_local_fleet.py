@@ -13,13 +13,12 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from launch.local import fleet as local_fleet
-from launch.local.claim import claimed, find_claim
-from launch.local.fleet import run_nodes
-from launch.local.plan import write_plan
-from launch.node import NodeLost
+from prorl_launch.local import plan as local_fleet
+from prorl_launch.local.commands import claimed, find_claim
+from prorl_launch.local.plan import run_nodes, write_head, write_plan
+from prorl_launch.node import NodeLost
 from prorl_trio.cli import main
-from prorl_trio.config import load_config
+from prorl_trio.config import load_config, load_head_config
 from prorl_trio.types.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(120)
@@ -42,7 +41,7 @@ from pathlib import Path
 sys.path[:0] = {path!r}
 from prorl_trio.rendezvous.entry import Capacity, NodeEntry
 from prorl_trio.rendezvous.folder import write_entry
-from prorl_trio.rendezvous.identity import this_process
+from prorl_trio.rendezvous.entry import this_process
 folder = Path(sys.argv[1]).parent
 def on_term(_number, _frame):
     (folder / "asked").open("a").write("x")
@@ -58,6 +57,26 @@ entry = NodeEntry(
     capacity=Capacity(run_workers=1, max_live=1, live=0), heartbeat_interval_s=1.0, stale_after_s=10.0,
 )
 write_entry(folder.parent.parent, entry)
+while True:
+    time.sleep(10)
+"""
+
+
+HEAD = """
+import os, signal, sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+from prorl_trio.rendezvous.head import HeadEntry, renew_head
+from prorl_trio.rendezvous.entry import this_process
+folder = Path(sys.argv[1]).parent
+(folder / "starts").open("a").write("x")
+entry = HeadEntry(
+    node_id="head", url="ws://127.0.0.1:1", token="t", host="h", process=this_process(), version="1",
+    heartbeat_interval_s=1.0, stale_after_s=10.0,
+)
+renew_head(folder.parent.parent, None, entry)
+if {dies} and (folder / "starts").read_text() == "x":
+    os.kill(os.getpid(), signal.SIGKILL)
 while True:
     time.sleep(10)
 """
@@ -91,13 +110,24 @@ def run(*arguments):
     return CliRunner().invoke(main, ["local", *map(str, arguments)])
 
 
+@pytest.fixture
+def as_head(monkeypatch):
+    """Have a program in place of a real head, which kills itself at its first start if it `dies`."""
+
+    def become(*, dies=False):
+        program = HEAD.format(path=sys.path, dies=dies)
+        monkeypatch.setattr(local_fleet, "head_command", lambda file: [sys.executable, "-c", program, str(file)])
+
+    return become
+
+
 def test_each_node_has_a_name_ports_and_a_ledger_of_its_own(config_file, fleet):
     nodes = write_plan(config_file, fleet, 2)
     assert [node.node_id for node in nodes] == ["local-0", "local-1"]
     for node in nodes:
         config = load_config(node.config_file)
         assert config.node_id == node.node_id
-        assert (config.listen.port, config.rest.port, config.listen.unix_socket) == (0, 0, "")
+        assert (config.listen.port, config.listen.unix_socket) == (0, "")
         assert config.ledger.dir == str(fleet / "local" / node.node_id / "ledger")
         assert (config.fleet.dir, config.fleet.stale_after_s) == (str(fleet), 60.0)
         assert (config.listen.token, config.stages.run_workers) == ("secret", 3)
@@ -151,7 +181,12 @@ def test_what_is_not_up_is_told(fleet):
     assert missing.exit_code == 1
     assert "cannot be read" in missing.output
     with claimed(fleet, 1):
-        assert json.loads(run("status", "--fleet", fleet).output) == {"up": os.getpid(), "nodes": {}, "broken": {}}
+        assert json.loads(run("status", "--fleet", fleet).output) == {
+            "up": os.getpid(),
+            "head": None,
+            "nodes": {},
+            "broken": {},
+        }
 
 
 def test_the_help_teaches():
@@ -161,9 +196,11 @@ def test_the_help_teaches():
     assert "local down" in run("--help").output
 
 
-async def test_signals_go_to_all_nodes_and_their_ends_are_told(config_file, fleet, as_nodes):
+async def test_signals_go_to_all_nodes_and_their_ends_are_told(config_file, fleet, as_nodes, as_head):
     as_nodes(patient=True)
-    nodes, ended, ready = write_plan(config_file, fleet, 2), [], trio.Event()
+    as_head()
+    nodes, head = write_plan(config_file, fleet, 2), write_head(config_file, None, fleet)
+    ended, ready = [], trio.Event()
 
     async def ask():
         await ready.wait()
@@ -177,16 +214,55 @@ async def test_signals_go_to_all_nodes_and_their_ends_are_told(config_file, flee
     with trio.fail_after(110):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
-            codes = await run_nodes(fleet, nodes, on_ready=ready.set, on_end=lambda *end: ended.append(end))
+            codes = await run_nodes(fleet, nodes, head, on_ready=ready.set, on_end=lambda *end: ended.append(end))
     assert codes == {"local-0": 0, "local-1": 0}
     assert sorted(ended) == sorted(codes.items())
 
 
-async def test_a_node_that_does_not_start_is_told_and_ends_the_others(config_file, fleet, as_nodes):
+async def test_a_node_that_does_not_start_is_told_and_ends_the_others(config_file, fleet, as_nodes, as_head):
     as_nodes(code=7)
-    nodes = write_plan(config_file, fleet, 2)
+    as_head()
+    nodes, head = write_plan(config_file, fleet, 2), write_head(config_file, None, fleet)
     with trio.fail_after(110), pytest.raises(NodeLost, match=r"ended with exit code 7(.|\n)*a node begins True"):
-        await run_nodes(fleet, nodes, on_ready=lambda: None, on_end=lambda *_: None)
+        await run_nodes(fleet, nodes, head, on_ready=lambda: None, on_end=lambda *_: None)
+
+
+def test_a_head_has_settings_of_its_own(config_file, fleet, tmp_path):
+    own = tmp_path / "head.toml"
+    tables = '[ledger]\ndir = "/elsewhere"\n[listen]\nport = 8123\n[fleet]\ndir = "/no"\n'
+    own.write_text(f"member_timeout_s = 7.0\n{tables}")
+    config = load_head_config(write_head(config_file, own, fleet).config_file)
+    assert (config.member_timeout_s, config.ledger.dir, config.listen.port) == (7.0, "/elsewhere", 8123)
+    assert (config.listen.token, config.fleet.dir) == ("secret", str(fleet))
+    own.write_text("member_timeout = 7.0")
+    with pytest.raises(ConfigError, match="member_timeout"):
+        write_head(config_file, own, fleet)
+
+
+async def test_a_head_is_started_again_when_it_is_killed_and_ends_with_the_nodes(
+    config_file, fleet, as_nodes, as_head, monkeypatch
+):
+    as_nodes()
+    as_head(dies=True)
+    nodes, head = write_plan(config_file, fleet, 1), write_head(config_file, None, fleet)
+    ended, ready = [], trio.Event()
+    config = load_head_config(head.config_file)
+    assert (config.ledger.dir, config.fleet.dir) == (str(fleet / "local" / "head" / "ledger"), str(fleet))
+    assert (config.listen.token, config.listen.port) == ("secret", 0)
+    monkeypatch.setattr(local_fleet, "HEAD_RETRY_S", 0.01)
+
+    async def ask():
+        await ready.wait()
+        while len((head.path / "starts").read_text()) < 2:
+            await trio.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with trio.fail_after(110):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            codes = await run_nodes(fleet, nodes, head, on_ready=ready.set, on_end=lambda *end: ended.append(end))
+    assert codes == {"local-0": 0}
+    assert ended[0] == ("head", 128 + signal.SIGKILL)
 
 
 def test_a_folder_that_others_can_enter_is_refused(config_file, fleet):

@@ -9,11 +9,11 @@ import pytest
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.handlers.base import AgentHandler
-from prorl_trio.handlers.math import MathHandler
 from prorl_trio.observe import logs
 from prorl_trio.observe.logs import JobLog, current_job, open_logging
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
+from prorl_trio.tasks.handlers.base import AgentHandler
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.types.errors import Unauthorized
 from support.fake_node import FakeNode, make_spec
 from support.fake_service import TOKEN, open_service

@@ -10,19 +10,18 @@ import pytest
 import trio
 
 from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig
-from prorl_trio.config.fleet import FleetConfig
+from prorl_trio.config.node import FleetConfig
+from prorl_trio.edges.auth import Door
 from prorl_trio.node import membership
 from prorl_trio.node.membership import Endpoints, advertised_host, open_membership
+from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.rendezvous.folder import read_entry, write_entry
-from prorl_trio.rendezvous.identity import this_process
-from prorl_trio.rendezvous.watch import FleetWatch
-from prorl_trio.service.auth import Door
 from prorl_trio.types.errors import ConfigError
 from support.hanging_disk import hanging_call
 
 pytestmark = pytest.mark.timeout(30)
 
-ENDPOINTS = Endpoints(websocket=("127.0.0.1", 8700), rest=("127.0.0.1", 8701))
+ENDPOINTS = Endpoints(address=("127.0.0.1", 8700))
 
 
 class Member:
@@ -69,7 +68,7 @@ async def test_it_writes_itself_beats_and_is_gone_afterwards(folder):
     async with member.open():
         entry, first_ns = read_entry(folder / "n1.json")
         assert entry.url == "ws://127.0.0.1:8700"
-        assert entry.rest_url == "http://127.0.0.1:8701"
+        assert entry.rest_url == "http://127.0.0.1:8700"
         assert (entry.token, entry.model, entry.state) == ("secret", "m 0123456789abcdef", "open")
         await until(lambda: read_entry(folder / "n1.json")[1] > first_ns)
         member.draining, member.jobs = True, [{}]
@@ -148,26 +147,6 @@ async def test_a_node_whose_name_was_taken_over_leaves_the_new_one_alone(folder,
         write_entry(folder, taken)
         await until(lambda: "took the name" in caplog.text)
     assert read_entry(path)[0] == taken
-
-
-async def test_a_node_of_another_model_is_refused_and_says_who_is_there(folder):
-    async with Member(folder).open():
-        with pytest.raises(ConfigError, match=r"with the model m 0123.* the model other 0123.*folder of its own"):
-            async with Member(folder, "n2", "/models/other").open():
-                pass
-        async with Member(folder, "n2").open():
-            assert sorted(FleetWatch(folder).read().nodes) == ["n1", "n2"]
-
-
-async def test_a_node_of_another_version_is_refused_and_says_who_is_there(folder, monkeypatch):
-    async with Member(folder).open():
-        monkeypatch.setattr(membership, "version", lambda _name: "0.0.other")
-        with pytest.raises(
-            ConfigError, match=r"fleet of version .*this node has version 0\.0\.other.*folder of its own"
-        ):
-            async with Member(folder, "n2").open():
-                pass
-    assert os.listdir(folder) == []
 
 
 async def test_an_entry_names_the_backends_of_the_configuration(folder):

@@ -10,19 +10,18 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from launch.mining import commands, verification
-from launch.mining.hacks import HACKS
-from launch.mining.index import IndexSettings
-from launch.mining.miner import Wanted
-from launch.mining.rows import read_rows
-from launch.mining.runs import LocalBench
-from launch.mining.verification import CHECKS, verify_row
-from prorl_trio.client.task_sets import load_task_set
+from prorl_launch.mining import commands, verification
+from prorl_launch.mining.environments import LocalBench
+from prorl_launch.mining.index import IndexSettings
+from prorl_launch.mining.miner import Wanted
+from prorl_launch.mining.rows import read_rows
+from prorl_launch.mining.verification import CHECKS, HACKS, verify_row
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.layers import CONTENT_NAME, find_layer
 from prorl_trio.sandbox.images.store import find_image
 from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.tasks.sets import load_task_set
 from support.mining_rig import mine
 from support.own_cache import use_own_cache
 

@@ -15,9 +15,9 @@ import trio
 
 from component.test_whose_doing import bash, edit, ipython, open_bench
 from prorl_trio.agent.loop import run_agent
-from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import PROVIDERS
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.models import Budgets, ChatMessage, RetryPolicy
 

@@ -8,12 +8,12 @@ import pytest
 import trio
 
 from prorl_trio.agent.activity import Activity
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.handlers.math import MathHandler
 from prorl_trio.node.node import Node
+from prorl_trio.pipeline.job import Job
 from prorl_trio.pipeline.observer import Observers
-from prorl_trio.pipeline.pipeline import Job
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.math import MathHandler
 
 pytestmark = pytest.mark.timeout(30)
 

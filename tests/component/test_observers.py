@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import (
+from prorl_ipc.session import (
     SESSION_PROTOCOL_VERSION,
     ObservationLost,
     ObservedOutcome,
@@ -16,9 +16,9 @@ from ipc.session import (
     SessionHello,
     SessionWelcome,
 )
-from ipc.websocket import LinkLimits, open_client_link
+from prorl_ipc.websocket import LinkLimits, open_client_link
 from prorl_trio.client import connect
-from prorl_trio.service.sessions import observation
+from prorl_trio.sessions import observation
 from prorl_trio.types.errors import ProtocolError
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service

@@ -10,9 +10,8 @@ import trio
 from hypothesis import HealthCheck, Phase, settings
 
 from prorl_trio.config import BackendConfig
-from prorl_trio.service.prorl_compat import compat_endpoints
-from prorl_trio.service.rest.app import ENDPOINTS
-from prorl_trio.service.rest.openapi import describe
+from prorl_trio.edges.prorl_compat import compat_endpoints
+from prorl_trio.edges.rest.app import ENDPOINTS, describe
 from support.fake_node import FakeNode, make_outcome
 from support.fake_rest import TOKEN, open_rest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -18,6 +19,7 @@ from prorl_trio.inference.pool.partial import version_name
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sglang import open_fake_sglang
+from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import SamplingParams
 from support.completions import asked, begun
@@ -63,14 +65,14 @@ async def test_an_aborted_completion_goes_on_from_what_the_engine_had_sampled():
             nursery.start_soon(sample)
             await engine.wait_until(lambda stats: stats.running == 1)
             await trio.sleep(0.2)
-            report = await backends.pause("abort", 10)
+            report = await backends.operate(PauseBackends("abort", 10))
             assert [(backend.engine, backend.in_flight) for backend in report.backends] == [("paused", 0)]
             assert engine.paused == "abort"
-            await backends.resume("v1")
+            await backends.operate(ResumeBackends("v1"))
             assert (engine.paused, engine.weight_version) == (None, "v1")
     (completion,) = got
-    assert completion.token_ids == list(range(100, 160))
-    assert completion.logprobs == [-1.0 - index / 100 for index in range(60)]
+    assert [*completion.token_ids] == list(range(100, 160))
+    assert completion.logprobs == array("f", [-1.0 - index / 100 for index in range(60)])
     assert [span.policy_version for span in completion.spans] == ["0", "v1"]
     switch = completion.spans[0].end
     assert 0 < switch == completion.spans[1].start < 60
@@ -90,8 +92,8 @@ async def test_a_pause_that_changes_nothing_leaves_one_span():
             nursery.start_soon(sample)
             await engine.wait_until(lambda stats: stats.running == 1)
             await trio.sleep(0.1)
-            await backends.pause("abort", 10)
-            await backends.resume()
+            await backends.operate(PauseBackends("abort", 10))
+            await backends.operate(ResumeBackends())
     assert [(span.start, span.end) for span in got[0].spans] == [(0, 60)]
 
 
@@ -104,13 +106,13 @@ async def test_tokens_streamed_before_a_failure_are_not_sampled_again():
     async with open_fake_engine() as engine:
         backends = Backends(EngineRegistry().finder("auto"))
         await backends.add(engine.url)
-        await backends.resume("v2")
+        await backends.operate(ResumeBackends("v2"))
         async with backends.lease("task") as lease:
             completion = await lease.attempt(partial)
         await backends.aclose()
         assert engine.requests[-1].prompt == [*PROMPT, 11, 12]
-    assert completion.token_ids[:2] == [11, 12]
-    assert completion.logprobs[:2] == [-0.5, -0.25]
+    assert [*completion.token_ids[:2]] == [11, 12]
+    assert [*completion.logprobs[:2]] == [-0.5, -0.25]
     assert [(span.start, span.policy_version) for span in completion.spans] == [(0, "v1"), (2, "v2")]
 
 
@@ -121,7 +123,7 @@ def test_nothing_is_asked_for_where_the_cut_came_after_the_end(last, max_tokens,
     partial.receive([11, last], [-0.5, -0.25])
     partial.cut()
     whole = partial.begin_attempt(under("v1"))
-    assert (whole.token_ids, whole.finish_reason) == ([11, last], reason)
+    assert ([*whole.token_ids], whole.finish_reason) == ([11, last], reason)
 
 
 def test_tokens_streamed_over_a_resume_are_of_the_version_that_was_in_force_when_they_came():
@@ -169,7 +171,7 @@ def test_a_call_that_was_complete_when_its_stream_was_cut_is_not_sampled_further
     assert partial.receive([11, 12, 13], [-0.5, -0.5, -0.5]) == 2
     partial.cut()
     whole = partial.begin_attempt(under("v1"))
-    assert (whole.token_ids, whole.finish_reason) == ([11, 12], "tool_call")
+    assert ([*whole.token_ids], whole.finish_reason) == ([11, 12], "tool_call")
 
 
 def known(label, policy_version):
@@ -225,7 +227,7 @@ def test_a_stream_cut_into_any_pieces_is_the_same_completion():
         stream = open_stream(lambda ids, _, got=got: got.extend(ids))
         assert not any(stream.feed(whole[at : at + size]) for at in range(0, len(whole), size))
         completion = stream.completion()
-        assert got == completion.token_ids == [11, 12, 13]
+        assert got == [*completion.token_ids] == [11, 12, 13]
         assert completion.finish_reason == "stop"
 
 
@@ -234,7 +236,7 @@ def test_a_stream_stops_at_the_token_that_is_enough():
     assert not stream.feed(event([11]))
     assert stream.feed(event([12, 13]))
     completion = stream.completion()
-    assert (completion.token_ids, completion.finish_reason) == ([11, 12], "tool_call")
+    assert ([*completion.token_ids], completion.finish_reason) == ([11, 12], "tool_call")
     assert completion.dropped_tokens == 1
     assert len(completion.logprobs) == 2
 
@@ -298,10 +300,10 @@ async def test_an_sglang_streams_all_so_far_or_what_is_new(incremental, tokens_p
         client = SglangClient(engine.url)
         await client.probe(timeout_s=5)
         completion = await client.generate(asked(PROMPT, 20, sink=lambda ids, _: got.extend(ids)))
-        assert got == completion.token_ids == [*range(10, 18)]
+        assert got == [*completion.token_ids] == [*range(10, 18)]
         assert (completion.finish_reason, completion.dropped_tokens) == ("stop", 0)
         stopped = await client.generate(asked(PROMPT, 20, sink=lambda ids, _: ids.index(13) + 1 if 13 in ids else None))
-        assert (stopped.token_ids, stopped.finish_reason) == ([10, 11, 12, 13], "tool_call")
+        assert ([*stopped.token_ids], stopped.finish_reason) == ([10, 11, 12, 13], "tool_call")
         assert stopped.dropped_tokens == -4 % tokens_per_event
         await client.aclose()
 

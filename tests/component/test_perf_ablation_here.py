@@ -9,19 +9,27 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import Accepted
 from perf.ablation import VARIANTS
-from perf.ablation_here import QUICK, SystemRun, ablation_here_finding, systems_of
-from perf.ablation_here_bash import ExtraAction, extra_of
-from perf.ablation_here_node import ACTIONS, LEVELS, DrawnWork, TaskPayload, instance_of
-from perf.ablation_here_steps import StepScale, StepsTaken, System, take_steps
-from perf.dapo_work import mean_of
-from perf.trace_figures import Answered
+from perf.ablation_here import (
+    QUICK,
+    SMALL_WORK,
+    ExtraAction,
+    System,
+    SystemRun,
+    ablation_here_finding,
+    extra_of,
+    systems_of,
+    take_steps,
+)
+from perf.trace import Answered
+from perf.training import ACTIONS, LEVELS, StepScale, StepsTaken, TaskPayload, instance_of, mean_of
+from prorl_ipc.session import Accepted
 from prorl_trio.types.models import Outcome, Timing
 
 pytestmark = pytest.mark.timeout(60)
 
-SCALE = StepScale(groups=2, size=2, workers=4)
+WORKERS = 4
+SCALE = StepScale(groups=2, size=2, at_once=WORKERS + 2)
 EXTRA = ExtraAction(seconds=0.5, measured=29)
 
 
@@ -98,7 +106,7 @@ async def test_a_step_ends_when_its_batch_is_complete_and_cancels_the_rest(autoj
     assert (taken.trained, taken.uninformative, taken.surplus) == (4, 0, 0)
     assert taken.ended + taken.cancelled == len(node.specs)
     assert taken.cancelled == len(node.cancelled) > 0
-    assert node.most_live <= SCALE.workers + 2 * SCALE.size
+    assert node.most_live <= WORKERS + 2 * SCALE.size
     assert not node.live
     assert taken.wall_s == len(node.specs)
     assert taken.actions_s == [0.25, 0.75] * len(node.specs)
@@ -118,7 +126,7 @@ async def test_each_step_begins_with_the_same_instances_in_every_system(autojump
     for variant, system in systems.items():
         _, node = await step(system, 3, 4)
         specs = list(node.specs.values())
-        begun[variant] = [spec.instance.payload["number"] for spec in specs[: SCALE.workers]]
+        begun[variant] = [spec.instance.payload["number"] for spec in specs[:WORKERS]]
         payloads = [msgspec.convert(spec.instance.payload, TaskPayload) for spec in specs]
         assert {payload.split for payload in payloads} == {variant == "no_balancing"}
         assert {payload.extra_action_s for payload in payloads} == {0.5 if variant == "no_bash" else 0.0}
@@ -135,7 +143,7 @@ def test_the_work_is_the_instances_own_and_harder_ones_are_longer():
     assert instance_of(7).payload == {**instance_of(7, split=True).payload, "split": False}
     levels = {instance_of(number).payload["level"] for number in range(300)}
     assert levels == set(range(LEVELS))
-    work = DrawnWork()
+    work = SMALL_WORK
     assert mean_of(work.model(1.0).tool_s) == pytest.approx(work.action_s)
     lengths = [mean_of(work.model(work.hardness(level)).turns) for level in (0, LEVELS // 2, LEVELS - 1)]
     assert lengths == sorted(lengths)

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 import trio
 
-from perf import balance, balance_peers
-from perf.balance_batch import HEAVY, TOKENS, draw_batch
-from perf.balance_served import ROUTED
-from perf.balance_world import Event, Scenario, simulate
+from perf import balance, balance_router
+from perf.balance import Event, Scenario, simulate
+from perf.balance_router import ROUTED
+from perf.batch import HEAVY, TOKENS, draw_batch
 from perf.harness import Options
 
 pytestmark = pytest.mark.alone
@@ -57,7 +57,7 @@ async def test_a_report_has_the_metrics_and_says_that_the_router_is_missing(tmp_
     monkeypatch.setattr(balance, "KILL", Event(at_s=3, kind="kill", backend=0))
     monkeypatch.setattr(balance, "ADD", Event(at_s=5, kind="add", backend=8))
     monkeypatch.setattr(balance, "SETTLED_S", 2)
-    monkeypatch.setattr(balance_peers, "QUICK_PLACEMENTS", ROUTED[:1])
+    monkeypatch.setattr(balance_router, "QUICK_WAYS", ROUTED[:1])
     with trio.fail_after(120):
         report = await balance.balance(Options(quick=True, json_path=None))
     metrics = report.metrics()

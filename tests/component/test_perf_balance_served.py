@@ -10,12 +10,11 @@ import msgspec
 import pytest
 import trio
 
-from perf import balance_peers
-from perf.balance_batch import HEAVY, draw_batch
-from perf.balance_peers import measure_router, router_report
-from perf.balance_served import OURS, ROUTED, WORK, ServedRun, run_served
+from perf import balance_router
+from perf.balance_router import OURS, ROUTED, WORK, ServedRun, measure_router, router_report, run_served
+from perf.batch import HEAVY, draw_batch
 from perf.peers.environments import PEERS, PeerUnavailable
-from perf.peers.server import free_port, open_peer_server
+from perf.peers.process import free_port, open_peer_server
 
 pytestmark = pytest.mark.alone
 
@@ -101,7 +100,7 @@ async def test_a_router_that_does_not_start_is_quoted(stand_in, tmp_path):
 
 async def test_a_router_that_is_not_installed_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(balance_peers, "QUICK_PLACEMENTS", ROUTED[:1])
+    monkeypatch.setattr(balance_router, "QUICK_WAYS", ROUTED[:1])
     with trio.fail_after(60):
         report = await measure_router(quick=True)
     assert report.metrics() == {}
@@ -113,12 +112,11 @@ def test_the_router_is_compared_by_its_best_policy_and_by_its_default():
     runs[OURS[0]] = [run_of(80.0), run_of(160.0)]
     runs[ROUTED[0]] = [run_of(72.0), run_of(144.0)]
     report = router_report(runs)
-    assert report.more_metrics == {
-        "balance.http.least_over_router_best": 0.9,
-        "balance.http.least_over_router_default": 1.25,
-    }
+    assert report.more_metrics == pytest.approx(
+        {"balance.http.least_over_router_best": 0.9, "balance.http.least_over_router_default": 1.25}
+    )
     assert report.detail_metrics["balance.http.router.random.makespan_s"] == 150
-    assert report.detail_metrics["balance.http.static_split.prefix_hit_rate"] == 0.8
+    assert report.detail_metrics["balance.http.static_split.prefix_hit_rate"] == pytest.approx(0.8)
     assert any("its best is sticky_least_loaded" in note for note in report.notes)
 
 

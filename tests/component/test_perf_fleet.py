@@ -13,14 +13,22 @@ import pytest
 import trio
 
 from perf import fleet_cluster
-from perf.children import open_child
-from perf.findings import CannotRun
-from perf.fleet import FULL, QUICK, fleet_finding, predicted_size
+from perf.fleet import (
+    FULL,
+    QUICK,
+    FleetEngine,
+    FleetScale,
+    MeasuredFleet,
+    fleet_finding,
+    predicted_size,
+    serve_engine,
+    turn_text,
+    turns_of,
+)
 from perf.fleet_cluster import require_slurm
-from perf.fleet_engine import FleetEngine, turn_text
-from perf.fleet_load import FleetScale, MeasuredFleet, turns_of
-from perf.process_tree import MachineTime, machine_time, parent_of, process_time, tree_time
-from perf.scaling_world import FleetSize, Times, places_of, simulate_fleet, steady_rate
+from perf.harness import CannotRun
+from perf.processes import MachineTime, machine_time, open_child, parent_of, process_time, tree_time
+from perf.scaling import FleetSize, Times, places_of, simulate_fleet, steady_rate
 from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.types.models import SamplingParams
@@ -40,8 +48,9 @@ def measured_fleet(nodes: int, **fields: object) -> MeasuredFleet:
         steady_per_s=0.5 * nodes,
         init_s=0.5,
         run_s=3.7,
-        client_cpu_s=0.12 * nodes,
-        idle_client=0.002,
+        client_cpu_s=0.06 * nodes,
+        head_cpu_s=0.06 * nodes,
+        idle_head=0.002,
         idle_node=0.005,
         read_s=1e-4 * nodes,
         node_cpu_s=0.36 * nodes,
@@ -71,7 +80,7 @@ def test_each_fleet_has_the_same_share_of_each_length_in_an_order_of_its_own(sca
 
 async def test_every_turn_of_the_engine_takes_its_time_and_asks_for_a_cell(tmp_path):
     with trio.fail_after(60):
-        async with open_child("perf.fleet_engine", [str(tmp_path), "0.05", "0.25"], FleetEngine) as (_, engine):
+        async with open_child(serve_engine, str(tmp_path), 0.05, 0.25, ready=FleetEngine) as (_, engine):
             client = VllmClient(f"http://127.0.0.1:{engine.port}")
             asked = CompletionRequest(
                 prompt_token_ids=[1, 2, 3],
@@ -132,12 +141,12 @@ def test_the_finding_compares_with_the_smallest_fleet_the_simulation_and_the_pap
     assert finding.metrics["fleet.8.efficiency"] == pytest.approx(0.95)
     assert finding.metrics["fleet.8.whole_times"] == pytest.approx(8 * 24 / 26, abs=1e-4)
     assert 7 < finding.metrics["fleet.8.simulated_times"] < 9
-    assert finding.metrics["fleet.8.client_ms"] == pytest.approx(10.0)
+    assert finding.metrics["fleet.8.client_ms"] == finding.metrics["fleet.8.head_ms"] == pytest.approx(5.0)
     assert finding.metrics["fleet.1.own_busy"] == pytest.approx(1.38 / 48, abs=1e-4)
     rates, costs = finding.tables
     assert [row[0] for row in rates.rows] == ["1", "8"]
     assert rates.rows[1][-1] == "4.7 to 5.0 x"
-    assert costs.rows[1][1] == "10.0 ms"
+    assert costs.rows[1][1:3] == ["5.0 ms", "5.0 ms"]
     (figure,) = finding.figures
     assert [line.role for line in figure.lines] == ["floor", "ours", "ours", "ours", "paper", "paper", "paper"]
     said = " ".join(finding.caption)

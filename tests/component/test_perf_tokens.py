@@ -9,22 +9,26 @@ import msgspec
 import pytest
 import trio
 
-from perf import tokens, tokens_drift
+from perf import tokens
 from perf.chat_families import write_family_model
 from perf.harness import Options, Report
 from perf.peers.environments import PEERS, PeerUnavailable
-from perf.tokens_dialogue import (
+from perf.tokens import (
     OPENING,
     TOOLS,
     TURN_TOKENS,
+    WAYS,
     Dialogue,
+    Drift,
+    Sampled,
     draw_turns,
+    drift_of,
+    measure_peers,
+    sampled_at_random,
     sampled_ids,
     time_turns,
     whole_dialogue,
 )
-from perf.tokens_drift import Drift, Sampled, drift_of, sampled_at_random
-from perf.tokens_peers import WAYS, measure_peers
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.types.models import ChatMessage
@@ -119,7 +123,7 @@ def test_a_split_that_is_not_the_tokenizers_is_drift_from_there_on(chat):
 def test_the_fake_engines_ids_survive_ours_and_not_always_text(chat):
     turns = [turn for seed in range(4) for turn in sampled_at_random(chat, seed)]
     drift = drift_of(chat, turns)
-    assert drift.turns == 4 * tokens_drift.TURNS
+    assert drift.turns == 4 * tokens.TURNS
     assert drift.ours == 0
     assert 0 < drift.retokenised <= drift.turns
     assert all(turn.completion_ids[-1] == chat.end_of_turn_id for turn in turns)

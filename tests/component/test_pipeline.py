@@ -5,10 +5,10 @@ import pytest
 import trio
 
 from prorl_trio.config import AdmissionConfig
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.types.errors import Draining, EvaluationError, InternalError, SandboxUnavailable
 from prorl_trio.types.models import Budgets, TaskInstance, Timing
 

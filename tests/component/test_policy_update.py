@@ -16,6 +16,7 @@ from prorl_trio.client import (
     open_policy_update,
     policy_update,
 )
+from prorl_trio.types.backends import PauseBackends, RenewUpdate
 from prorl_trio.types.errors import BackendsBusy, PauseTimeout, UpdateRefused
 from support.fake_service import TOKEN, open_service
 from support.faulty_proxy import FaultyProxy
@@ -153,7 +154,7 @@ async def test_a_pause_that_takes_too_long_or_comes_across_another_changes_nothi
         with pytest.raises(PauseTimeout, match=B):
             await update_to(client, "1", "/w/1", timeout_s=0.05)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(pool.backends.pause, "keep", 20)
+            nursery.start_soon(pool.backends.operate, PauseBackends("keep", 20))
             while not pool.backends.admission.closed:
                 await trio.sleep(0.01)
             with pytest.raises(BackendsBusy):
@@ -275,15 +276,16 @@ async def test_a_block_keeps_its_lease_for_as_long_as_it_may_last(watched, monke
     monkeypatch.setattr(policy_update, "LEASE_S", 3.0)
     monkeypatch.setattr(policy_update, "RENEWALS", 60)
     renewed, enough = [], trio.Event()
-    renew = watched.backends.renew_update
+    operate = watched.backends.operate
 
-    async def count(holder):
-        renewed.append(holder)
-        if len(renewed) == 70:
-            enough.set()
-        return await renew(holder)
+    async def count(request):
+        if isinstance(request, RenewUpdate):
+            renewed.append(request.holder)
+            if len(renewed) == 70:
+                enough.set()
+        return await operate(request)
 
-    monkeypatch.setattr(watched.backends, "renew_update", count)
+    monkeypatch.setattr(watched.backends, "operate", count)
     async with open_trainer(watched) as client:
         async with client.policy_update("1", timeout_s=20) as update:
             await enough.wait()

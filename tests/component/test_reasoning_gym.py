@@ -10,9 +10,9 @@ from importlib.util import find_spec
 import pytest
 
 from prorl_trio.agent.scoring import open_scorer_pool
-from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.handlers.stem.generated import REFUSED
-from prorl_trio.handlers.stem.payload import read_payload
+from prorl_trio.tasks.handlers.stem.generated import REFUSED
+from prorl_trio.tasks.handlers.stem.payload import read_payload
+from prorl_trio.tasks.sets import load_task_set
 from prorl_trio.types.errors import ConfigError, EvaluationError, HostileAnswer
 from support.skips import because
 
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 
-SCORER = "prorl_trio.handlers.stem.verifier:score"
+SCORER = "prorl_trio.tasks.handlers.stem.verifier:score"
 FAMILIES = ["chain_sum", "countdown", "n_queens", "simple_integration", "spiral_matrix"]
 
 

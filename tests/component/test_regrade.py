@@ -6,10 +6,10 @@ import msgspec
 import pytest
 import trio
 
-from prorl_trio.client.evaluation.regrade import Regrading
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.handlers.math import MathHandler
 from prorl_trio.pipeline.job import Job
+from prorl_trio.runs.evaluation.regrade import Regrading
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.types.errors import EvaluationError, NotRestorable
 from prorl_trio.types.models import Outcome, Recorded, TaskInstance
 from support.fake_node import make_outcome, make_spec

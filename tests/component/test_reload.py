@@ -24,12 +24,12 @@ from prorl_trio.config import (
     StagesConfig,
     load_config,
 )
-from prorl_trio.config.live import LIVE
+from prorl_trio.config.reference import LIVE
+from prorl_trio.edges.auth import Door
 from prorl_trio.node import descriptors
-from prorl_trio.node import reload as reload_module
+from prorl_trio.node import serve as reload_module
 from prorl_trio.node.core import open_node
-from prorl_trio.node.reload import plan_reload, serve_reloads
-from prorl_trio.service.auth import Door
+from prorl_trio.node.serve import plan_reload, serve_reloads
 from prorl_trio.testing.fake_engine import FakeEngine, open_look_alike
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.service.limits import SessionLimits
+from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.types.models import Outcome
 from support.fake_node import make_spec
 from support.fake_rest import open_rest

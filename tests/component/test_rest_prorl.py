@@ -11,9 +11,8 @@ import pytest
 import trio
 
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.service.prorl_compat.request import ProcessRequest
-from prorl_trio.service.prorl_compat.request import make_spec as make_spec_of
-from prorl_trio.service.prorl_compat.result import Asked, make_result
+from prorl_trio.edges.prorl_compat.endpoints import Asked, ProcessRequest, make_result
+from prorl_trio.edges.prorl_compat.endpoints import make_spec as make_spec_of
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import ChatMessage, Segment, ToolCall, Trajectory, Turn

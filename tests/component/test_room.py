@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
 from prorl_trio.config import AdmissionConfig
 from prorl_trio.pipeline.admission import Admission, Load

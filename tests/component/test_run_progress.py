@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from prorl_trio.cli import main
-from prorl_trio.client import connect, progress
-from prorl_trio.client.recording import read_outcomes
+from prorl_trio.client import connect
+from prorl_trio.runs import progress
+from prorl_trio.runs.recording import read_outcomes
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
 

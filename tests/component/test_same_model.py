@@ -13,8 +13,8 @@ from prorl_trio.chat.format import ChatFormat
 from prorl_trio.chat.tokenizer_sample import tokenizer_sample
 from prorl_trio.config import HealthConfig
 from prorl_trio.inference.engines.registry import EngineRegistry
+from prorl_trio.inference.pool.admission import AnotherModel, ModelProof
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.inference.pool.same_model import AnotherModel, ModelProof
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_http import Answer
 from prorl_trio.testing.fake_sglang import open_fake_sglang

@@ -12,16 +12,15 @@ from random import Random
 import pytest
 import trio
 
-from prorl_trio.client.sampling import GroupRules, JobTemplate
-from prorl_trio.client.sampling.durations import ks_distance
-from prorl_trio.client.sampling.events import Advanced, Arrived, Opened, Taken
-from prorl_trio.client.sampling.sampler import GroupSampler
 from prorl_trio.config import StagesConfig
-from prorl_trio.handlers.base import Evaluation
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
+from prorl_trio.sampling import GroupRules, JobTemplate
+from prorl_trio.sampling.accounts import ks_distance
+from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from prorl_trio.simulation.config import Distribution, EngineModel, SimulationConfig, WorkModel
-from prorl_trio.simulation.run import open_simulated_node, run_in_simulated_time
-from prorl_trio.simulation.work import SimulatedHandler
+from prorl_trio.simulation.run import SimulatedHandler, open_simulated_node, run_in_simulated_time
+from prorl_trio.tasks.handlers.base import Evaluation
 from prorl_trio.types.models import TaskInstance
 
 LEVELS = 10

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from launch.userns import user_namespace_problem
+from prorl_launch.userns import user_namespace_problem
 from support.skips import because
 
 PROGRAM = """
 import subprocess
-from prorl_trio.testing.sandbox_mounts import mounts_of_sandboxes
+from prorl_trio.testing.sandbox_check import mounts_of_sandboxes
 
 def keep(place, *options):
     command = ["unshare", *options, "--net", "sh", "-c", "echo; read end"]

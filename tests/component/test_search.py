@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from prorl_trio.config import NodeConfig, SearchConfig
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import RetryPolicy
 from prorl_trio.search.backend import Document, SearchBackend, SearchFailed
 from prorl_trio.search.bm25 import open_bm25
 from prorl_trio.search.corpus import read_corpus

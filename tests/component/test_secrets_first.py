@@ -50,14 +50,24 @@ CONFLICTS = {
     "PRORL_TOKEN and listen.token hold two different tokens": {"token": "of the config"},
 }
 REST = {
-    "rest.prorl_compat needs REST, which is off": {"prorl_compat": True},
-    "rest.prorl_compat_token = false is for a loopback rest.host only": {
-        "enabled": True, "prorl_compat": True, "prorl_compat_token": False, "host": "0.0.0.0",
+    "rest.prorl_compat_token = false is for a loopback listen.host only": {
+        "rest": {"prorl_compat": True, "prorl_compat_token": False}, "listen": {"token": "t", "host": "0.0.0.0"},
+    },
+    "rest.prorl_compat_token = false is not for listen.descriptors": {
+        "rest": {"prorl_compat": True, "prorl_compat_token": False}, "listen": {"token": "t", "descriptors": [3]},
     },
     "rest.data_sources: no such handler: a = 'nope'; this node has: ": {
-        "enabled": True, "prorl_compat": True, "data_sources": {"a": "nope"},
+        "rest": {"prorl_compat": True, "data_sources": {"a": "nope"}},
     },
-    "Expected `bool`, got `str` - at `$.rest.prorl_compat_token`": {"prorl_compat_token": "auto"},
+    "Expected `bool`, got `str` - at `$.rest.prorl_compat_token`": {"rest": {"prorl_compat_token": "auto"}},
+    **{f"unknown field `{field}` - at `$.rest`; {advice}": {"rest": {field: value}} for field, value, advice in (
+        ("enabled", True, "REST is always served, at the port of [listen]"),
+        ("port", 8701, "REST is served at the port of [listen]; remove this field, and set listen.port"),
+        ("host", "0.0.0.0", "REST is served at the host of [listen]"),
+        ("tls", False, "REST speaks TLS where [listen] does"),
+        ("max_connections", 9, "one server has one limit; set listen.max_connections"),
+        ("idle_timeout_s", 9.0, "one server has one limit; set listen.idle_timeout_s"),
+    )},
 }  # fmt: skip
 
 
@@ -93,7 +103,7 @@ def test_secrets_of_a_node(files, command, why):
 
 @pytest.mark.parametrize("why", REST)
 def test_edges_of_a_node(files, why):
-    (files / "node.toml").write_bytes(config_with(rest=REST[why]))
+    (files / "node.toml").write_bytes(config_with(**REST[why]))
     assert why in refusal("serve", "--config", "node.toml")
 
 

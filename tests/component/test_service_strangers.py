@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio_websocket import ConnectionClosed
 
-from ipc.session import (
+from prorl_ipc.session import (
     SESSION_PROTOCOL_VERSION,
     SessionRefused,
     SessionWelcome,
@@ -17,9 +17,8 @@ from ipc.session import (
 )
 from prorl_trio.config import ListenConfig
 from prorl_trio.config.secrets import load_token
-from prorl_trio.service.auth import Door
-from prorl_trio.service.websocket import server as server_module
-from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.serve import serve_edges
 from prorl_trio.types.errors import ConfigError
 from support.fake_service import TOKEN, open_service
 from support.raw_trainer import encode, raw_trainer
@@ -114,11 +113,8 @@ async def test_junk_frames_after_the_websocket_handshake_do_no_harm(deadline: No
             assert isinstance(await trainer.hello(), SessionWelcome)
 
 
-async def test_a_stranger_that_says_nothing_is_shown_out(
-    deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.1)
-    async with open_service(node) as service:
+async def test_a_stranger_that_says_nothing_is_shown_out(deadline: None, node: FakeNode):
+    async with open_service(node, handshake_timeout_s=0.1) as service:
         async with raw_trainer(service) as trainer:
             refused = await trainer.receive()
             assert (refused.code, refused.message) == ("protocol", "no SessionHello within 0.1 s")
@@ -126,18 +122,14 @@ async def test_a_stranger_that_says_nothing_is_shown_out(
             assert await stream.receive_some() == b""
 
 
-async def test_a_stranger_cannot_fill_memory(deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.3)
-    async with open_service(node) as service, raw_trainer(service) as trainer:
+async def test_a_stranger_cannot_fill_memory(deadline: None, node: FakeNode):
+    async with open_service(node, handshake_timeout_s=0.3) as service, raw_trainer(service) as trainer:
         with pytest.raises(ConnectionClosed):
             await trainer.socket.send_message(bytes(32 * 1024 * 1024))
 
 
-async def test_the_oldest_of_too_many_strangers_makes_room(
-    deadline: None, node: FakeNode, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(server_module, "MAX_STRANGERS", 1)
-    async with open_service(node, max_sessions=1) as service, raw_trainer(service) as one:
+async def test_the_oldest_of_too_many_strangers_makes_room(deadline: None, node: FakeNode):
+    async with open_service(node, max_sessions=1, max_unauthenticated=1) as service, raw_trainer(service) as one:
         await one.hello("one")
         async with await trio.open_tcp_stream(service.host, service.port) as stream, raw_trainer(service) as two:
             assert await stream.receive_some() == b""
@@ -162,4 +154,4 @@ async def test_a_configuration_that_cannot_work_is_refused(
 ):
     config = ListenConfig(**{"port": 0, **listen})
     with trio.fail_after(DEADLINE_S), pytest.raises(ConfigError, match=message):
-        await serve_websocket(node, config, Door(load_token(config)), sessions=sessions_in(nursery))
+        await serve_edges(node, config, Door(load_token(config)), sessions=sessions_in(nursery))

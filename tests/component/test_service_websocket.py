@@ -7,12 +7,12 @@ import pytest
 import trio
 from trio_websocket import ConnectionClosed
 
-from ipc.session import (
+from prorl_ipc.session import (
     Accepted,
     Ack,
     CallBackends,
-    CancelJobs,
-    CancelledJobs,
+    Cancel,
+    Cancelled,
     HeartbeatPing,
     HeartbeatPong,
     JobEvent,
@@ -22,12 +22,13 @@ from ipc.session import (
     StatusReport,
     StatusRequest,
     Submit,
+    TheseJobs,
     WithdrawCall,
 )
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.websocket import connection as connection_module
-from prorl_trio.service.websocket import server as server_module
-from prorl_trio.types.backends import BackendList
+from prorl_trio.config import ListenConfig
+from prorl_trio.edges.websocket import server as connection_module
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.types.backends import BackendList, ResumeBackends
 from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
@@ -180,9 +181,9 @@ async def test_two_trainers_do_not_see_each_other(deadline: None, node: FakeNode
         await two.hello("two")
         await one.submit(make_spec("of one"))
         await two.submit(make_spec("of two"))
-        await two.send(CancelJobs(request_id=9, job_ids=["of one", "of two"]))
+        await two.send(Cancel(9, [TheseJobs(["of one", "of two"])]))
         frames = [await two.receive(), await two.receive()]
-        assert CancelledJobs(request_id=9, cancelled=["of two"], unknown=["of one"]) in frames
+        assert Cancelled(9, cancelled=["of two"], ended=[], unknown=["of one"]) in frames
         assert [frame.job_id for frame in frames if isinstance(frame, OutcomeFrame)] == ["of two"]
         node.finish("of one")
         outcome = await one.receive()
@@ -220,16 +221,23 @@ async def test_cancel_answers_when_nothing_is_left_and_blocks_nobody(deadline: N
         await trainer.submit(*(make_spec(job_id) for job_id in "abc"))
         node.finish("b")
         assert (await trainer.receive()).job_id == "b"
-        await trainer.send(CancelJobs(request_id=2, job_ids=["a", "b", "x", "a"], reason="enough"))
+        await trainer.send(Cancel(2, [TheseJobs(["a", "b", "x", "a"])], reason="enough"))
         await trainer.send(StatusRequest(request_id=3))
         assert isinstance(await trainer.receive(), StatusReport)
         node.cancel_gate.set()
         frames = [await trainer.receive(), await trainer.receive()]
-        assert CancelledJobs(request_id=2, cancelled=["a", "b"], unknown=["x"]) in frames
+        assert Cancelled(2, cancelled=["a"], ended=["b"], unknown=["x"]) in frames
         (outcome,) = [frame for frame in frames if isinstance(frame, OutcomeFrame)]
         decoded = msgspec.msgpack.decode(outcome.outcome, type=Outcome)
         assert (decoded.job_id, decoded.status, decoded.error) == ("a", "cancelled", "enough")
         assert list(node.live) == ["c"]
+
+
+async def test_a_cancel_ahead_for_the_whole_node_is_refused(deadline: None, node: FakeNode):
+    async with open_service(node) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.send(Cancel(1, [TheseJobs(["a"], ahead=True)], on_node=True))
+        assert "does not go with on_node" in (await trainer.receive()).message
 
 
 async def test_too_many_operations_at_once_end_the_connection_not_the_jobs(
@@ -241,7 +249,7 @@ async def test_too_many_operations_at_once_end_the_connection_not_the_jobs(
         await trainer.hello()
         await trainer.submit(make_spec("a"), make_spec("b"))
         for i in range(4):
-            await trainer.send(CancelJobs(request_id=i, job_ids=["a"]))
+            await trainer.send(Cancel(i, [TheseJobs(["a"])]))
         refused = await trainer.receive()
         assert "more than 3 cancels" in refused.message
     assert list(node.live) == ["b"]  # a cancel that has begun goes on without its connection
@@ -332,7 +340,7 @@ async def test_a_pause_is_undone_when_its_call_is_withdrawn_or_its_connection_en
                     engine.silent.clear()
                     await trainer.send(call(2, "pause", mode="keep"))
                     assert (await trainer.receive()).request_id == 2, "one that is withdrawn is not answered"
-                    await node.backends.resume()
+                    await node.backends.operate(ResumeBackends())
             while node.backends.admission.closed:
                 await trio.sleep(0.01)
 
@@ -400,17 +408,14 @@ async def test_cancelling_the_server_sends_what_there_is_and_says_goodbye(deadli
         assert (closed.value.reason.code, closed.value.reason.reason) == (1001, "the node is going away")
         assert sum(isinstance(frame, OutcomeFrame) for frame in frames) == 100
         await stranger.closed()
-        assert trio.current_time() - started_s < server_module.GOODBYE_TIMEOUT_S
+        assert trio.current_time() - started_s < ListenConfig().close_timeout_s
         with pytest.raises(OSError, match="all attempts to connect"):
             await trio.open_tcp_stream(service.host, service.port)
 
 
-async def test_cancelling_the_server_is_bounded_when_a_trainer_does_not_read(
-    deadline: None, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(server_module, "GOODBYE_TIMEOUT_S", 0.3)
+async def test_cancelling_the_server_is_bounded_when_a_trainer_does_not_read(deadline: None):
     node = FakeNode(lambda spec: make_outcome(spec, tokens=500_000))
-    async with open_service(node) as service:
+    async with open_service(node, close_timeout_s=0.3) as service:
         stream = await trio.open_tcp_stream(service.host, service.port)
         async with stream:
             # A WebSocket client that never reads, written by hand: the library always does.

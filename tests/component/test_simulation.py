@@ -17,8 +17,7 @@ from prorl_trio.simulation.config import (
     WorkModel,
     load_simulation,
 )
-from prorl_trio.simulation.run import run_simulation
-from prorl_trio.simulation.sweep import double_each, enough, resized, sweep
+from prorl_trio.simulation.run import double_each, enough, resized, run_simulation, sweep
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import RetryPolicy
 

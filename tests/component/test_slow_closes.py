@@ -8,15 +8,16 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.pipeline import pipeline as pipeline_module
-from prorl_trio.pipeline.pipeline import Job, open_pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox import host as host_module
 from prorl_trio.sandbox import process_tree, reaper
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.process_tree import open_process_tree
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir, remains_count
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 
 pytestmark = pytest.mark.timeout(60)
 

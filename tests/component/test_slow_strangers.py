@@ -9,18 +9,13 @@ import trio
 from trio_websocket import wrap_client_stream
 
 from prorl_trio.client import connect
-from prorl_trio.service.websocket import server as server_module
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
 
 UPGRADE = b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nX-Long: " + b"a" * 100_000
 MASKED_FRAME = b"\x82\xfe\xff\xff\x00\x00\x00\x00" + b"a" * 0xFFFF
+LITTLE_PATIENCE_S = 0.2
 TLS_HELLO = b"\x16\x03\x01\x40\x00\x01\x00\x3f\xfc\x03\x03" + b"a" * 0x4000
-
-
-@pytest.fixture(autouse=True)
-def little_patience(monkeypatch):
-    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.2)
 
 
 pytestmark = pytest.mark.timeout(30)
@@ -55,7 +50,7 @@ async def good_trainer(service):
 
 
 def open_answering_service():
-    return open_service(FakeNode(on_submit=make_outcome))
+    return open_service(FakeNode(on_submit=make_outcome), handshake_timeout_s=LITTLE_PATIENCE_S)
 
 
 async def test_a_handshake_that_dribbles_is_cut_off():
@@ -90,7 +85,7 @@ async def test_a_tls_hello_that_dribbles_is_cut_off(tmp_path):
     (tmp_path / "both.pem").chmod(0o600)
     both = str(tmp_path / "both.pem")
     async with (
-        open_service(FakeNode(), tls_cert=both, tls_key=both) as service,
+        open_service(FakeNode(), handshake_timeout_s=LITTLE_PATIENCE_S, tls_cert=both, tls_key=both) as service,
         await trio.open_tcp_stream(service.host, service.port) as stream,
     ):
         assert 0 < await dribble(stream, TLS_HELLO) < len(TLS_HELLO)

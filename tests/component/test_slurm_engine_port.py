@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from launch.slurm.engine_port import EnginePort, find_ports, take_port, tell_port
+from prorl_launch.slurm.engine_port import EnginePort, find_ports, take_port, tell_port
 from prorl_trio.types.errors import ConfigError
 
 RUN = [sys.executable, "-m", "prorl_trio.cli", "slurm", "engine"]

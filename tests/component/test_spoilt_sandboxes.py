@@ -11,12 +11,12 @@ import pytest
 import trio
 
 from component.test_whose_doing import FAULT, SURVIVED, Tools, bash, open_bench, turns
-from prorl_trio.grading.repository_base import RepositoryBase, make_base
-from prorl_trio.handlers.base import Evaluation
-from prorl_trio.handlers.swe import _difference
 from prorl_trio.pipeline.outcomes import blame
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.transfer import TransferOptions
+from prorl_trio.tasks.grading.repository_base import RepositoryBase, make_base
+from prorl_trio.tasks.handlers.base import Evaluation
+from prorl_trio.tasks.handlers.swe import _difference
 from prorl_trio.types.errors import AgentFault, SandboxCallFailed
 from prorl_trio.types.models import Budgets, RetryPolicy
 

@@ -10,11 +10,12 @@ import trio
 
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.config import AgentConfig, BackendConfig, StagesConfig
-from prorl_trio.handlers.base import Evaluation
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
+from prorl_trio.tasks.handlers.base import Evaluation
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.testing.fake_engine import open_fake_engine
 from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet
+from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from prorl_trio.types.models import ChatMessage, JobSpec, RetryPolicy, TaskInstance
 
 pytestmark = pytest.mark.timeout(30)
@@ -39,7 +40,7 @@ class UpdateTool(Tool):
 
     async def change(self):
         for version in self.versions.pop(0) if self.versions else ():
-            await self.backends.resume(version)
+            await self.backends.operate(ResumeBackends(version))
 
 
 class NoTool(UpdateTool):
@@ -134,8 +135,8 @@ async def test_updates_beside_tools_count_for_nobody_but_us(rig):
             backends, update = context.resources.backends, UpdateTool(context.resources.backends, [["1"]])
 
             async def before_turn(conversation, room):
-                await backends.resume("2")
-                await backends.resume("3")
+                await backends.operate(ResumeBackends("2"))
+                await backends.operate(ResumeBackends("3"))
 
             tools = ToolSet([update, FinishTool()], max_observation_chars=99)
             await run_agent(context, [ChatMessage(role="user", content="?")], tools, before_turn=before_turn)
@@ -158,8 +159,8 @@ async def test_tokens_that_are_too_stale_for_the_time_of_tools_are_no_completed_
                 await trio.sleep(0.01)
             await engine.wait_until(lambda stats: stats.running == 1)
             await trio.sleep(0.2)
-            await backends.pause("keep", 10)
-            await backends.resume("2")
+            await backends.operate(PauseBackends("keep", 10))
+            await backends.operate(ResumeBackends("2"))
             await rig.pipeline.wait_idle()
     outcome = rig.observer.outcomes["job"]
     assert (outcome.status, outcome.cause, outcome.error_code) == ("failed", "agent_budget", "stale"), outcome.error
@@ -199,8 +200,8 @@ async def test_weights_that_change_in_the_middle_of_a_completion_count(rig, mode
             rig.pipeline.submit(Job(rig.spec(max_staleness=0), Updated(), rig.resources, rig.observer))
             await engine.wait_until(lambda stats: stats.running == 1)
             await trio.sleep(0.2)
-            await backends.pause(mode, 10)
-            await backends.resume("1")
+            await backends.operate(PauseBackends(mode, 10))
+            await backends.operate(ResumeBackends("1"))
             await rig.pipeline.wait_idle()
     outcome = rig.observer.outcomes["job"]
     assert (outcome.status, outcome.error_code) == ("failed", "stale"), outcome.error
@@ -216,14 +217,14 @@ async def test_a_job_waits_where_every_backend_has_weights_that_are_too_old(rig)
     with trio.fail_after(20):
         async with rig.open_pipeline():
             backends = rig.resources.backends
-            await backends.resume("5")
+            await backends.operate(ResumeBackends("5"))
             (backend,) = backends._placement.backends()
             backend.engine.info = msgspec.structs.replace(backend.info, policy_version="3", label="3")
             rig.pipeline.submit(Job(rig.spec("first", max_staleness=1), Updated(), rig.resources, rig.observer))
             rig.pipeline.submit(Job(rig.spec("second", max_staleness=2), Updated(), rig.resources, rig.observer))
             await trio.testing.wait_all_tasks_blocked()
             assert rig.observer.statuses == [("first", "queued"), ("second", "queued")], "the oldest first"
-            await backends.resume("6")
+            await backends.operate(ResumeBackends("6"))
             await rig.pipeline.wait_idle()
     outcomes = rig.observer.outcomes
     assert {job_id: outcome.status for job_id, outcome in outcomes.items()} == dict.fromkeys(
@@ -251,15 +252,15 @@ async def test_no_more_begin_than_the_trainer_takes_in_time(rig):
                 await job.finished.wait()
             await trio.testing.wait_all_tasks_blocked()
             assert set(rig.observer.outcomes) == {"scored", "j0", "j1", "j2", "j3"}
-            await rig.resources.backends.resume("1")
+            await rig.resources.backends.operate(ResumeBackends("1"))
             for job in jobs[4:6]:
                 await job.finished.wait()
             await trio.testing.wait_all_tasks_blocked()
             assert not jobs[6].finished.is_set()
-            await rig.resources.backends.resume("1")
+            await rig.resources.backends.operate(ResumeBackends("1"))
             await trio.testing.wait_all_tasks_blocked()
             assert not jobs[6].finished.is_set(), "it is the same version"
-            await rig.resources.backends.resume("2")
+            await rig.resources.backends.operate(ResumeBackends("2"))
             await rig.pipeline.wait_idle()
     assert {outcome.status for outcome in rig.observer.outcomes.values()} == {"completed"}
 
@@ -270,7 +271,7 @@ async def test_a_job_goes_to_the_backend_with_weights_that_are_new_enough(rig):
         async with rig.open_pipeline(), open_fake_engine(config=rig.engine.config, script=rig.script) as other:
             backends = rig.resources.backends
             await backends.add(other.url, weight=100)
-            await backends.resume("5")
+            await backends.operate(ResumeBackends("5"))
             late = backends._placement.get(other.url)
             late.engine.info = msgspec.structs.replace(late.info, policy_version="3", label="3")
             other.requests.clear()

@@ -11,12 +11,12 @@ import trio
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.agent.loop import asking_service
 from prorl_trio.config import BudgetConfig, SearchConfig
-from prorl_trio.handlers.stem.handler import MAX_ANSWER_CHARS, NUDGE, StemHandler
-from prorl_trio.handlers.stem.payload import read_payload
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import RetryPolicy
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.search.backend import Document, SearchBackend, SearchFailed
 from prorl_trio.search.service import Search
+from prorl_trio.tasks.handlers.stem.handler import MAX_ANSWER_CHARS, NUDGE, StemHandler
+from prorl_trio.tasks.handlers.stem.payload import read_payload
 from prorl_trio.types.errors import EvaluationError, MalformedJob, NotRestorable, SearchUnavailable
 from prorl_trio.types.models import Recorded, TaskInstance
 

@@ -9,22 +9,23 @@ import msgspec
 import pytest
 import trio
 
-from ipc.nursery import is_cancelled, leaves, only_cancelled
+from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
 from prorl_trio.config import NodeConfig
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.handlers.registry import HandlerRegistry
-from prorl_trio.inference.pool.expected import ExpectedBackends
+from prorl_trio.edges import serve as service_serve
+from prorl_trio.edges.serve import contain_errors
+from prorl_trio.inference.pool.pool import ExpectedBackends
 from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.ledger.disk_ledger import DiskLedger
 from prorl_trio.node import edges, serve
 from prorl_trio.node.monitoring import Monitoring
 from prorl_trio.node.serve import serve_node
 from prorl_trio.pipeline import pipeline as pipeline_module
-from prorl_trio.pipeline.pipeline import Job, Pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import Pipeline
 from prorl_trio.sandbox.host import SandboxHost
-from prorl_trio.service.containment import contain_errors
-from prorl_trio.service.rest import edge
 from prorl_trio.supervision import contained, service_task, vanished_task
+from prorl_trio.tasks.handlers.math import MathHandler
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError, InternalError, SandboxUnavailable
@@ -196,11 +197,10 @@ async def test_one_connection_ends_alone_whatever_it_raises(caplog):
 # ---------------------------------------------------------------- the node
 
 SERVICE_TASKS = {
-    "WebSocket": (edges, "serve_websocket"),
-    "REST": (edges, "serve_rest"),
+    "server": (edges, "serve_edges"),
     "arena": (edges, "serve_arena"),
     "reload": (serve, "serve_reloads"),
-    "expiry of outcomes": (edge, "_expire"),
+    "expiry of outcomes": (service_serve, "_expire"),
     "backend health": (PoolWatch, "watch_health"),
     "backend load": (PoolWatch, "watch_load"),
     "backends that are down": (ExpectedBackends, "run"),
@@ -236,7 +236,6 @@ async def test_a_service_task_of_the_node_that_returns_ends_the_node(tmp_path, m
     tables = {
         "model": {"path": str(tmp_path / "model")},
         "listen": {"port": 0, "token": "t", "unix_socket": str(tmp_path / "s")},
-        "rest": {"enabled": True, "port": 0},
         "ledger": {"dir": str(tmp_path / "l"), "reserve_bytes": MIB, "log_bytes": MIB, "max_bytes": 16 * MIB},
         "arena": {"size_bytes": 4 * MIB},
         "sandbox": {"max_warm": 1},

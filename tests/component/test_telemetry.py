@@ -7,9 +7,9 @@ import pytest
 import trio
 
 from prorl_trio.config import TelemetryConfig
-from prorl_trio.handlers.math import MathHandler
 from prorl_trio.observe.telemetry import open_telemetry
-from prorl_trio.pipeline.pipeline import Job
+from prorl_trio.pipeline.job import Job
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.types.errors import ConfigError
 from support.fake_node import make_outcome, make_spec
 

@@ -12,16 +12,15 @@ import trio
 import trio.testing
 import trustme
 
-from ipc.errors import ProtocolViolation
-from ipc.tls import client_context, open_tls, server_context
-from ipc.websocket import LinkClosed
+from prorl_ipc.errors import ProtocolViolation
+from prorl_ipc.tls import client_context, open_tls, server_context
+from prorl_ipc.websocket import LinkClosed
 from prorl_trio.client import connect
 from prorl_trio.client.errors import ConnectionLost
 from prorl_trio.config import ListenConfig
-from prorl_trio.service.auth import Door
-from prorl_trio.service.tls import load_tls
-from prorl_trio.service.websocket import server as server_module
-from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.serve import serve_edges
+from prorl_trio.edges.tcp import load_tls
 from prorl_trio.types.errors import ConfigError, ProtocolError, Unauthorized
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import EventReader, open_rest
@@ -106,10 +105,9 @@ async def test_versions_before_1_2_are_refused(certificates):
             await open_tls(stream, context, server_hostname=service.host, timeout_s=5)
 
 
-async def test_a_stranger_that_says_nothing_is_shown_out(certificates, monkeypatch):
-    monkeypatch.setattr(server_module, "HELLO_TIMEOUT_S", 0.1)
+async def test_a_stranger_that_says_nothing_is_shown_out(certificates):
     async with (
-        open_service(FakeNode(), **certificates.listen) as service,
+        open_service(FakeNode(), handshake_timeout_s=0.1, **certificates.listen) as service,
         await trio.open_tcp_stream(service.host, service.port) as stream,
     ):
         assert await stream.receive_some() == b""
@@ -138,7 +136,7 @@ async def test_what_cannot_be_used_is_said_at_the_start(certificates, tmp_path, 
         listen[missing] = ""
     config = ListenConfig(port=0, token=TOKEN, **listen)
     with pytest.raises(ConfigError, match="tls_cert"):
-        await serve_websocket(FakeNode(), config, Door(b"a"), tls=load_tls(config), sessions=sessions_in(nursery))
+        await serve_edges(FakeNode(), config, Door(b"a"), tls=load_tls(config), sessions=sessions_in(nursery))
     with pytest.raises(ConfigError, match="tls_ca"):
         async with connect("wss://127.0.0.1:1", TOKEN, tls_ca=tmp_path / "none.pem"):
             pass
@@ -182,7 +180,7 @@ async def test_rest_over_tls(certificates):
 
 
 async def test_rest_shows_out_who_speaks_no_tls_or_says_nothing(certificates):
-    async with open_rest(FakeNode(), idle_timeout_s=0.2, **certificates.rest()) as rest:
+    async with open_rest(FakeNode(), handshake_timeout_s=0.2, **certificates.rest()) as rest:
         for said in (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b""):
             async with await trio.open_tcp_stream(rest.host, rest.port) as stream:
                 await stream.send_all(said)
@@ -213,4 +211,4 @@ async def test_rest_beyond_loopback_without_tls_is_said_loudly(certificates, cap
         async with open_rest(FakeNode(), host="0.0.0.0", **certificates.rest()):
             assert "WITHOUT TLS" not in caplog.text
         async with open_rest(FakeNode(), host="0.0.0.0"):
-            assert "REST on 0.0.0.0 WITHOUT TLS" in caplog.text
+            assert "listening on 0.0.0.0 WITHOUT TLS" in caplog.text

@@ -12,14 +12,15 @@ import trio
 
 from prorl_trio.client import connect
 from prorl_trio.config import ListenConfig, ModelConfig, NodeConfig
-from prorl_trio.node.reload import serve_reloads
+from prorl_trio.edges.auth import Door
+from prorl_trio.node.serve import serve_reloads
 from prorl_trio.rendezvous.folder import write_entry
-from prorl_trio.service.auth import Door
 from prorl_trio.types.errors import Unauthorized
-from support.fake_fleet import finish_all, open_fake_fleet, take, until, watch_quickly
+from support.fake_fleet import finish_all, take, until
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import TOKEN, EventReader, open_rest
 from support.fake_service import open_service
+from support.fleet_head import head_quickly, open_all
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,10 +61,11 @@ async def test_rest_forgets_the_former_token_and_ends_what_it_began(node):
         assert (await rest.call("GET", "/v1/status", headers=new)).status == 200
 
 
-async def test_the_trainer_of_a_fleet_follows_and_no_job_is_moved(tmp_path, monkeypatch):
-    watch_quickly(monkeypatch)
-    async with open_fake_fleet(tmp_path / "f", "a", "b") as fleet, connect(fleet=tmp_path / "f") as client:
+async def test_the_head_of_a_fleet_follows_and_no_job_is_moved(tmp_path, monkeypatch):
+    head_quickly(monkeypatch)
+    async with open_all(tmp_path / "f", "a", "b") as (fleet, head, client):
         await client.submit([make_spec(f"job-{n}") for n in range(8)])
+        await fleet.wait_live(a=4, b=4)
         for first in (True, False):
             node = fleet["a"]
             node.entry = msgspec.structs.replace(node.entry, token=NEW if first else "a third one")
@@ -73,8 +75,8 @@ async def test_the_trainer_of_a_fleet_follows_and_no_job_is_moved(tmp_path, monk
             if not first:
                 await trio.sleep(0.1)
                 write_entry(fleet.folder, node.entry)
-            await until(lambda: not client._state.members["a"].state.connected)
-            await until(lambda: client._state.members["a"].state.connected)
+            await until(lambda: not head.fleet.members.all["a"].state.connected)
+            await until(lambda: head.fleet.members.all["a"].state.connected)
         finish_all(fleet)
         assert {(outcome.status, outcome.attempt) for outcome in await take(client)} == {("completed", 1)}
 

@@ -17,11 +17,11 @@ import trio
 
 from prorl_trio.chat.families.call_values import Malformed, decode_json, read_call
 from prorl_trio.config import SearchConfig
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.providers.process import ProcessProvider
+from prorl_trio.sandbox.providers.registry import ProcessProvider
 from prorl_trio.search.backend import Document
 from prorl_trio.search.service import Search
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.tools import SearchTool, Tool, ToolSet
 from prorl_trio.types.models import ToolCall
 

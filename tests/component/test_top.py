@@ -12,8 +12,7 @@ import pytest
 import trio
 from rich.console import Console
 
-from prorl_trio.cli.top import run_top
-from prorl_trio.cli.top_report import Rates, TopOptions, render_top
+from prorl_trio.cli.top import Rates, TopOptions, render_top, run_top
 from prorl_trio.client import connect
 from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service

@@ -30,7 +30,7 @@ async def test_it_is_found_and_its_tokens_arrive_bit_for_bit(kind):
         info = await client.probe(timeout_s=5)
         assert (info.max_model_len, info.engine, info.pausable) == (64, "prorl", False)
         completion = await generate(client, [5, 6], temperature=0.6, top_p=0.9, stop_token_ids=[2])
-        assert (completion.token_ids, completion.logprobs) == ([7, 8, 2], [-0.5, -0.25, -0.125])
+        assert ([*completion.token_ids], [*completion.logprobs]) == ([7, 8, 2], [-0.5, -0.25, -0.125])
         assert completion.finish_reason == "stop"
         assert (engine.requests[-1].prompt, engine.requests[-1].max_tokens) == ([5, 6], 8)
         assert completion.spans[0].temperature == 0.6

@@ -10,11 +10,12 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.file_calls import TransferAborted, TransferBegun, TreeContent, TreeEntry, TreeParts
-from ipc.rpc import open_rpc_client, serve_rpc
+from prorl_ipc.client import open_rpc_client
+from prorl_ipc.file_calls import TransferAborted, TransferBegun, TreeContent, TreeEntry, TreeParts
+from prorl_ipc.server import serve_rpc
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.providers.process import ProcessProvider
+from prorl_trio.sandbox.providers.registry import ProcessProvider
 from prorl_trio.sandbox.transfer import TransferOptions
 
 MIB = 1024 * 1024

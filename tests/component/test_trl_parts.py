@@ -13,17 +13,15 @@ import trio
 from transformers import AutoTokenizer, PretrainedConfig
 
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client import BlockingClient, SessionLost, WeightsRefused
-from prorl_trio.client.sampling import JobTemplate
+from prorl_trio.client import BlockingClient, WeightsRefused
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.integrations.trl.async_worker import RolloutWorker
-from prorl_trio.integrations.trl.buffer import RolloutBuffer
+from prorl_trio.integrations.trl.async_worker import RolloutBuffer, RolloutWorker
 from prorl_trio.integrations.trl.model_check import check_config, check_embedding, check_tokenizer
-from prorl_trio.integrations.trl.rollout_func import RolloutFunction
-from prorl_trio.integrations.trl.rollouts import RolloutsRejected, run_rollouts
+from prorl_trio.integrations.trl.rollout_func import RolloutFunction, RolloutsRejected, run_rollouts
 from prorl_trio.integrations.trl.weights import WeightTransfer, newest_version
+from prorl_trio.sampling import JobTemplate
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError, MalformedJob
@@ -257,30 +255,6 @@ async def test_one_that_failed_is_sampled_again_alone_and_at_last_has_no_reward(
         "2-0",
     ]
     assert len({spec.group_id for spec in node.submitted}) == 1
-
-
-@pytest.mark.parametrize(("whose", "times", "ends"), [("theirs", 1, False), ("theirs", 2, True), ("ours", 1, True)])
-async def test_jobs_that_an_earlier_trainer_has_lost_end_nothing(whose, times, ends):
-    node, told = Node(lambda _: 1.0), []
-
-    def run(client):
-        results = client.results
-
-        def lose(**options):
-            if len(told) < times:
-                told.append(node.submitted[0].job_id if whose == "ours" else "theirs")
-                raise SessionLost("a node was lost", [told[-1]])
-            return results(**options)
-
-        client.results = lose
-        return rollouts(client, instance("a"))
-
-    if ends:
-        with pytest.raises(SessionLost):
-            await with_client(node, run)
-    else:
-        assert [outcome.reward for outcome in await with_client(node, run)] == [1.0]
-    assert len(told) == times
 
 
 async def test_a_job_that_the_node_rejects_ends_it_and_the_others_are_cancelled():

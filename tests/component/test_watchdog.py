@@ -5,9 +5,9 @@ import weakref
 
 import trio
 
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.pipeline.pipeline import Job
-from prorl_trio.pipeline.watchdog import watch_jobs
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import watch_jobs
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 
 
 class Shields(AgentHandler):
@@ -45,7 +45,7 @@ class Said(logging.Handler):
 
 async def test_a_handler_that_does_not_answer_its_cancel_is_named_once(rig):
     said = Said()
-    logger = logging.getLogger("prorl_trio.pipeline.watchdog")
+    logger = logging.getLogger("prorl_trio.pipeline.pipeline")
     logger.addHandler(said)
     try:
         with trio.fail_after(30):

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import memory_stream_pair
 
-from ipc import websocket
-from ipc.errors import ProtocolViolation
-from ipc.session import Ack, ClientMessage, HeartbeatPing, HeartbeatPong, JobEvent, ServerMessage
-from ipc.websocket import LinkLimits, WebSocketLink, open_client_link, open_server_link
+from prorl_ipc import websocket
+from prorl_ipc.errors import ProtocolViolation
+from prorl_ipc.session import Ack, ClientMessage, HeartbeatPing, HeartbeatPong, JobEvent, ServerMessage
+from prorl_ipc.websocket import LinkLimits, WebSocketLink, open_client_link, open_server_link
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -17,13 +17,14 @@ import pytest
 import trio
 
 from prorl_trio.agent.loop import run_agent
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.pipeline.pipeline import Job, open_pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox import silence
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.errors import BackendError, SandboxLost, SandboxUnavailable

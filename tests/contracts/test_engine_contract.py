@@ -14,7 +14,7 @@ import trio
 
 pytest.register_assert_rewrite("prorl_trio.testing.engine_contract")
 
-from launch.paths import model_dir  # noqa: E402
+from prorl_launch.paths import model_dir  # noqa: E402
 from prorl_trio.http.client import HttpClient  # noqa: E402
 from prorl_trio.inference.engines.registry import EngineRegistry  # noqa: E402
 from prorl_trio.inference.engines.vllm import VllmClient  # noqa: E402

@@ -160,7 +160,7 @@ async def test_of_outcomes_at_the_same_time_one_counts(keeper):
                     nursery.start_soon(claim)
             assert len(refused) == 1
             known = await ledger.lookup(["a", "b", "c"])
-            assert [job_id for job_id, found in known.items() if found.state == "unfinished"] == refused
+            assert [job_id for job_id, found in known.items() if found.state == "stored"] == refused
         for _ in range(keeper.lasts):
             async with keeper.open() as ledger:
                 assert len(ledger.recovered.undelivered) == 2
@@ -201,14 +201,14 @@ async def check_known(ledger):
     assert {name: found.state for name, found in known.items()} == {
         "b": "acknowledged",
         "c": "acknowledged",
-        "e": "unfinished",
+        "e": "stored",
     }
     assert known["b"].fingerprint == b"b"
 
 
 async def check_accepted_again(ledger):
     await ledger.accept("s", [job("b")])
-    assert (await ledger.lookup(["b"]))["b"].state == "unfinished"
+    assert (await ledger.lookup(["b"]))["b"].state == "stored"
 
 
 async def test_acknowledged_jobs_are_known_for_a_while(keeper):
@@ -221,8 +221,8 @@ async def test_acknowledged_jobs_are_known_for_a_while(keeper):
                 await ledger.finish("s", name, 1, cursor, [b""])
             known = await ledger.lookup(list("abcdex"))
             assert {name: found.state for name, found in known.items()} == {
-                **dict.fromkeys("abc", "undelivered"),
-                **dict.fromkeys("de", "unfinished"),
+                **dict.fromkeys("abc", "offered"),
+                **dict.fromkeys("de", "stored"),
             }
             for cursor in (1, 2, 1, 3):
                 await ledger.acknowledge("s", cursor)
@@ -340,8 +340,8 @@ async def test_cancelled_anywhere_the_state_is_consistent(keeper):
                 found = (await ledger.lookup([f"{number}"])).get(f"{number}")
                 if run.completed:
                     assert found is not None
-                    assert found.state == "undelivered"
-                if found is not None and found.state == "undelivered":
+                    assert found.state == "offered"
+                if found is not None and found.state == "offered":
                     assert await ledger.read(Ref(f"{number}", number, 0)) == b"%d" % number
 
             await cancel_sweep(work, check)
@@ -440,6 +440,6 @@ async def test_the_loop_never_waits_for_the_disk(memory_path):
                 await trio.to_thread.run_sync(disk.syncing.wait)
                 assert ledger.statistics().jobs == 2
                 assert await ledger.read(ref) == b"outcome"
-                assert (await ledger.lookup(["b"]))["b"].state == "unfinished"
+                assert (await ledger.lookup(["b"]))["b"].state == "stored"
                 assert "2 jobs" in repr(ledger)
                 disk.may_sync.set()

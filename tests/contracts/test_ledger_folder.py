@@ -14,7 +14,7 @@ from contextlib import closing
 import pytest
 import trio
 
-from prorl_trio.ledger import LedgerLimits, folder, open_ledger
+from prorl_trio.ledger import LedgerLimits, disk, open_ledger
 from prorl_trio.ledger.disk import Disk
 from prorl_trio.types.errors import ConfigError
 from support.faulty_disk import FaultyDisk
@@ -73,7 +73,7 @@ async def test_the_names_of_new_folders_and_files_are_synced(memory_path, monkey
 
 
 async def test_network_file_systems_are_refused(memory_path, monkeypatch):
-    monkeypatch.setattr(folder, "file_system_of", lambda path, mountinfo: "lustre")
+    monkeypatch.setattr(disk, "file_system_of", lambda path, mountinfo: "lustre")
     with trio.fail_after(10), pytest.raises(ConfigError, match=r"network file system \(lustre\)"):
         async with open_ledger(memory_path, SMALL):
             pass

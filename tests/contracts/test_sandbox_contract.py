@@ -7,8 +7,7 @@ import re
 import pytest
 import trio
 
-from prorl_trio.sandbox.providers.process import ProcessProvider
-from prorl_trio.sandbox.providers.registry import PROVIDERS
+from prorl_trio.sandbox.providers.registry import PROVIDERS, ProcessProvider
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.reaper import identify, wait_gone
 from prorl_trio.sandbox.runtime.runtime import process_runtime

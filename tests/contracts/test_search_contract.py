@@ -10,7 +10,7 @@ pytest.register_assert_rewrite("prorl_trio.testing.search_contract")
 from prorl_trio.config import SearchConfig  # noqa: E402
 from prorl_trio.search.bm25 import open_bm25  # noqa: E402
 from prorl_trio.search.retrieve import RetrieveBackend  # noqa: E402
-from prorl_trio.search.tavily import TavilyBackend  # noqa: E402
+from prorl_trio.search.service import TavilyBackend  # noqa: E402
 from prorl_trio.testing.fake_search import open_fake_retrieve, open_fake_tavily  # noqa: E402
 from prorl_trio.testing.search_contract import DOCUMENTS, SearchContract  # noqa: E402
 

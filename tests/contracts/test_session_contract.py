@@ -9,15 +9,17 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.session import OutcomeFrame
+from prorl_ipc.session import OutcomeFrame, TheseJobs
 from prorl_trio.ledger import LedgerLimits, MemoryLedger, open_ledger
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.cancelling import cancel_on_node
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.submission import submit_one
+from prorl_trio.sessions.cancelling import cancel
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.submission import submit_one
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered, DuplicateJob, ProtocolError, UnknownHandler
+from prorl_trio.types.models import EncodedOutcome
 from support.fake_node import FakeNode, make_outcome, make_spec
+from support.fleet_head import open_fleet_of_one
 from support.sessions import all_held, ended, submit
 
 pytestmark = pytest.mark.timeout(30)
@@ -48,15 +50,28 @@ class SilentListener:
 @pytest.fixture(params=["memory", "disk"])
 def open_sessions(request, memory_path):
     """Opens sessions over a ledger of one kind, and a fake node for them."""
+    return sessions_over(request.param, memory_path)
+
+
+@pytest.fixture(params=["memory", "disk", "fleet"])
+def open_anywhere(request, memory_path):
+    """Does as `open_sessions`; also with the head of a fleet of one as the node."""
+    return sessions_over(request.param, memory_path)
+
+
+def sessions_over(kind, memory_path):
 
     @asynccontextmanager
     async def open_both(limits=None, ledger_limits=LIMITS, hot_outcome_bytes=MIB):
         async with AsyncExitStack() as stack:
             ledger = MemoryLedger(ledger_limits)
-            if request.param == "disk":
+            if kind == "disk":
                 ledger = await stack.enter_async_context(open_ledger(memory_path / "ledger", ledger_limits))
             journal = await stack.enter_async_context(open_journal(ledger, hot_outcome_bytes))
-            yield SessionTable(journal, limits), FakeNode()
+            table, node = SessionTable(journal, limits), FakeNode()
+            if kind == "fleet":
+                node = await stack.enter_async_context(open_fleet_of_one(memory_path / "fleet", table))
+            yield table, node
 
     return open_both
 
@@ -80,8 +95,8 @@ async def finish(session, node, *job_ids):
 # ---------------------------------------------------------------- submit
 
 
-async def test_submitting_twice_joins_and_another_spec_is_refused(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_submitting_twice_joins_and_another_spec_is_refused(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, resumed = table.open("s", 0)
         assert not resumed
         spec = make_spec("a", question={"b": 1, "a": [1, 2]})
@@ -102,9 +117,9 @@ async def test_submitting_twice_joins_and_another_spec_is_refused(open_sessions)
         assert table.open("s", 0) == (session, True)
 
 
-async def test_an_id_is_one_sessions_until_its_outcome_is_acknowledged(open_sessions):
+async def test_an_id_is_one_sessions_until_its_outcome_is_acknowledged(open_anywhere):
     """So no session's cancel ends another one's job, and no outcome goes to two."""
-    async with open_sessions() as (table, node):
+    async with open_anywhere() as (table, node):
         first, second = table.open("s", 0)[0], table.open("t", 0)[0]
         assert await submit(first, node, make_spec("a")) == [None]
         for _ in range(2):  # while it runs, and when it has ended
@@ -123,8 +138,8 @@ async def test_an_id_is_one_sessions_until_its_outcome_is_acknowledged(open_sess
         assert [held.job_id for held in await all_held(second)] == ["a"]
 
 
-async def test_of_two_sessions_that_submit_an_id_at_once_one_has_it(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_of_two_sessions_that_submit_an_id_at_once_one_has_it(open_anywhere):
+    async with open_anywhere() as (table, node):
         sessions = [table.open(name, 0)[0] for name in "st"]
         answers = {}
 
@@ -141,8 +156,8 @@ async def test_of_two_sessions_that_submit_an_id_at_once_one_has_it(open_session
         assert [spec.job_id for spec in node.submitted].count("a") == 1
 
 
-async def test_an_acknowledged_job_is_not_run_again(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_an_acknowledged_job_is_not_run_again(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"), make_spec("b"))
         await finish(session, node, "a", "b")
@@ -156,9 +171,9 @@ async def test_an_acknowledged_job_is_not_run_again(open_sessions):
         assert table.journal.ledger.statistics().jobs == 1
 
 
-async def test_only_so_many_acknowledged_ids_are_remembered(open_sessions):
+async def test_only_so_many_acknowledged_ids_are_remembered(open_anywhere):
     limits = msgspec.structs.replace(LIMITS, max_tombstones=1)
-    async with open_sessions(ledger_limits=limits) as (table, node):
+    async with open_anywhere(ledger_limits=limits) as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"), make_spec("b"))
         await finish(session, node, "a", "b")
@@ -168,8 +183,8 @@ async def test_only_so_many_acknowledged_ids_are_remembered(open_sessions):
         assert isinstance(remembered, AlreadyDelivered)
 
 
-async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(open_sessions):
-    async with open_sessions(ledger_limits=msgspec.structs.replace(LIMITS, max_jobs=2)) as (table, node):
+async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(open_anywhere):
+    async with open_anywhere(ledger_limits=msgspec.structs.replace(LIMITS, max_jobs=2)) as (table, node):
         session, _ = table.open("s", 0)
         assert await submit(session, node, make_spec("a")) == [None]
         answers = await submit(session, node, make_spec("b"), make_spec("c"))
@@ -180,8 +195,8 @@ async def test_a_full_ledger_rejects_all_or_nothing_and_running_jobs_finish(open
         assert await submit(session, node, make_spec("b")) == [None]
 
 
-async def test_a_batch_of_a_trainer_that_left_is_taken_to_its_end(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_a_batch_of_a_trainer_that_left_is_taken_to_its_end(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         with trio.move_on_after(0):
             await submit(session, node, make_spec("a"))
@@ -189,8 +204,8 @@ async def test_a_batch_of_a_trainer_that_left_is_taken_to_its_end(open_sessions)
         assert [spec.job_id for spec in node.submitted] == ["a"]
 
 
-async def test_a_payload_with_keys_that_are_not_strings_is_taken(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_a_payload_with_keys_that_are_not_strings_is_taken(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         spec = make_spec("a", question={1: "x", "a": "y"})
         assert await submit(session, node, spec) == [None]
@@ -198,8 +213,8 @@ async def test_a_payload_with_keys_that_are_not_strings_is_taken(open_sessions):
         assert len(node.submitted) == 1
 
 
-async def test_a_job_the_node_refuses_leaves_no_trace(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_a_job_the_node_refuses_leaves_no_trace(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         with pytest.raises(UnknownHandler):
             await submit_one(session, make_spec("a", handler="nobody"), node)
@@ -208,8 +223,8 @@ async def test_a_job_the_node_refuses_leaves_no_trace(open_sessions):
         assert table.journal.ledger.statistics().jobs == 0
 
 
-async def test_running_and_undelivered_jobs_together_are_limited(open_sessions):
-    async with open_sessions(SessionLimits(max_undelivered=3)) as (table, node):
+async def test_running_and_undelivered_jobs_together_are_limited(open_anywhere):
+    async with open_anywhere(SessionLimits(max_undelivered=3)) as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, *map(make_spec, "abc"))
         await finish(session, node, "a")
@@ -219,8 +234,8 @@ async def test_running_and_undelivered_jobs_together_are_limited(open_sessions):
         assert await submit(session, node, make_spec("d")) == [None]
 
 
-async def test_undelivered_bytes_are_limited(open_sessions):
-    async with open_sessions(SessionLimits(max_undelivered_bytes=1)) as (table, node):
+async def test_undelivered_bytes_are_limited(open_anywhere):
+    async with open_anywhere(SessionLimits(max_undelivered_bytes=1)) as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"))
         await finish(session, node, "a")
@@ -231,25 +246,25 @@ async def test_undelivered_bytes_are_limited(open_sessions):
 # ---------------------------------------------------------------- cancel
 
 
-async def test_a_cancel_reaches_its_own_job_and_says_what_it_found(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_a_cancel_reaches_its_own_job_and_says_what_it_found(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, *map(make_spec, "abc"))
         await finish(session, node, "a")
-        found = await cancel_on_node(node, table.all(), ["a", "b", "nobody"], "not needed")
-        assert (found.job_ids, found.ended, found.unknown) == (["b"], ["a"], ["nobody"])
+        found = await cancel(node, table.all(), [TheseJobs(["a", "b", "nobody"])], "not needed")
+        assert (found.cancelled, found.ended, found.unknown) == (["b"], ["a"], ["nobody"])
         await ended(session, 2)
         assert [held.decode().status for held in await all_held(session)] == ["completed", "cancelled"]
         assert list(node.live) == ["c"]
 
 
-async def test_a_job_cancelled_ahead_ends_when_it_comes(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_a_job_cancelled_ahead_ends_when_it_comes(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
-        session.cancel_ahead(["a"], "not wanted")
+        session.cancel_ahead("a", "not wanted")
         assert await submit(session, node, make_spec("a"), make_spec("b")) == [None, None]
         await ended(session, 1)
-        outcome = (await session.held_of("a")).decode()
+        outcome = (await session.outcome_of("a")).decode()
         assert (outcome.status, outcome.error) == ("cancelled", "not wanted")
         assert list(node.live) == ["b"]
 
@@ -311,12 +326,52 @@ async def test_a_second_outcome_of_a_job_is_dropped(open_sessions, caplog):
         session.deliver(msgspec.structs.replace(outcome, reward=0.25))
         assert caplog.text.count("job a has ended already") == 2
         assert session.log.last == 1
-        assert (await session.held(1)).decode() == outcome
+        assert (await session.outcome_at(1)).decode() == outcome
     assert session.log.last == 1
 
 
-async def test_an_outcome_that_one_job_forgets_is_not_redelivered(open_sessions):
+async def test_outcomes_may_arrive_as_bytes_more_than_once(open_sessions):
+    """Whoever sent one is told when it may forget it: once it is stored, or if it is not needed."""
     async with open_sessions() as (table, node):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"), make_spec("b"))
+        node.advance("b", "init")
+        node.advance("b", "init")
+        outcome = make_outcome(make_spec("a"), reward=0.5)
+        sent = EncodedOutcome.read(msgspec.msgpack.encode(outcome))
+        assert (sent.job_id, sent.status, sent.error_code, sent.attempt) == ("a", "completed", None, 1)
+        stored = []
+        session.deliver_encoded(sent, stored.append)
+        session.deliver_encoded(sent, stored.append)  # again, perhaps before the first is stored
+        await ended(session, 1)
+        assert stored == [True, True]
+        session.deliver_encoded(sent, stored.append)
+        session.ack(1)
+        session.deliver_encoded(sent, stored.append)
+        assert stored == [True] * 4
+        late = EncodedOutcome.read(msgspec.msgpack.encode(make_outcome(make_spec("b"))))
+        session.deliver_encoded(late, stored.append)  # of the first attempt, and the second one runs
+        assert stored == [True] * 5
+        assert session.is_running("b")
+        session.deliver_encoded(msgspec.structs.replace(late, attempt=2), stored.append)
+        await ended(session, 1)
+        assert len(stored) == 6
+        assert [(held.cursor, held.job_id) for held in await all_held(session)] == [(2, "b")]
+
+
+async def test_an_outcome_of_bytes_that_is_too_large_loses_its_trajectory(open_sessions):
+    async with open_sessions(SessionLimits(max_message_bytes=4_000)) as (table, node):
+        session, _ = table.open("s", 0)
+        await submit(session, node, make_spec("a"))
+        outcome = msgspec.structs.replace(make_outcome(make_spec("a")), details={"log": "x" * 5_000})
+        session.deliver_encoded(EncodedOutcome.read(msgspec.msgpack.encode(outcome)), lambda _stored: None)
+        await ended(session, 1)
+        got = (await session.outcome_at(1)).decode()
+        assert (got.status, got.error_code, got.details) == ("failed", "handler_raised", {})
+
+
+async def test_an_outcome_that_one_job_forgets_is_not_redelivered(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"), make_spec("b"))
         await finish(session, node, "a", "b")
@@ -330,8 +385,8 @@ async def test_an_outcome_that_one_job_forgets_is_not_redelivered(open_sessions)
         assert feed.next_frame() is None
 
 
-async def test_who_waits_for_a_job_has_its_outcome_even_if_it_is_acknowledged_at_once(open_sessions):
-    async with open_sessions() as (table, node):
+async def test_who_waits_for_a_job_has_its_outcome_even_if_it_is_acknowledged_at_once(open_anywhere):
+    async with open_anywhere() as (table, node):
         session, _ = table.open("s", 0)
         await submit(session, node, make_spec("a"))
         running = session.running_job("a")

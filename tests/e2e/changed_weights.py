@@ -49,8 +49,8 @@ def change(model_dir: str, folder: str) -> None:
 
 def write_state(model: torch.nn.Module, model_dir: Path, folder: Path) -> None:
     """Write the state dict as `load_state_dict` does, with the tied output layer that `save_pretrained` leaves out."""
-    from prorl_trio.client.weights.model_folder import ModelFolder
-    from prorl_trio.client.weights.write import write_model
+    from prorl_trio.weights.model_folder import ModelFolder
+    from prorl_trio.weights.source import write_model
 
     state = model.state_dict()
     assert "lm_head.weight" in state

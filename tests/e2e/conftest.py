@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from launch.bundle import build_bundle
-from launch.progress import SetupError
-from launch.venv import exclusive
+from prorl_launch.bundle import build_bundle
+from prorl_launch.progress import SetupError
+from prorl_launch.venv import exclusive
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.providers.apptainer import find_apptainer
 from support.skips import because
@@ -84,6 +84,6 @@ def slurm(request):
     """A Slurm cluster of four nodes on this machine, for all tests of this session that track processes alike."""
     tracking = getattr(request, "param", "linuxproc")
     if why := why_not(tracking):
-        pytest.skip(because(why, "as root: launch/slurm/cluster.sh install"))
+        pytest.skip(because(why, "as root: launch/prorl_launch/slurm/cluster.sh install"))
     with open_cluster(tracking) as cluster:
         yield cluster

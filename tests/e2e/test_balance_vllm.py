@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import trio
 
-from launch.paths import engine_python
 from perf.balance_vllm import STRATEGIES, WORK, compare, open_servers
+from prorl_launch.paths import engine_python
 from support.skips import because
 
 pytestmark = pytest.mark.soak

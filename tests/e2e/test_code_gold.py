@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.code import DATAFRAMEBENCH, HUMANEVAL
+from prorl_trio.tasks.sets import load_task_set
+from prorl_trio.tasks.sets.code import DATAFRAMEBENCH, HUMANEVAL
 from support.code_policy import SolvesByTools, fetch_wheel
 from support.gold_runs import outcomes_of
 from support.skips import because

@@ -11,7 +11,7 @@ import re
 import pytest
 import trio
 
-from launch.paths import model_dir
+from prorl_launch.paths import model_dir
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.http.client import HttpClient

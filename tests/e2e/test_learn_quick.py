@@ -17,10 +17,10 @@ import msgspec
 import pytest
 import trio
 
-from launch.learning.record import read_record
-from launch.paths import engine_python, trainer_python
-from prorl_trio.client.sampling import ManifestLine
+from prorl_launch.learning.record import read_record
+from prorl_launch.paths import engine_python, trainer_python
 from prorl_trio.config import SandboxConfig
+from prorl_trio.sampling import ManifestLine
 from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.types.errors import ConfigError
 from support.skips import because

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import trio
 
-from launch.paths import engine_python, model_dir
-from perf.tokens_drift import Sampled, drift_of
+from perf.tokens import Sampled, drift_of
+from prorl_launch.paths import engine_python, model_dir
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.inference.engines.protocol import made_by
@@ -86,7 +86,7 @@ async def sample(url, count):
                 sampling = SamplingParams(temperature=1.0, stop_token_ids=chat.stop_token_ids)
                 how = {"sampling": sampling, "request_id": f"{number}-{turn}", "timeout_s": CALL_S}
                 completion = await lease.complete(begun(asked(prompt_ids, TURN_TOKENS, **how)))
-                turns.append(Sampled(prompt_ids, completion.token_ids, []))
+                turns.append(Sampled(prompt_ids, list(completion.token_ids), []))
                 logprobs += completion.logprobs
                 conversation.add_completion(completion.token_ids, completion.logprobs, engine=completion.engine)
                 result = RESULTS[(number + turn) % len(RESULTS)].format(number, turn)
@@ -113,7 +113,7 @@ def check_tokens(recorded):
         mask = np.zeros(len(segment), dtype=np.uint8)
         for turn in turns:
             start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
-            assert segment.token_ids[:end].tolist() == turn.prompt_ids + turn.completion_ids
+            assert segment.token_ids[:end].tolist() == [*turn.prompt_ids, *turn.completion_ids]
             mask[start:end] = 1
         assert np.array_equal(segment.loss_mask, mask)
         assert np.array_equal(segment.logprobs[mask == 1], np.array(logprobs, dtype=np.float32))

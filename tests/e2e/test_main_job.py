@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import trio
 
-from launch.paths import engine_python, model_dir
+from prorl_launch.paths import engine_python, import_path, model_dir
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client.recording import read_outcomes
 from prorl_trio.config import SandboxConfig
+from prorl_trio.runs.recording import read_outcomes
 from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.types.errors import ConfigError
 from support.skips import because
@@ -33,13 +33,13 @@ ENGINE_DEADLINE_S = 15.0
 """For an engine it is 3 s to end by itself and 2 s to be killed, on a machine with nothing else to do."""
 
 SHARED_MEMORY = Path("/dev/shm")
-DAEMON = re.compile(r"\d+: \S*python\S* (-\w )*-m sandbox_daemon *$")
+DAEMON = re.compile(r"\d+: \S*python\S* (-\w )*-m prorl_daemon *$")
 """A daemon's own process, not its launcher's, which names it too."""
 
 ENGINE_LAUNCHER = """
 import pathlib, sys, trio
-from launch.paths import engine_python, model_dir
-from launch.vllm import open_vllm
+from prorl_launch.paths import engine_python, model_dir
+from prorl_launch.vllm import open_vllm
 async def main():
     async with open_vllm(engine_python(), model_dir(), log_file=pathlib.Path(sys.argv[1])):
         print("UP", flush=True)
@@ -177,7 +177,7 @@ def check_tokens(path):
 def check_logprobs(path):
     run = subprocess.run(
         [engine_python(), Path(__file__).with_name("forward_pass.py"), model_dir(), path, "6"],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1"},
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": import_path(), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -235,7 +235,7 @@ def test_nothing_is_left_after(end, provider, vllm_url, machine, tmp_path):
         else:
             os.kill(machine.node_pid(), signal.SIGKILL)
             killed = time.monotonic()
-            assert machine.wait_until_gone(KILL_DEADLINE_S, "sandbox_daemon") == set()
+            assert machine.wait_until_gone(KILL_DEADLINE_S, "prorl_daemon") == set()
             assert demo.wait(timeout=30) == 1, "the demo must notice that its node is gone"
             assert time.monotonic() - killed < 15
         assert machine.wait_until_gone(KILL_DEADLINE_S) == set()

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import trio
 
-from launch.mining.commands import GOLD
-from launch.mining.index import pip_settings
-from launch.mining.miner import Wanted
-from launch.mining.rows import read_gold, read_rows
-from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
+from prorl_launch.mining.commands import GOLD
+from prorl_launch.mining.index import pip_settings
+from prorl_launch.mining.miner import Wanted
+from prorl_launch.mining.rows import read_gold, read_rows
+from prorl_trio.tasks.sets.mined import MINED_ROWS, mined_set_folder
 from support.code_policy import SolvesByPatch
 from support.gold_runs import outcomes_of
 from support.mining_rig import mine

@@ -11,15 +11,15 @@ import json
 import msgspec
 import pytest
 
-from launch.mining.changes import make_patch
-from launch.mining.environments import ENVIRONMENT_DIR
-from launch.mining.index import download, list_sdists, pip_settings
-from launch.mining.nearest import PUBLISHED_ROWS, apply_strictly, make_row, read_row
-from launch.mining.sdist import read_sdist, write_tree
-from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.wheels import WheelFile
+from prorl_launch.mining.changes import make_patch
+from prorl_launch.mining.environments import ENVIRONMENT_DIR
+from prorl_launch.mining.index import download, list_sdists, pip_settings
+from prorl_launch.mining.nearest import PUBLISHED_ROWS, apply_strictly, make_row, read_row
+from prorl_launch.mining.sdist import read_sdist, write_tree
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.images.layers import store_layer
+from prorl_trio.tasks.sets import load_task_set
+from prorl_trio.tasks.sets.wheels import WheelFile
 from support.code_policy import fetch_wheel
 from support.gold_runs import outcomes_of
 from support.published_images import NOTHING, GoesOn, compose_testbed, store

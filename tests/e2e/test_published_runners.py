@@ -14,18 +14,18 @@ import msgspec
 import pytest
 import trio
 
-from launch.mining.changes import make_patch
-from launch.mining.environments import make_environment
-from launch.mining.index import download, list_sdists, pip_settings
-from launch.mining.sdist import Entry, write_tree
+from prorl_launch.mining.changes import make_patch
+from prorl_launch.mining.environments import make_environment
+from prorl_launch.mining.index import download, list_sdists, pip_settings
+from prorl_launch.mining.sdist import Entry, write_tree
 from prorl_trio.agent.context import Resources, RolloutContext
-from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.handlers.swe import SwePayload, grade_change
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.layers import store_layer
 from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.tasks.handlers.swe import SwePayload, grade_change
+from prorl_trio.tasks.sets import load_task_set
 from prorl_trio.types.models import JobSpec
 from support.gold_runs import outcomes_of
 from support.published_images import GoesOn, compose_testbed

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import trio
 
+from prorl_launch.paths import import_path
 from support.fake_fleet import open_fake_fleet
 from support.fake_node import FakeNode, make_outcome
+from support.fleet_head import head_process
 from support.verl_rig import verl_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
@@ -27,16 +29,23 @@ async def kill(process):
 
 
 async def test_the_example_takes_every_outcome_over_a_kill_of_its_actor(tmp_path, monkeypatch):
-    monkeypatch.setattr(FakeNode, "check", lambda *_: None)  # it takes jobs of any handler
+    monkeypatch.setattr(FakeNode, "validate", lambda *_: None)  # it takes jobs of any handler
     made = {}
 
     def end(spec):
         made[spec.job_id] = make_outcome(spec)
         return made[spec.job_id]
 
-    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/examples", "HOME": str(tmp_path), "RAY_raylet_start_wait_time_s": "400"}
+    env = {
+        "PYTHONPATH": f"{import_path()}:{ROOT}/examples",
+        "HOME": str(tmp_path),
+        "RAY_raylet_start_wait_time_s": "400",
+    }
     program = [str(verl_python()), str(PROGRAM), str(tmp_path / "fleet"), str(tmp_path / "result.json"), str(JOBS)]
-    async with open_fake_fleet(tmp_path / "fleet", "a", "b", on_submit=end, within_s=WITHIN_S) as fleet:
+    async with (
+        open_fake_fleet(tmp_path / "fleet", "a", "b", on_submit=end, within_s=WITHIN_S) as fleet,
+        head_process(tmp_path / "fleet", tmp_path / "ledger", tmp_path / "head.log"),
+    ):
         done = await trio.run_process(
             program,
             env=os.environ | env,

@@ -9,11 +9,11 @@ import re
 
 import pytest
 
-from launch.mining.index import download, list_sdists, pip_settings
-from launch.mining.sdist import read_sdist, write_tree
-from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.agentbench import AGENTBENCH
-from prorl_trio.client.task_sets.code import HUMANEVAL
+from prorl_launch.mining.index import download, list_sdists, pip_settings
+from prorl_launch.mining.sdist import read_sdist, write_tree
+from prorl_trio.tasks.sets import load_task_set
+from prorl_trio.tasks.sets.agentbench import AGENTBENCH
+from prorl_trio.tasks.sets.code import HUMANEVAL
 from prorl_trio.types.models import TaskInstance
 from support.code_policy import SolvesInSteps, Step, fetch_wheel
 from support.gold_runs import outcomes_of

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.agentbench import AGENTBENCH, agentbench_rows, example_of
+from prorl_trio.tasks.sets import load_task_set
+from prorl_trio.tasks.sets.agentbench import AGENTBENCH, agentbench_rows, example_of
 from support.code_policy import call, fetch_wheel
 from support.gold_runs import outcomes_of
 

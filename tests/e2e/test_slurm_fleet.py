@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from launch.paths import checkout_dir, engine_python, model_dir
-from launch.vllm import default_dtype, vllm_env
+from prorl_launch.paths import checkout_dir, engine_python, model_dir
+from prorl_launch.vllm import default_dtype, vllm_env
 from prorl_trio.client import connect
 from prorl_trio.testing.tiny_model import make_tiny_model
 from support.engine_program import calculation, open_engine
@@ -39,6 +39,10 @@ def fleet(slurm):
     made.remove()
 
 
+def completed_by(report):
+    return report.get("pipeline", {}).get("outcomes", {}).get("completed", 0)
+
+
 async def deliver(fleet, count, nodes):
     """Send jobs through the fleet; return how often each outcome came. All these nodes had some of them."""
     seen = Counter()
@@ -50,8 +54,13 @@ async def deliver(fleet, count, nodes):
         with trio.move_on_after(1):
             async for outcome in client.results(follow=True):
                 seen[outcome.job_id] += 1
-        reports = (await client.status())["nodes"]
-    done = {name: report["pipeline"]["outcomes"]["completed"] for name, report in reports.items()}
+        with trio.fail_after(stretched(30.0)):
+            while True:  # the head asks its members every few seconds
+                reports = (await client.status())["members"]
+                done = {name: completed_by(report) for name, report in reports.items()}
+                if sum(done.values()) >= count:
+                    break
+                await trio.sleep(0.2)
     assert set(done) == set(nodes)
     assert min(done.values()) > 0, f"the work was not spread: {done}"
     return seen
@@ -162,7 +171,7 @@ async def test_two_fleets_of_one_user_on_one_machine_do_not_touch_each_others_th
         assert left[0] == []
         assert not one.entries()
         assert before <= {line.split()[0] for line in marked(other.mark)}
-        assert len(list(other.places[0].glob("prorl-*"))) == 2, "those of a node and of an engine"
+        assert len(list(other.places[0].glob("prorl-*"))) == 3, "those of a node, of an engine and of the head"
         await client.submit([math_job(f"job-{number}") for number in range(4)])
         assert sorted([outcome.job_id async for outcome in client.results(4)]) == [f"job-{n}" for n in range(4)]
     await in_thread(functools.partial(other.command, "down", "--drain-s", str(DRAIN_S), "--timeout-s", "900"))

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
-from prorl_trio.client.fleet.moves import MoveLog
 from support.engine_program import calculation, open_engine
 from support.quiet_clock import stretched, wait_until
 from support.remains import in_networks, inside, left_after
@@ -53,8 +52,12 @@ class Interrupted:
         self.slurm = fleet.slurm
         self.random = random.Random(seed)
         self.options = [f"--pulse-timeout-s={stretched(pulse_timeout_s):.0f}", "--drain-s=10"]
-        self.members = lambda: ""
-        self.moves = list
+        self.asked = dict
+        """Returns the state of the fleet's head."""
+
+    def members(self):
+        """Return the nodes that get jobs."""
+        return sorted(name for name, member in self.asked()["members"].items() if member["connected"])
 
     def up(self, *options):
         self.fleet.up(NODES, *self.options, *options)
@@ -176,10 +179,10 @@ def cut(it):
 
 def blink(it):
     """Cut a machine off until its jobs have gone elsewhere: it comes back with outcomes of its own."""
-    node, before, moves = it.machine(), it.members(), len(it.moves())
+    node, before, moved = it.machine(), it.members(), it.asked()["pipeline"]["moved"]
     it.slurm.script("link", str(node), "down")
-    it.wait(lambda: it.members() != before, "the client has given the node up")
-    it.wait(lambda: len(it.moves()) > moves, "its jobs have gone elsewhere")
+    it.wait(lambda: it.members() != before, "the head has given the node up")
+    it.wait(lambda: it.asked()["pipeline"]["moved"] > moved, "its jobs have gone elsewhere")
     it.slurm.script("link", str(node), "up")
     it.wait(lambda: it.members() == before, "the node is back")
 
@@ -223,8 +226,8 @@ class Load:
         while len(self.seen) < len(self.job_ids):
             await self.changed.park()
         while True:
-            nodes = (await self.client.status())["nodes"].values()
-            sessions = [node["sessions"].get(self.client.session_id, {}) for node in nodes]
+            members = (await self.client.status())["members"].values()
+            sessions = [session for member in members for session in member.get("sessions", {}).values()]
             if not any(session.get("running") or session.get("undelivered") for session in sessions):
                 return
             await trio.sleep(0.2)
@@ -276,8 +279,7 @@ async def test_each_job_has_one_outcome_whatever_befalls_its_fleet_and_nothing_i
         fleet.write_config([f"http://{fleet.slurm.address()}:{port}"], STALE_AFTER_S)
         await in_thread(functools.partial(it.up, *options))
         async with connect(fleet=fleet.folder, **times) as client, trio.open_nursery() as nursery:
-            it.members = lambda: client.node_id
-            it.moves = MoveLog(fleet.folder, client.session_id).read
+            it.asked = functools.partial(trio.from_thread.run, client.status)
             load = Load(client, jobs)
             nursery.start_soon(load.submit)
             nursery.start_soon(load.receive)

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.paths import checkout_dir
-from launch.slurm.script import FleetPlan, batch_script
+from prorl_launch.paths import checkout_dir
+from prorl_launch.slurm.script import FleetPlan, batch_script
 from support.quiet_clock import stretched, wait_until
 from support.remains import left_after, marked, segments
 from support.slurm_cluster import NODES, kill
@@ -118,11 +118,22 @@ class Fleet:
         return [int(line.split()[0]) for line in lines if all(word in line for word in words)]
 
     def stepds(self):
-        return self.pids(f"slurmstepd: [{self.job}.0]")
+        """Those of the head's step and of the nodes'; the batch script has one of its own."""
+        return [pid for step in (0, 1) for pid in self.pids(f"slurmstepd: [{self.job}.{step}]")]
 
     def tasks(self):
+        """Those of nodes."""
         ours = {int(line.split()[0]) for line in marked(self.mark)}
-        return [pid for pid in self.pids("slurm run") if pid in ours and pid not in self.pids("srun ")]
+        others = {*self.pids("srun "), *self.pids("slurm head")}
+        return [pid for pid in self.pids("slurm run") if pid in ours and pid not in others]
+
+    def head_machine(self):
+        """Return the number of the machine that the head's task is on."""
+        ours = {int(line.split()[0]) for line in marked(self.mark)}
+        pids = [pid for pid in self.pids("slurm run", "slurm head") if pid in ours and pid not in self.pids("srun ")]
+        found = {node for node in range(1, NODES + 1) for pid in pids if machine_of(pid) == f"n{node}"}
+        (machine,) = found
+        return machine
 
     def assert_nothing_left(self, limit_s=LIMIT_S):
         left, took_s = left_after(self.mark, self.places, limit_s)
@@ -153,9 +164,10 @@ def fleet(slurm, request):
         yield made
 
 
-def environment(pid):
-    """Return the environment of a process as the kernel has it."""
-    return Path(f"/proc/{pid}/environ").read_bytes()
+def machine_of(pid):
+    """Return the name of the machine that a task is on."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(each.partition(b"=")[2].decode() for each in variables if each.startswith(b"SLURMD_NODENAME="))
 
 
 def cancel(fleet):
@@ -182,7 +194,7 @@ def kill_tasks(fleet):
 
 
 def kill_stepds(fleet):
-    for pid in fleet.random.sample(fleet.stepds(), 4):
+    for pid in fleet.random.sample(found := fleet.stepds(), len(found)):
         kill(pid)
 
 
@@ -193,8 +205,8 @@ def kill_srun(fleet):
 
 
 def kill_pulse(fleet):
-    (pid,) = fleet.pids("slurm pulse", str(fleet.folder))
-    kill(pid)
+    for pid in fleet.pids("slurm pulse", str(fleet.folder)):
+        kill(pid)
 
 
 def kill_batch_script(fleet):
@@ -254,8 +266,10 @@ def test_a_requeued_job_starts_anew_beside_nothing_of_its_former_run(fleet, seed
 def test_machines_are_lost_one_after_the_other_and_the_rest_goes_on(fleet, seed):
     """A task is killed; a machine is cut off, and clears up after itself; Slurm gives up one whose slurmd has died."""
     (batch,) = fleet.slurm.said("squeue", "-h", "-j", fleet.job, "-o", "%B").split()
+    head = fleet.head_machine()  # which keeps its folder there; elsewhere it moves
     first, cut, given_up = fleet.random.sample([node for node in range(1, NODES + 1) if f"n{node}" != batch], 3)
-    (victim,) = [pid for pid in fleet.tasks() if f"SLURMD_NODENAME=n{first}\0".encode() in environment(pid)]
+    first, cut = (cut, first) if first == head else (first, cut)
+    (victim,) = [pid for pid in fleet.tasks() if machine_of(pid) == f"n{first}"]
     kill(victim)
     fleet.wait_cleared(first, NODES - 1)
 

@@ -12,13 +12,11 @@ import msgspec
 import pytest
 import trio
 
-from launch.paths import checkout_dir
-from perf.children import open_child
-from perf.fleet import QUICK, fleet_finding, predicted_size
+from perf.fleet import QUICK, FleetEngine, fleet_finding, measure_fleet, predicted_size, serve_engine
 from perf.fleet_cluster import open_cluster
-from perf.fleet_engine import FleetEngine
-from perf.fleet_load import measure_fleet
-from perf.scaling_world import simulate_fleet
+from perf.processes import open_child
+from perf.scaling import simulate_fleet
+from prorl_launch.paths import checkout_dir
 from support.quiet_clock import stretched, wait_until
 from support.skips import because
 from support.slurm_cluster import why_not
@@ -33,7 +31,7 @@ FOLDERS = Path("/run")
 @pytest.fixture(autouse=True)
 def _slurm_is_there() -> None:
     if why := why_not("linuxproc"):
-        pytest.skip(because(why, "launch/slurm/cluster.sh install"))
+        pytest.skip(because(why, "launch/prorl_launch/slurm/cluster.sh install"))
 
 
 def held() -> set[str]:
@@ -55,15 +53,17 @@ async def test_fleets_of_a_real_slurm_do_their_jobs_and_leave_nothing():
     before = held()
     measured = {}
     async with open_cluster(2) as cluster:
-        arguments = [str(cluster.folder), f"{SCALE.engine_s:g}", f"{SCALE.action_s:g}"]
-        async with open_child("perf.fleet_engine", arguments, FleetEngine) as engine:
+        folder, times_s = str(cluster.folder), (SCALE.engine_s, SCALE.action_s)
+        async with open_child(serve_engine, folder, *times_s, ready=FleetEngine) as engine:
             for nodes in SCALE.nodes:
                 measured[nodes] = await measure_fleet(cluster, engine, SCALE, nodes)
     assert held() <= before
     assert (measured[2].jobs, measured[2].turns) == (12, 18)
     for run in measured.values():
         assert run.run_s >= 1.5 * (SCALE.engine_s + SCALE.action_s)
-        assert min(run.client_cpu_s, run.node_cpu_s, run.sandbox_cpu_s, run.engine_cpu_s, run.read_s) > 0
+        assert (
+            min(run.client_cpu_s, run.head_cpu_s, run.node_cpu_s, run.sandbox_cpu_s, run.engine_cpu_s, run.read_s) > 0
+        )
         assert 0 < run.own_busy <= run.machine_busy + 0.1
     sizes = {nodes: predicted_size(SCALE, measured[1], nodes) for nodes in SCALE.nodes}
     simulated = {nodes: await trio.to_thread.run_sync(simulate_fleet, size) for nodes, size in sizes.items()}
@@ -75,9 +75,7 @@ def test_a_benchmark_that_is_killed_takes_its_cluster_along():
     command = [sys.executable, "-m", "perf.fleet", "--quick"]
     with subprocess.Popen(command, cwd=checkout_dir(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as killed:
         try:
-            wait_until(
-                lambda: any("perf.fleet_engine" in each for each in held() - before), "Slurm runs", stretched(120)
-            )
+            wait_until(lambda: any("perf.fleet" in each for each in held() - before), "Slurm runs", stretched(120))
         finally:
             os.kill(killed.pid, signal.SIGKILL)
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prorl_trio.grading.repository_tests import PytestTests, log_names, verdict_on
-from prorl_trio.grading.verdict import TestResult
+from prorl_trio.tasks.grading.repository_tests import PytestTests, log_names, verdict_on
+from prorl_trio.tasks.grading.verdict import TestResult
 from support.driver_runs import job_line, messages_of
 from support.swebench_oracle import import_swebench
 
@@ -142,7 +142,7 @@ DOCS = (
 def test_django_tests_have_the_names_that_the_parser_finds_in_their_log(swebench, tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "runtests.py").write_text(DJANGO_RUNTESTS)
-    (tmp_path / "drivers").symlink_to(str(files("prorl_trio.grading") / "drivers"))
+    (tmp_path / "drivers").symlink_to(str(files("prorl_trio.tasks.grading") / "drivers"))
     choose = random.Random(0)
     hows = [how for how in STATUSES if how not in ("timed_out", "missing", "xpassed")]
     cases = [(f"Case{number}", choose.choice(DOCS), choose.choice(hows)) for number in range(300)]

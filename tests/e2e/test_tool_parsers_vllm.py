@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.paths import engine_python
+from prorl_launch.paths import engine_python
 from prorl_trio.chat.families.family import FAMILIES
 from prorl_trio.chat.tool_calls import parse_turn
 from support.skips import because

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import trio
 
-from launch.paths import checkout_dir, trainer_python
+from prorl_launch.paths import checkout_dir, import_path, trainer_python
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from support.killable import TOKEN, Killable
@@ -138,7 +138,7 @@ class Rig:
             "token": TOKEN,
         }
         (self._folder / "run.json").write_text(json.dumps(run))
-        paths = os.pathsep.join([str(checkout_dir()), str(checkout_dir() / "tests")])
+        paths = os.pathsep.join([import_path(), str(checkout_dir() / "tests")])
         done = await trio.run_process(
             [str(trainer_python("train", "cpu")), Path(__file__).with_name("trl_program.py"), self._folder],
             cwd=self._folder,

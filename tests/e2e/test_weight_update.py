@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import urllib.request
 from pathlib import Path
@@ -17,16 +18,16 @@ import numpy as np
 import pytest
 import trio
 
-from launch.paths import engine_python, model_dir
-from launch.vllm import open_vllm
+from prorl_launch.paths import engine_python, import_path, model_dir
+from prorl_launch.vllm import open_vllm
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client import PolicyUpdateFailed, connect
-from prorl_trio.client.weights.model_folder import ModelFolder
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.core import open_node
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.types.models import ChatMessage, SamplingParams
+from prorl_trio.weights.model_folder import ModelFolder
 from support.completions import asked, begun
 from support.fake_service import TOKEN, open_service
 from support.skips import because
@@ -153,7 +154,7 @@ async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_s
     chat = await trio.to_thread.run_sync(ChatFormat.load, old)
     prompt = Conversation(chat, QUESTION).prompt_token_ids()
     with trio.fail_after(900):
-        await trainer("change", old, tmp_path, Path(__file__).parents[2], Path(np.__file__).parents[1])
+        await trainer("change", old, tmp_path, *import_path().split(os.pathsep), Path(np.__file__).parents[1])
         async with open_vllm(
             engine_python(),
             old,
@@ -162,7 +163,6 @@ async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_s
             extra_args=["--enable-scale-out", "--enable-lora", "--max-lora-rank", "8"],
         ) as server:
             config = NodeConfig(model=ModelConfig(path=str(old)), sandbox=SandboxConfig(provider="process"))
-            assert not config.rest.enabled
             async with (
                 open_node(config, HandlerRegistry([])) as node,
                 open_service(node) as service,
@@ -208,7 +208,7 @@ def case(model, prompt, completion, start, end):
     """The tokens from `start` to `end`, to be held against `model`."""
     return {
         "model": str(model),
-        "token_ids": prompt + completion.token_ids,
+        "token_ids": [*prompt, *completion.token_ids],
         "start": len(prompt) + start,
-        "logprobs": completion.logprobs[start:end],
+        "logprobs": completion.logprobs[start:end].tolist(),
     }

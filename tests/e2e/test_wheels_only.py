@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launch.locks import WHEELS_ONLY, lock_path
+from prorl_launch.locks import WHEELS_ONLY, lock_path
 from support.skips import because
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
 
 from prorl_trio import BlockingClient, SamplingParams, TaskInstance
-from prorl_trio.client.sampling import JobTemplate
 from prorl_trio.integrations.trl import RolloutFunction, RolloutWorker, WeightTransfer
+from prorl_trio.sampling import JobTemplate
 from support import trl_on_cpu
 
 GUIDE = Path(__file__).parents[2] / "docs" / "train-with-trl.md"

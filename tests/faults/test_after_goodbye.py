@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import HeartbeatPing, SessionHello, StatusRequest
+from prorl_ipc.session import HeartbeatPing, SessionHello, StatusRequest
 from prorl_trio.client import connect
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service

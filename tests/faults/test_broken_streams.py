@@ -10,7 +10,7 @@ import trio
 import trustme
 
 from prorl_trio.client import connect
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import RetryPolicy
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.testing.fake_engine import open_fake_engine
 from prorl_trio.types.errors import BackendError, ServiceError

@@ -17,16 +17,17 @@ import pytest
 import trio
 
 import prorl_trio
-from ipc.nursery import open_single_nursery
-from ipc.session import Accepted, Rejected
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.agent.context import Resources
 from prorl_trio.client import connect
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.ledger import LedgerLimits, NewJob, open_ledger
-from prorl_trio.pipeline.pipeline import Job, open_pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.types.models import Budgets, JobSpec, TaskInstance
 from support.fake_node import FakeNode, make_outcome, make_spec
@@ -45,13 +46,13 @@ MIB = 1024 * 1024
 DATES_FOR_PEOPLE = {
     "prorl_trio/observe/logs.py": "when a line was logged",
     "prorl_trio/observe/telemetry.py": "spans carry the time of day",
-    "prorl_trio/chat/jinja.py": "templates may print the date",
-    "prorl_trio/chat/template.py": "the same; a dialogue keeps the one at which it began",
-    "launch/abandoned.py": "how old the folder of a killed process is",
-    "launch/image_store.py": "when an image was made",
-    "launch/image_commands.py": "how long an image was not used",
-    "launch/learning/train.py": "how long a run has taken since its folder was made, in another process",
-    "prorl_trio/node/end_of_time.py": "Slurm says by the time of day when an allocation ends",
+    "prorl_trio/edges/http1.py": "the Date of an answer",
+    "prorl_trio/chat/template.py": "templates may print the date; a dialogue keeps the one at which it began",
+    "launch/prorl_launch/abandoned.py": "how old the folder of a killed process is",
+    "launch/prorl_launch/image_store.py": "when an image was made",
+    "launch/prorl_launch/image_commands.py": "how long an image was not used",
+    "launch/prorl_launch/learning/train.py": "how long a run has taken since its folder was made, in another process",
+    "prorl_trio/node/drain.py": "Slurm says by the time of day when an allocation ends",
     "prorl_trio/integrations/trl/async_worker.py": "TRL's own field, when a row was made",
     "prorl_trio/sandbox/images/compose.py": "when an image was made",
     "prorl_trio/sandbox/images/layers.py": "when a layer was made, and how old the files of a killed process are",

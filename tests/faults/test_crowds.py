@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.service.strangers import Strangers, peer_of
+from prorl_trio.edges.guard import Strangers, peer_of
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest
 from support.fake_service import TOKEN, open_service
@@ -98,7 +98,7 @@ async def test_connections_with_the_token_have_a_limit_of_their_own():
                 assert b" 200" in await stream.receive_some()
             answer = await rest.call("GET", "/v1/results")
             assert (answer.status, answer.json()["error"]["code"]) == (429, "admission")
-            assert "rest.max_connections" in answer.json()["error"]["message"]
+            assert "listen.max_connections" in answer.json()["error"]["message"]
             assert (await rest.call("GET", "/healthz")).status == 200
 
 

@@ -3,6 +3,7 @@ that is left in peace would have sampled."""
 
 from __future__ import annotations
 
+from array import array
 from contextlib import AsyncExitStack, suppress
 from random import Random
 
@@ -10,12 +11,13 @@ import pytest
 import trio
 
 from prorl_trio.config import HealthConfig, LoadConfig
-from prorl_trio.http.retries import RetryPolicy
+from prorl_trio.http.client import RetryPolicy
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sampling import default_script
 from prorl_trio.testing.fake_sglang import open_fake_sglang
+from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
 from prorl_trio.types.models import SamplingParams
 from support.completions import asked, begun
@@ -31,7 +33,11 @@ CONFIG = FakeEngineConfig(per_token_s=0.002, tokens_per_event=2)
 def in_peace(prompt):
     """What the fake "model" says: it depends on the ids before, and on nothing else."""
     ids, logprobs, _ = default_script(CONFIG.vocab_size, CONFIG.end_of_turn_id)(prompt)
-    return ids[:MAX_TOKENS], logprobs[:MAX_TOKENS], "stop" if len(ids) <= MAX_TOKENS else "length"
+    return (
+        array("i", ids[:MAX_TOKENS]),
+        array("f", logprobs[:MAX_TOKENS]),
+        "stop" if len(ids) <= MAX_TOKENS else "length",
+    )
 
 
 STOPPING = SamplingParams(stop_token_ids=[2])
@@ -89,8 +95,8 @@ class Chaos:
                 case 4:
                     version += 1
                     with suppress(PauseTimeout, BackendsBusy):
-                        await self.backends.pause(self.random.choice(["wait", "abort", "keep"]), 0.5)
-                        await self.backends.resume(str(version))
+                        await self.backends.operate(PauseBackends(self.random.choice(["wait", "abort", "keep"]), 0.5))
+                        await self.backends.operate(ResumeBackends(str(version)))
 
 
 @pytest.mark.parametrize("seed", range(2))

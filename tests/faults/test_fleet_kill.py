@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @asynccontextmanager
 async def open_fleet_of(tmp_path, count):
-    """Yield nodes that are not started, of one fleet, with ledgers of their own and one engine."""
+    """Yield the head and the nodes of one fleet, not started, with ledgers of their own and one engine."""
     tiny = make_tiny_model(tmp_path / "model")
     answer = tiny.turn(r"\boxed{42}")
     engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=4000)
@@ -35,6 +35,16 @@ async def open_fleet_of(tmp_path, count):
         trio.open_nursery() as nursery,
     ):
         with (tmp_path / "nodes.log").open("ab") as log:
+            fleet = {"dir": str(tmp_path / "fleet"), "heartbeat_interval_s": 0.5, "stale_after_s": 8.0}
+            limits = {"log_bytes": MIB, "reserve_bytes": MIB, "max_bytes": 64 * MIB}
+            folder = tmp_path / "head"
+            folder.mkdir()
+            config = {
+                "listen": {"port": 0, "endpoint_file": str(folder / "endpoint.json"), "unix_socket": ""},
+                "fleet": fleet,
+                "ledger": {"dir": str(folder / "ledger"), **limits},
+            }
+            head = Killable(folder, config, nursery, log, module=("prorl_trio.cli", "fleet", "--config"))
             nodes = []
             for number in range(count):
                 folder = tmp_path / f"n{number}"
@@ -43,13 +53,8 @@ async def open_fleet_of(tmp_path, count):
                     "node_id": f"n{number}",
                     "model": {"path": str(tmp_path / "model")},
                     "listen": {"port": 0, "endpoint_file": str(folder / "endpoint.json"), "unix_socket": ""},
-                    "fleet": {"dir": str(tmp_path / "fleet"), "heartbeat_interval_s": 0.5, "stale_after_s": 8.0},
-                    "ledger": {
-                        "dir": str(folder / "ledger"),
-                        "log_bytes": MIB,
-                        "reserve_bytes": MIB,
-                        "max_bytes": 64 * MIB,
-                    },
+                    "fleet": fleet,
+                    "ledger": {"dir": str(folder / "ledger"), **limits},
                     "stages": {"run_workers": 4},
                     "backends": {"urls": [engine.url], "required": True},
                     "sandbox": {"provider": "process", "max_warm": 0},
@@ -57,7 +62,7 @@ async def open_fleet_of(tmp_path, count):
                 }
                 nodes.append(Killable(folder, config, nursery, log))
             try:
-                yield nodes
+                yield head, nodes
             finally:
                 nursery.cancel_scope.cancel()
 
@@ -109,10 +114,10 @@ async def stop_one(client, node, seen):
 
 
 async def all_is_told(client):
-    """Return when both nodes are there, with nothing at work and nothing to tell."""
+    """Return when both nodes are members, with nothing at work and nothing to tell."""
     while True:
-        report = await client.status()
-        sessions = [node["sessions"][client.session_id] for node in report["nodes"].values()]
+        members = (await client.status())["members"].values()
+        sessions = [session for member in members for session in member.get("sessions", {}).values()]
         if len(sessions) == 2 and not any(s["running"] or s["undelivered"] for s in sessions):
             return
         await trio.sleep(0.1)
@@ -121,8 +126,8 @@ async def all_is_told(client):
 async def test_nodes_are_killed_and_stopped_and_each_job_has_one_outcome(tmp_path):
     seen = Counter()
     with trio.fail_after(280):
-        async with open_fleet_of(tmp_path, 2) as nodes:
-            await start(nodes)
+        async with open_fleet_of(tmp_path, 2) as (head, nodes):
+            await start([head, *nodes])
             heartbeats = {"heartbeat_interval_s": 1.0, "heartbeat_timeout_s": 8.0}
             async with connect(fleet=tmp_path / "fleet", connect_timeout_s=60.0, **heartbeats) as client:
                 async with trio.open_nursery() as nursery:
@@ -134,9 +139,10 @@ async def test_nodes_are_killed_and_stopped_and_each_job_has_one_outcome(tmp_pat
                     seen[outcome.job_id] += 1
                 command = [sys.executable, "-m", "prorl_trio.cli", "status", "--fleet", str(tmp_path / "fleet")]
                 told = await trio.run_process(command, capture_stdout=True)
-                assert sorted(json.loads(told.stdout)["nodes"]) == ["n0", "n1"]
-            for node in nodes:
+                assert sorted(json.loads(told.stdout)["members"]) == ["n0", "n1"]
+            for node in (head, *nodes):
                 assert await node.stop() == 0
-            assert not list((tmp_path / "fleet").glob("*.json"))
+            left = sorted(path.name for path in (tmp_path / "fleet").glob("*.json"))
+            assert left == ["head.json"], "by which trainers wait for its next start"
     assert len(seen) == 70
     assert set(seen.values()) == {1}

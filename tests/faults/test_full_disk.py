@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import Accepted, Rejected
+from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from support.small_disk import fill, small_disk

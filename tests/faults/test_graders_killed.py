@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import descendants
@@ -93,7 +93,7 @@ class Killer:
     def _kill_one(self, now):
         """Kill a process, or a whole sandbox, and return which kind; empty if there is none."""
         lines = {process.pid: command_of(process.pid) for process in descendants(self._node.pid)}
-        sandboxes = [pid for pid, line in lines.items() if "sandbox_daemon" in line]
+        sandboxes = [pid for pid, line in lines.items() if "prorl_daemon" in line]
         inside = {process.pid for pid in sandboxes for process in descendants(pid)} - {*sandboxes}
         victims = {"sandbox": sandboxes, "tree": sandboxes}
         if now >= self._spared_until:

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import trio
 
-from ipc.nursery import open_single_nursery
-from prorl_trio.client.sampling import ManifestLine
-from prorl_trio.client.sampling.journal import SamplerJournal
-from prorl_trio.client.sampling.sampler import GroupSampler
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.sampling import ManifestLine
+from prorl_trio.sampling.journal import SamplerJournal
+from prorl_trio.sampling.sampler import GroupSampler
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from support.soak import KeptProcess, kill_at_random, rig_environment

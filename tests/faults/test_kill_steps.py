@@ -22,7 +22,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from support.soak import Leftovers, adopted_orphans, rig_environment

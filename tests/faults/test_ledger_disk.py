@@ -294,7 +294,7 @@ async def test_who_waits_for_room_may_be_cancelled(memory_path):
                 nursery.cancel_scope.cancel()
             await ledger.finish("s", "b", 1, 2, [b"small"])
             await until(lambda: not ledger.statistics().waiting)
-            assert (await ledger.lookup(["a"]))["a"].state == "unfinished"
+            assert (await ledger.lookup(["a"]))["a"].state == "stored"
 
 
 async def test_acknowledging_makes_room_where_max_bytes_is_reached(memory_path):
@@ -451,14 +451,14 @@ async def test_a_small_outcome_does_not_pass_a_large_one_that_waits(memory_path,
                 nursery.start_soon(ledger.finish, "s", "3", 1, 3, [b"small"])
                 await ledger.finish("t", "other", 1, 2, [b"small"])
                 known = await ledger.lookup(["1", "2", "3"])
-                assert {found.state for found in known.values()} == {"unfinished"}
+                assert {found.state for found in known.values()} == {"stored"}
                 shutil.copytree(memory_path / "ledger", memory_path / "killed")
                 if full == "max_bytes":
                     nursery.cancel_scope.cancel()
                 disk.free_bytes = None
             if full == "disk":
                 known = await ledger.lookup(["1", "2", "3"])
-                assert {found.state for found in known.values()} == {"undelivered"}
+                assert {found.state for found in known.values()} == {"offered"}
         (memory_path / "killed" / "ledger-1.db-shm").unlink()
         async with open_ledger(memory_path / "killed", LIMITS) as ledger:
             unfinished, undelivered = jobs_of(ledger)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import trio
 
-from ipc.channel import serve_connections
+from prorl_ipc.channel import serve_connections
 from prorl_trio.client import connect
 from prorl_trio.types.models import RetryPolicy
 from support.small_disk import fill, small_disk

@@ -15,22 +15,24 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.session import (
+from prorl_ipc.session import (
     Ack,
     AttachArena,
     CallBackends,
-    CancelJobs,
+    Cancel,
     HeartbeatPing,
     HeartbeatPong,
+    MatchingJobs,
     SessionHello,
     StatusRequest,
     Submit,
+    TheseJobs,
     WithdrawCall,
 )
 from prorl_trio.client import connect
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.requests import ErrorDetail
-from prorl_trio.service.rest.app import ENDPOINTS
+from prorl_trio.edges.requests import ErrorDetail
+from prorl_trio.edges.rest.app import ENDPOINTS
+from prorl_trio.sessions.limits import SessionLimits
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_rest import open_rest
 from support.fake_service import TOKEN, open_service
@@ -93,7 +95,7 @@ def messages(n: int) -> list[Any]:
     return [
         SessionHello(version=1, token=TOKEN, session_id=f"s{n}"),
         Submit(request_id=n, jobs=[msgspec.Raw(encode(make_spec(f"j{n}-{i}", a=[1, {"b": 2}]))) for i in range(2)]),
-        CancelJobs(request_id=n, job_ids=[f"j{n}-0", "x"], tags={"a": "b"}, ahead=True),
+        Cancel(n, [TheseJobs([f"j{n}-0", "x"], ahead=True), MatchingJobs(tags={"a": "b"})]),
         Ack(cursor=0),
         StatusRequest(request_id=n),
         CallBackends(request_id=n, operation="add", arguments=msgspec.Raw(encode({"url": "http://127.0.0.1:9"}))),
@@ -221,7 +223,7 @@ MSGPACK_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=10,
 )
-TYPES = ["SessionHello", "Submit", "CancelJobs", "Ack", "StatusRequest", "CallBackends", "AttachArena", "HeartbeatPong"]
+TYPES = ["SessionHello", "Submit", "Cancel", "Ack", "StatusRequest", "CallBackends", "AttachArena", "HeartbeatPong"]
 FIELDS = [
     "request_id",
     "operation",

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES
+from prorl_trio.sessions.feed import READ_AHEAD_BYTES
 from support.soak import Leftovers, adopted_orphans, open_world
 from support.soak.trainer import SESSION_ID, soak_spec
 

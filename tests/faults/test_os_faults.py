@@ -17,10 +17,10 @@ import trio
 
 from prorl_trio.client import connect
 from prorl_trio.config import NodeConfig
-from prorl_trio.handlers.base import Evaluation
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.tasks.handlers.base import Evaluation
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.types.models import JobSpec, RetryPolicy, SamplingParams, TaskInstance
 from support.os_faults import BROKEN, DESCRIPTORS, FILES, MEMORY, PROCESSES, QUOTA, SPACE, os_faults
 from support.soak.backend import open_backend

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from prorl_trio.sandbox import threads
+from prorl_trio import threads
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
@@ -207,7 +207,7 @@ def _starters(found):
 
 def _daemons(found):
     """Whoever runs the daemon's code: it, and its helpers; who has started one, and waits for it, is none."""
-    running = {process for process in found if b"sandbox_daemon" in _command_line(process)}
+    running = {process for process in found if b"prorl_daemon" in _command_line(process)}
     return running - {starter for starter in _starters(running) if b"--guard" in _command_line(starter)}
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 import trio
 
-from ipc import websocket as websocket_module
-from ipc.session import Accepted
+from prorl_ipc import websocket as websocket_module
+from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
 from support.cancel_sweep import CancelledRun, cancel_sweep
 from support.fake_node import FakeNode, make_outcome, make_spec

@@ -24,7 +24,7 @@ TRAINER = """
 import sys, time
 import numpy as np
 from prorl_trio.client import BlockingClient, policy_update
-from prorl_trio.client.weights import store
+from prorl_trio.weights import store
 from safetensors.numpy import load_file
 
 policy_update.LEASE_S, store.AFTER_KILL_S = 3.0, 8

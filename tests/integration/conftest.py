@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launch.bundle import build_bundle
-from launch.progress import SetupError
+from prorl_launch.bundle import build_bundle
+from prorl_launch.progress import SetupError
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from support.forking import ForkingProvider
 from support.id_range import apptainer_with_ids

@@ -106,8 +106,8 @@ def main():
     session.send("Submit", request_id=4, jobs=[job("a", **question)])
     said["joined"] = session.receive_until("Accepted")["cursor"]  # it has ended, and this is where
     session.send("Ack", cursor=session.received)
-    session.send("CancelJobs", request_id=5, job_ids=["a"])
-    said["unknown"] = session.receive_until("CancelledJobs")["unknown"]
+    session.send("Cancel", request_id=5, targets=[{"type": "TheseJobs", "job_ids": ["a"]}])
+    said["unknown"] = session.receive_until("Cancelled")["unknown"]
     session.socket.sendall(session.websocket.send(CloseConnection(code=1000)))
     said["closed"] = session.receive_until("closed")["code"]
     session.socket.close()

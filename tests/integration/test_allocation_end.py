@@ -12,8 +12,8 @@ import trio
 
 from prorl_trio.client import connect
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.config.fleet import FleetConfig
-from prorl_trio.node.end_of_time import EndOfTime
+from prorl_trio.config.node import FleetConfig
+from prorl_trio.node.drain import EndOfTime
 from prorl_trio.node.serve import serve_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model

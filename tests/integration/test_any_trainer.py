@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from prorl_trio.client.task_sets import load_task_set
+from prorl_trio.tasks.sets import load_task_set
 from support.atropos import AtroposTrainer, atropos_python, open_atropos
 from support.quick_node import open_quick_node
 from support.tiny_weights import make_model

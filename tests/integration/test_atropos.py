@@ -10,8 +10,8 @@ import pytest
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.client.sampling import Group, GroupRules, JobTemplate, open_groups
 from prorl_trio.integrations.atropos import open_environment
+from prorl_trio.sampling import Group, GroupRules, JobTemplate, open_groups
 from prorl_trio.types.errors import ConfigError, ServiceError
 from prorl_trio.types.models import Outcome, PolicySpan, SamplingParams, Segment, TaskInstance, Timing, Trajectory
 from support.atropos import AtroposTrainer, atropos_python, open_atropos

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from launch import bundle
-from launch.progress import SetupError
+from prorl_launch import bundle
+from prorl_launch.progress import SetupError
 from prorl_trio.sandbox.runtime.bundle import BUNDLE_DIR, bundle_path, bundled_distributions, require_bundle
 from prorl_trio.types.errors import SandboxUnavailable
 

@@ -13,7 +13,7 @@ import trio
 from click.testing import CliRunner
 
 from prorl_trio.cli import main
-from prorl_trio.client.recording import read_outcomes
+from prorl_trio.runs.recording import read_outcomes
 from support.quick_node import open_quick_node
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text()

@@ -14,8 +14,8 @@ import trio
 
 from prorl_trio.client import connect
 from prorl_trio.config import NodeConfig
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.serve import serve_node
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, TaskInstance

@@ -17,10 +17,9 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from launch.image_commands import image as command
-from launch.image_store import check_image, pull_sif, references_in, unpack_image
-from launch.progress import SetupError
-from launch.sif import squashfs_offset_bytes
+from prorl_launch.image_commands import image as command
+from prorl_launch.image_store import check_image, pull_sif, references_in, squashfs_offset_bytes, unpack_image
+from prorl_launch.progress import SetupError
 from prorl_trio.sandbox.images.locate import locate_image
 from prorl_trio.sandbox.images.store import find_image, images_dir, list_images
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -190,7 +189,7 @@ def test_its_record_says_what_it_is(pulled, registry):
 
 def test_two_at_once_pull_once(cache, registry):
     registry.requested.clear()
-    code = f"from launch.image_store import pull_sif; pull_sif({registry.reference!r}, plain_http=True)"
+    code = f"from prorl_launch.image_store import pull_sif; pull_sif({registry.reference!r}, plain_http=True)"
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) for _ in range(2)]
     assert [process.wait(TIMEOUT_S) for process in processes] == [0, 0]
     assert len([path for path in registry.requested if "/blobs/" in path]) == len(registry.blobs)

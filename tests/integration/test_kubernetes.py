@@ -21,7 +21,7 @@ import yaml
 
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
 from prorl_trio.client import connect
-from prorl_trio.config import load_config
+from prorl_trio.config import load_config, load_head_config
 from prorl_trio.config.secrets import load_token
 from prorl_trio.node.serve import DELIVERY_TIMEOUT_S
 from prorl_trio.sandbox.providers.bubblewrap import _ISOLATION, find_bubblewrap
@@ -39,7 +39,10 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "launch/kubernetes").rglob("*.yaml"))
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
 OLDEST, NEWEST = re.search(r"Kubernetes ([\d.]+) and ([\d.]+);", PAGE.replace("\n", " ")).groups()
-MANIFESTS = {each["kind"]: each for file in FILES for each in yaml.safe_load_all(file.read_text())}
+HEAD_FILE = ROOT / "launch/kubernetes/head.yaml"
+OF_HEAD = {each["kind"]: each for each in yaml.safe_load_all(HEAD_FILE.read_text())}
+OF_NODES = [file for file in FILES if file != HEAD_FILE]
+MANIFESTS = {each["kind"]: each for file in OF_NODES for each in yaml.safe_load_all(file.read_text())}
 SETS = MANIFESTS["StatefulSet"]["spec"]
 POD = SETS["template"]["spec"]
 (NODE,) = POD["containers"]
@@ -78,10 +81,9 @@ def folder_of(path):
 
 def test_ports_are_those_that_the_node_listens_on(config):
     ports = {port["name"]: port["containerPort"] for port in NODE["ports"]}
-    assert ports == {"websocket": config.listen.port, "rest": config.rest.port}
+    assert ports == {"http": config.listen.port}
     assert {port["name"]: port["port"] for port in MANIFESTS["Service"]["spec"]["ports"]} == ports
-    assert config.listen.host == config.rest.host == "0.0.0.0"
-    assert config.rest.enabled
+    assert config.listen.host == "0.0.0.0"
 
 
 def test_what_the_node_writes_is_on_volumes_of_the_kind_that_it_needs(config):
@@ -130,6 +132,31 @@ def test_everything_selects_the_pods_and_names_what_is_there():
     assert f"ws://{MANIFESTS['StatefulSet']['metadata']['name']}-0.{SETS['serviceName']}:8700" in PAGE
 
 
+def test_the_head_is_of_the_nodes_fleet_and_its_next_start_finds_its_ledger(config, tmp_path):
+    (tmp_path / "head.toml").write_text(OF_HEAD["ConfigMap"]["data"]["head.toml"])
+    head = load_head_config(tmp_path / "head.toml")
+    pod = OF_HEAD["StatefulSet"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert head.fleet.dir == config.fleet.dir
+    assert (head.listen.host, head.listen.port) == (config.listen.host, container["ports"][0]["containerPort"])
+    assert head.fleet.advertise == OF_HEAD["Service"]["metadata"]["name"]
+    assert head.listen.hosts == [head.fleet.advertise]
+    labels = OF_HEAD["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
+    assert labels == OF_HEAD["StatefulSet"]["spec"]["selector"]["matchLabels"] == OF_HEAD["Service"]["spec"]["selector"]
+    assert labels != SETS["template"]["metadata"]["labels"]
+    assert OF_HEAD["StatefulSet"]["spec"]["replicas"] == 1
+    assert pod["terminationGracePeriodSeconds"] >= head.drain_timeout_s + DELIVERY_TIMEOUT_S + 10
+    assert (container["image"], container["env"][0]) == (NODE["image"], NODE["env"][1])
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    (claim,) = OF_HEAD["StatefulSet"]["spec"]["volumeClaimTemplates"]
+    assert mounts[str(Path(head.ledger.dir).parent)] == claim["metadata"]["name"]
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v]
+    assert claims == [MANIFESTS["PersistentVolumeClaim"]["metadata"]["name"]]
+    user = ("runAsUser", "runAsGroup", "fsGroup")
+    assert [pod["securityContext"][key] for key in user] == [POD["securityContext"][key] for key in user]
+    assert f"ws://{head.fleet.advertise}:{head.listen.port}" in PAGE
+
+
 def test_applying_the_folder_leaves_the_secret_alone_and_an_empty_token_is_refused(config):
     assert [file.parent.name for file in FILES if "kind: Secret" in file.read_text()] == ["secret"]
     assert MANIFESTS["Secret"]["stringData"] == {"token": ""}
@@ -151,7 +178,6 @@ class Pod:
         for before, after in {
             'provider = "bubblewrap"': 'provider = "process"\nmax_warm = 0',
             "= 8700": "= 0",
-            "= 8701": "= 0",
             '"0.0.0.0"': '"127.0.0.1"',
             "http://vllm:8000": engine_url,
         }.items():
@@ -160,7 +186,7 @@ class Pod:
         (folder / "etc/prorl/node.toml").write_text(text)
 
     def placed(self, text):
-        return re.sub(r"(?<=[\s\"])/(?=(run|etc|var|models|fleet)/)", f"{self.folder}/", text)
+        return re.sub(r"(?<![^\s\"])/(?=(run|etc|var|models|fleet)/)", f"{self.folder}/", text)
 
     def run(self, command, **options):
         env = {**os.environ, "POD_NAME": "prorl-node-0", "PRORL_TOKEN": TOKEN}
@@ -171,7 +197,7 @@ class Pod:
     async def get(self, probe):
         """Return the status and the body that a probe gets."""
         endpoints = json.loads((self.folder / "run/prorl/endpoint.json").read_bytes())
-        assert probe["port"] == "rest"
+        assert probe["port"] == "http"
 
         def ask():
             try:
@@ -214,6 +240,28 @@ async def open_pod(place):
             yield pod, engine
         finally:
             nursery.cancel_scope.cancel()
+
+
+async def test_the_heads_command_gives_jobs_to_the_pods_of_its_folder(place):
+    (container,) = OF_HEAD["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    with trio.fail_after(240):
+        async with open_pod(place) as (pod, _):
+            text = pod.placed(OF_HEAD["ConfigMap"]["data"]["head.toml"]).replace("= 8700", "= 0")
+            text = text.replace("prorl/ledger", "prorl/ledger-of-the-head")  # that pod has a volume of its own
+            text = text.replace('"prorl-head"', '"127.0.0.1"').replace('"0.0.0.0"', '"127.0.0.1"')
+            (place / "etc/prorl/head.toml").write_text(text)
+            entry = place / "fleet/nodes/prorl-node-0.json"  # of a pod whose name is found
+            entry.write_text(entry.read_text().replace("prorl-node-0.prorl-nodes", "127.0.0.1"))
+            async with trio.open_nursery() as nursery:
+                head = await nursery.start(
+                    pod.run(container["command"], stdout=subprocess.DEVNULL, deliver_cancel=kill)
+                )
+                async with connect(fleet=place / "fleet/nodes", connect_timeout_s=60.0) as client:
+                    await client.submit([job("through-the-head")], patience_s=60.0)
+                    (outcome,) = [outcome async for outcome in client.results(1)]
+                    assert (outcome.status, outcome.reward) == ("completed", 1.0), outcome.error
+                head.terminate()
+                assert await head.wait() == CLEAN
 
 
 def job(job_id):

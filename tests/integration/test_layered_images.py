@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from launch.image_store import check_image
-from prorl_trio.grading.repository_base import RepositoryBase, make_base
+from prorl_launch.image_store import check_image
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import store_layer
@@ -21,6 +20,7 @@ from prorl_trio.sandbox.images.store import find_image, list_images
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.runtime.host_python import require_host_python
+from prorl_trio.tasks.grading.repository_base import RepositoryBase, make_base
 from support.programs import find_busybox
 from support.registry import open_registry, tar_of
 from support.skips import because

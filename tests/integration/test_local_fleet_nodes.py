@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import Accepted
+from prorl_ipc.session import Accepted
 from prorl_trio.client import connect
-from prorl_trio.rendezvous.identity import ProcessIdentity, has_ended
+from prorl_trio.rendezvous.entry import ProcessIdentity, has_ended
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, TaskInstance
@@ -118,7 +118,7 @@ async def test_a_fleet_on_one_machine_is_started_used_ended_started_again_and_ki
         await outcomes_of(fleet, "second")
         entries = [json.loads(path.read_bytes()) for path in fleet.folder.glob("*.json")]
         processes = [msgspec.convert(entry["process"], ProcessIdentity) for entry in entries]
-        assert len(processes) == 2
+        assert len(processes) == 3, "two nodes and the head"
         process.kill()
         while not all(map(has_ended, processes)):
             await trio.sleep(0.05)

@@ -9,9 +9,9 @@ from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig, SandboxCon
 from prorl_trio.ledger import open_ledger
 from prorl_trio.node.core import open_node
 from prorl_trio.node.monitoring import open_monitoring
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.submission import submit_all
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.submission import submit_all
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance

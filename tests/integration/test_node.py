@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import Accepted, Rejected
+from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.config import AdmissionConfig, BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.handlers.math import MathHandler
+from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.node.core import open_node
 from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.providers.registry import choose_provider
-from prorl_trio.service.endpoints import endpoint_url
+from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import BackendError, ConfigError, Unauthorized
@@ -268,7 +268,7 @@ async def test_a_required_backend_that_is_paused_joins_when_it_is_resumed(tmp_pa
     make_tiny_model(tmp_path)
     engine_config = FakeEngineConfig(vocab_size=259, development=True)
     async with open_fake_engine(config=engine_config) as engine:
-        engine.pause("wait")
+        engine.begin_pause("wait")
         config = NodeConfig(
             model=ModelConfig(path=str(tmp_path)),
             sandbox=SandboxConfig(provider="process"),
@@ -279,7 +279,7 @@ async def test_a_required_backend_that_is_paused_joins_when_it_is_resumed(tmp_pa
                 (backend,) = node.backends.statistics()["backends"]
                 assert backend.state == "down"
                 assert f"POST {engine.url}/resume" in backend.error
-                engine.resume()
+                engine.end_pause()
                 while not node.backends.list():
                     await trio.sleep(0.05)
 

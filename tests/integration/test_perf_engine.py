@@ -8,9 +8,9 @@ from itertools import count
 import pytest
 import trio
 
-from launch.node import NodeProcess
-from launch.vllm import VllmProcess
 from perf.engine import Scale, measure, report_of
+from prorl_launch.node import NodeProcess
+from prorl_launch.vllm import VllmProcess
 from prorl_trio.client import connect
 from prorl_trio.testing.fake_engine import FakeEngineConfig
 from support.quick_node import open_quick_node

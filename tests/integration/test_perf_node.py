@@ -8,7 +8,7 @@ import trio
 
 from perf import node
 from perf.harness import Options
-from perf.node_load import _most_at_once
+from perf.node_rig import _most_at_once
 from perf.peers.environments import PEERS
 
 REQUIRED = [

@@ -11,11 +11,19 @@ import msgspec
 import pytest
 import trio
 
-from launch.node import open_node_process
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
-from perf.race import Scale, forget_prefixes, ride_peer, round_of
-from perf.race_node import node_config, race_problems, ride_bare, ride_node
-from perf.race_policy import with_tool_results
+from perf.race import (
+    Scale,
+    forget_prefixes,
+    node_config,
+    race_problems,
+    ride_bare,
+    ride_node,
+    ride_peer,
+    round_of,
+    with_tool_results,
+)
+from prorl_launch.node import open_node_process
 from prorl_trio.client import connect
 from prorl_trio.sandbox.providers.bubblewrap import find_bubblewrap
 from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike

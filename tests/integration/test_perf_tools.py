@@ -8,7 +8,7 @@ import trio
 
 from perf import tools, trace
 from perf.harness import Options
-from perf.trace_systems import PEER_SYSTEMS
+from perf.trace import PEER_SYSTEMS
 
 pytestmark = pytest.mark.alone
 

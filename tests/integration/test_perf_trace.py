@@ -14,9 +14,7 @@ import trio
 from perf import trace
 from perf.harness import Options
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
-from perf.trace import load_trace, run_round
-from perf.trace_figures import figures_of
-from perf.trace_systems import FLOOR, OURS, PEER_SYSTEMS, make_workspace, open_system
+from perf.trace import FLOOR, OURS, PEER_SYSTEMS, figures_of, load_trace, make_workspace, open_system, run_round
 from support.skips import because
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ async def test_a_batch_as_its_trainers_run_one(tmp_path):
             config = NodeConfig(
                 model=ModelConfig(path=str(tmp_path / "model")),
                 listen=ListenConfig(port=0, token="never sent", endpoint_file=str(endpoint_file)),
-                rest=RestConfig(enabled=True, port=0, prorl_compat=True, prorl_compat_token=False),
+                rest=RestConfig(prorl_compat=True, prorl_compat_token=False),
                 backends=BackendConfig(max_model_len=4000),
                 sandbox=SandboxConfig(provider="process"),
             )

@@ -9,8 +9,8 @@ import msgspec
 import trio
 import trustme
 
-from ipc.tls import client_context
-from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
+from prorl_ipc.tls import client_context
+from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.node.serve import serve_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
@@ -44,7 +44,6 @@ async def test_a_rollout_through_rest(tmp_path):
                 listen=ListenConfig(
                     port=0, token=TOKEN, endpoint_file=str(endpoint_file), tls_cert=str(pair), tls_key=str(pair)
                 ),
-                rest=RestConfig(enabled=True, port=0),
                 backends=BackendConfig(urls=[engine.url]),
                 sandbox=SandboxConfig(provider="process"),
             )

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import trio
 
-from ipc.session import Accepted
-from prorl_trio.agent.loop import run_agent
-from prorl_trio.agent.style import AgentStyle
+from prorl_ipc.session import Accepted
+from prorl_trio.agent.loop import AgentStyle, run_agent
 from prorl_trio.client import BlockingClient, connect
 from prorl_trio.config import (
     ArenaConfig,
@@ -29,10 +28,10 @@ from prorl_trio.config import (
     SandboxConfig,
     StagesConfig,
 )
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.handlers.registry import HandlerRegistry
+from prorl_trio.edges.websocket.local_sockets import claim_local_sockets
 from prorl_trio.node.serve import serve_node
-from prorl_trio.service.websocket.local_sockets import claim_local_sockets
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.tools import ToolSet

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.limits import SandboxLimits
+from prorl_ipc.limits import SandboxLimits
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.reaper import descendants, is_alive
@@ -186,7 +186,7 @@ async def test_killing_the_daemon_ends_the_sandbox_and_nothing_is_left(provider)
             family = descendants(os.getpid()) - before
             # The first process of a PID namespace takes no signal from inside it: then the sandbox just lives on.
             code = (
-                "for p in /proc/[0-9]*; do grep -qsa sandbox_daemon $p/cmdline && kill -9 ${p#/proc/}; done; echo alive"
+                "for p in /proc/[0-9]*; do grep -qsa prorl_daemon $p/cmdline && kill -9 ${p#/proc/}; done; echo alive"
             )
             try:
                 assert "alive" in (await sandbox.bash(code, timeout_s=ACTION_TIMEOUT_S)).output

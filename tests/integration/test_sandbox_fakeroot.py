@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from launch.doctor import _fakeroot
+from prorl_launch.doctor import _fakeroot
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
@@ -42,7 +42,7 @@ ATTEMPTS = {
     "touch /usr/bin/planted": ("Read-only",),
     "hostname planted": ("permitted", "root", "not found"),
     "unshare --mount true": ("permitted",),
-    "for p in /proc/[0-9]*; do grep -qsa sandbox_daemon $p/cmdline && cat $p/environ; done; false": ("denied",),
+    "for p in /proc/[0-9]*; do grep -qsa prorl_daemon $p/cmdline && cat $p/environ; done; false": ("denied",),
 }
 AS_USER = """
 import sys

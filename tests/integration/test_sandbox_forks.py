@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.limits import SandboxLimits
-from ipc.proc_files import READ_ONLY_PROC
+from prorl_ipc.limits import SandboxLimits
+from prorl_ipc.proc_files import READ_ONLY_PROC
 from prorl_trio.sandbox import fork_server, process_tree
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
@@ -136,7 +136,7 @@ async def test_sizes_are_those_of_the_spec(provider):
 
 
 async def test_an_ipython_that_was_killed_before_its_first_cell_is_replaced(provider):
-    kill = "pkill -KILL -f sandbox_daemon.ipython_child; echo $?; sleep 0.5"
+    kill = "pkill -KILL -f prorl_daemon.ipython_child; echo $?; sleep 0.5"
     with trio.fail_after(TEST_TIMEOUT_S):
         async with open_forked(provider, SandboxSpec(prestart_ipython=True)) as sandbox:
             assert (await sandbox.bash(kill, timeout_s=ACTION_TIMEOUT_S)).output.strip() == "0"

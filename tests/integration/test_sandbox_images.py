@@ -16,7 +16,9 @@ from prorl_trio.sandbox.provider import SandboxProvider, SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.reaper import descendants, is_alive
-from prorl_trio.testing import sandbox_core_checks, sandbox_isolation_checks, sandbox_process_checks
+from prorl_trio.testing import sandbox_contract as sandbox_core_checks
+from prorl_trio.testing import sandbox_contract as sandbox_isolation_checks
+from prorl_trio.testing import sandbox_process_checks
 from prorl_trio.testing.sandbox_contract import Contract
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 from support.programs import find_busybox
@@ -255,7 +257,7 @@ async def test_what_the_image_sets_is_for_the_tools(provider_type, tmp_path):
         "export PYTHONPATH=/opt/shadows LD_LIBRARY_PATH=/opt/java/lib:/.singularity.d/libs PS1='# '\n"
     )
     (image / "opt/shadows").mkdir(parents=True)
-    for module in ("trio", "msgspec", "sandbox_daemon"):
+    for module in ("trio", "msgspec", "prorl_daemon"):
         (image / f"opt/shadows/{module}.py").write_text("raise RuntimeError('the wrong module')")
     (tmp_path / "run").mkdir()
     provider = await _usable(provider_type, tmp_path / "run")

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 import trio
 
-from ipc.file_calls import EditFile
+from prorl_ipc.file_calls import EditFile
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers import start
 

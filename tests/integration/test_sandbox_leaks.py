@@ -15,7 +15,7 @@ import trio
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import RECORD_NAME, descendants, is_alive, kill
 from prorl_trio.sandbox.run_dir import open_run_dir
-from prorl_trio.testing.sandbox_mounts import mounts_of_sandboxes
+from prorl_trio.testing.sandbox_check import mounts_of_sandboxes
 from support.skips import because
 
 NODE = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from ipc.limits import SandboxLimits
+from prorl_ipc.limits import SandboxLimits
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tools.builtin import render_bash
 

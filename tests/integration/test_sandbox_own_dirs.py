@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.limits import SandboxLimits
+from prorl_ipc.limits import SandboxLimits
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, require_host_python
 

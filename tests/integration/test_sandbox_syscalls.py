@@ -183,7 +183,7 @@ async def test_the_nodes_keyring_is_not_inside(provider, planted_key):
 def test_the_daemon_joins_a_keyring_of_its_own(planted_key):
     """Also what it did not refuse could not be read: the keyring is another one."""
     code = (
-        "import ctypes; from sandbox_daemon import seccomp; seccomp.filter_program = lambda *_: "
+        "import ctypes; from prorl_daemon import seccomp; seccomp.filter_program = lambda *_: "
         "[seccomp.Instruction(seccomp.RETURN, seccomp.ALLOW)]; seccomp.confine(daemon_pid=1, guarded=True)\n"
         "libc = ctypes.CDLL(None)\n"
         f"print(libc.syscall({KEYCTL}, 10, {SESSION_KEYRING}, b'user', b'{planted_key}', 0))"

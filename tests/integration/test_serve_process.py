@@ -73,7 +73,6 @@ async def open_serve(tmp_path, *, on_hangup="auto", **process):
             "on_hangup": on_hangup,
             "model": {"path": str(tmp_path / "model")},
             "listen": {"port": 0, "endpoint_file": str(tmp_path / "endpoint.json")},
-            "rest": {"enabled": True, "port": 0},
             "backends": {"urls": [engine.url], "required": True},
             "sandbox": {"provider": "process", "max_warm": 0},
         }

@@ -11,13 +11,13 @@ import pytest
 import trio
 
 from prorl_trio.config import NodeConfig, SandboxConfig
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.ledger import LedgerLimits, open_ledger
 from prorl_trio.node.parts import warn_of_image
 from prorl_trio.node.serve import serve_node
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.session_table import SessionTable
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.tasks.handlers.math import MathHandler
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError, Draining

@@ -12,8 +12,8 @@ import trio
 
 from prorl_trio.client import connect
 from prorl_trio.config import NodeConfig
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.serve import serve_node
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_search import open_fake_retrieve
 from prorl_trio.testing.search_contract import DOCUMENTS

@@ -30,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+IMPORTED_FROM = (".", "ipc", "launch", "sandbox_daemon")
 ROOT = Path(__file__).parents[2]
 TABLES = Path(__file__).parent
 LIMIT_S = 600.0
@@ -105,7 +106,7 @@ class Copy:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
         # The checkout is installed in the environment; the copy must come before it.
-        self._environment = {**os.environ, "PYTHONPATH": str(folder)}
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(folder / each) for each in IMPORTED_FROM)}
         where = self._run([sys.executable, "-c", "import prorl_trio; print(prorl_trio.__file__)"], LIMIT_S)
         if str(folder) not in where[1]:
             raise SystemExit(f"tests would run with the checkout's code, not with the copy's: {where[1]}")

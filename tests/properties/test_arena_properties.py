@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from ipc.arena import open_arena
-from ipc.arena_blocks import Blocks
-from ipc.errors import ArenaFull, StaleReference
+from prorl_ipc.arena import Blocks, open_arena
+from prorl_ipc.errors import ArenaFull, StaleReference
 
 BLOCK_TOKENS = 8
 BLOCKS = 24

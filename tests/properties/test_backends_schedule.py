@@ -14,13 +14,13 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.load_report import LoadReport
 from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
-from prorl_trio.inference.pool.line import MAX_PASSED_OVER
+from prorl_trio.inference.pool.balancer import MAX_PASSED_OVER
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.types.backends import PauseMode
+from prorl_trio.types.backends import PauseBackends, PauseMode, ResumeBackends
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout
 from support.completions import asked, begun
 
@@ -241,8 +241,13 @@ async def play(world, nursery, step):
                     client.slow_s = args[1] if client.url == args[0] else client.slow_s
             case "drain" | "expect" | "weigh":
                 getattr(backends, what)(*args)
-            case "add" | "remove" | "clear" | "pause" | "resume":
+            case "add" | "remove" | "clear":
                 nursery.start_soon(world.attempt, getattr(backends, what), *args)
+            case "pause":
+                mode, timeout_s = args
+                nursery.start_soon(world.attempt, backends.operate, PauseBackends(mode=mode, timeout_s=timeout_s))
+            case "resume":
+                nursery.start_soon(world.attempt, backends.operate, ResumeBackends(policy_version=args[0]))
             case "limit":
                 backends.limit_tasks(*args)
             case "pass":
@@ -270,7 +275,7 @@ def test_conserved_and_served_under_any_schedule(schedule, limit, seed):
                     for client in world.clients:
                         client.ill, client.breaks, client.says, client.slow_s = False, False, None, 0.0
                     await trio.sleep(60)  # what is under way ends
-                    await world.backends.resume()
+                    await world.backends.operate(ResumeBackends())
                     for ends in world.ends.values():
                         ends.set()
                     await world.backends.add(URLS[0])

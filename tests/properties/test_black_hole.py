@@ -9,10 +9,10 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
-from prorl_trio.inference.pool.circuit_breaker import MAX_DOUBLINGS
+from prorl_trio.inference.pool.backend import MAX_DOUBLINGS
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
 from support.completions import asked, begun

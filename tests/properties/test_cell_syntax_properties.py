@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
-from sandbox_daemon.cell_syntax import CellSyntax
+from prorl_daemon.ipython_shell import CellSyntax
 
 PIECES = st.sampled_from(
     [

@@ -11,20 +11,20 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.session import OutcomeFrame
+from prorl_ipc.session import OutcomeFrame
 from prorl_trio.ledger import LedgerCorrupt, LedgerFailed
 from prorl_trio.ledger.operations import Call, Finish
-from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.submission import submit_one
+from prorl_trio.sessions.feed import READ_AHEAD_BYTES
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.submission import submit_one
 from prorl_trio.types.models import Outcome
 from support.fake_node import FakeNode, make_outcome, make_spec
 
 if TYPE_CHECKING:
-    from ipc.session import JobEvent
-    from prorl_trio.service.sessions.feed import Feed
-    from prorl_trio.service.sessions.session import Session
+    from prorl_ipc.session import JobEvent
+    from prorl_trio.sessions.feed import Feed
+    from prorl_trio.sessions.session import Session
 
 HOT_BYTES = 6_000
 SESSIONS = 2
@@ -80,14 +80,14 @@ class Disk:
         if isinstance(call.operation, Finish):
             self.storing.append(call)
         else:
-            call.settle(None)
+            call.answer(None)
 
     def store(self, call: Call) -> None:
         """An outcome is on the disk, or the disk is broken."""
         assert isinstance(call.operation, Finish)
         if not self.broken:
             self.stored[call.operation.job_id, call.operation.cursor] = b"".join(call.operation.outcome)
-        call.settle(LedgerFailed("broken") if self.broken else None)
+        call.answer(LedgerFailed("broken") if self.broken else None)
 
     async def read(self, ref: object) -> bytes:
         await self.readable.wait()
@@ -172,7 +172,7 @@ class World:
 
     async def read(self, session: Session, cursor: int) -> None:
         job_id = session.log.job_id(cursor)
-        held = await session.held(cursor)
+        held = await session.outcome_at(cursor)
         if held is not None:
             self.see(job_id, held.outcome)
 

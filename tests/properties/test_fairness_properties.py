@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prorl_trio.pipeline.fair_order import FairOrder
 from prorl_trio.pipeline.groups import GroupTable
+from prorl_trio.pipeline.stage_queue import FairOrder
 from prorl_trio.types.models import GroupPolicy
 
 SESSIONS = st.sampled_from("abcde")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc.errors import FrameTooLarge
-from ipc.framing import HEADER_BYTES, FrameDecoder, encode_frame
+from prorl_ipc.errors import FrameTooLarge
+from prorl_ipc.framing import HEADER_BYTES, FrameDecoder, encode_frame
 
 MAX_FRAME_BYTES = 300
 payloads = st.lists(st.binary(max_size=MAX_FRAME_BYTES), max_size=12)

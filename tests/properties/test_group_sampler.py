@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prorl_trio.client.sampling import GroupRules, JobTemplate, NothingToLearn, RolloutsFail
-from prorl_trio.client.sampling.events import (
+from prorl_trio.sampling import GroupRules, JobTemplate, NothingToLearn, RolloutsFail
+from prorl_trio.sampling.sampler import Effects, GroupSampler
+from prorl_trio.sampling.state import (
     Advanced,
     Arrived,
     Confirmed,
@@ -19,10 +20,9 @@ from prorl_trio.client.sampling.events import (
     Opened,
     Renewed,
     Returned,
+    SamplerState,
     Taken,
 )
-from prorl_trio.client.sampling.sampler import Effects, GroupSampler
-from prorl_trio.client.sampling.state import SamplerState
 from support.sampled import make_failure, make_rollout, make_task
 
 FINAL = {"trained", "uninformative", "resampled", "cancelled"}

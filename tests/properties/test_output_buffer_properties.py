@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_daemon.output import BarrierSplitter, OutputBuffer
+from prorl_daemon.output import BarrierSplitter, OutputBuffer
 
 PIECES = st.lists(st.binary(max_size=40), max_size=30)
 TEXT_PIECES = st.lists(st.text(max_size=20).map(lambda text: text.encode(errors="replace")), max_size=20)

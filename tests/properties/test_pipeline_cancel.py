@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from prorl_trio.agent.context import Resources
 from prorl_trio.config import ModelConfig, NodeConfig, StagesConfig
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.pipeline.pipeline import Job, open_pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.types.models import JobSpec, TaskInstance
 from support.cancel_sweep import cancel_sweep

@@ -8,7 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_daemon.plain_text import MAX_LINE_CHARS, MAX_SEQUENCE_CHARS, CommandOutput, PlainText
+from prorl_daemon.plain_text import MAX_LINE_CHARS, MAX_SEQUENCE_CHARS, CommandOutput, PlainText
 
 ATOMS = st.sampled_from(
     [

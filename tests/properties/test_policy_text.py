@@ -11,15 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from ipc.sandbox_calls import BashResult
-from prorl_trio.agent.bounded_text import BoundedText
+from prorl_ipc.sandbox_calls import BashResult
+from prorl_trio.agent.context import BoundedText
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
 from prorl_trio.chat.families.family import FAMILIES
 from prorl_trio.chat.tool_calls import parse_turn
-from prorl_trio.handlers.code import _CodeStyle
-from prorl_trio.handlers.final_answer import extract_boxed, find_final_answer, last_number
-from prorl_trio.handlers.math import _MathStyle
-from prorl_trio.handlers.stem.handler import _StemStyle
+from prorl_trio.tasks.handlers.code import _CodeStyle
+from prorl_trio.tasks.handlers.final_answer import extract_boxed, find_final_answer, last_number
+from prorl_trio.tasks.handlers.math import _MathStyle
+from prorl_trio.tasks.handlers.stem.handler import _StemStyle
 from prorl_trio.tools import ToolSet
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.builtin import render_bash

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from prorl_trio.config import Strategy
-from prorl_trio.inference.pool.placement import MAX_RANKS_PER_BACKEND, MoveReason, Placement
+from perf.batch import PLACEMENTS, STRATEGIES
+from prorl_trio.inference.pool.placement import MAX_RANKS_PER_BACKEND, MoveReason
 from support.placed import add
 
 URLS = st.sampled_from([f"http://host{index}:8000" for index in range(5)])
@@ -22,9 +22,10 @@ class PoolMachine(RuleBasedStateMachine):
 
     leases = Bundle("leases")
 
-    @initialize(seed=st.integers(0, 1000), strategy=st.sampled_from(get_args(Strategy)))
+    @initialize(seed=st.integers(0, 1000), strategy=st.sampled_from(STRATEGIES))
     def start(self, seed, strategy):
-        self.pool = Placement(Random(seed), strategy=strategy)
+        self.strategy = strategy
+        self.pool = PLACEMENTS[strategy](Random(seed))
         self.states: dict[str, str] = {}
         self.suspended: set[str] = set()
         self.limits: dict[str, int] = {}
@@ -43,7 +44,7 @@ class PoolMachine(RuleBasedStateMachine):
         return loads
 
     def is_lowest(self, url, loads):
-        if self.pool.strategy == "least_in_flight":
+        if self.strategy == "least_in_flight":
             return loads[url] == min(loads.values())
         return loads[url][0] == min(full for full, _ in loads.values())
 
@@ -103,7 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
         loads = self.loads()
         self.tasks += 1
         lease = self.pool.assign(f"task{self.tasks}")
-        if self.pool.strategy == "static_split":
+        if self.strategy == "static_split":
             assert (lease is None) == (not loads)
         else:
             assert (lease is None) == all(full for full, _ in loads.values())

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from ipc.errors import CallFailed, ChannelBroken
-from ipc.rpc import CallContext, CallError, RpcClient, open_rpc_client, serve_rpc
+from prorl_ipc.client import RpcClient, open_rpc_client
+from prorl_ipc.errors import CallFailed, ChannelBroken
+from prorl_ipc.server import CallContext, CallError, serve_rpc
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,21 +13,21 @@ import trio
 import trio.testing
 from hypothesis import given, settings
 
-from ipc.session import Ack, JobEvent, OutcomeFrame
-from prorl_trio.client.inbox import Inbox
+from prorl_ipc.session import Ack, JobEvent, OutcomeFrame
+from prorl_trio.client.state import Inbox
 from prorl_trio.ledger import MemoryLedger
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.sessions.feed import Feed
-from prorl_trio.service.sessions.journal import open_journal
-from prorl_trio.service.sessions.session import Session
-from prorl_trio.service.sessions.submission import submit_one
+from prorl_trio.sessions.feed import Feed
+from prorl_trio.sessions.journal import open_journal
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.session import Session
+from prorl_trio.sessions.submission import submit_one
 from prorl_trio.types.errors import AdmissionRejected, AlreadyDelivered
 from support.fake_node import FakeNode, make_spec
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from prorl_trio.service.sessions.journal import Journal
+    from prorl_trio.sessions.journal import Journal
 
     Step = Callable[["World", int], Awaitable[None]]
 
@@ -109,7 +109,7 @@ class World:
             assert old.was_replaced
             self.session.detach(old)
             assert self.session.connected
-        wire.up.append(Ack(cursor=self.inbox.settled))
+        wire.up.append(Ack(cursor=self.inbox.acked))
         self.wire = wire
 
     async def disconnect(self, _pick: int = 0) -> None:
@@ -135,7 +135,7 @@ class World:
         frame = self.inbox.first()
         if frame is not None:
             self.taken.append(frame.job_id)
-            self.inbox.settle(frame.cursor)
+            self.inbox.acknowledge(frame.cursor)
             if self.wire is not None:
                 self.wire.up.append(Ack(cursor=frame.cursor))
 

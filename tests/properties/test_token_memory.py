@@ -11,17 +11,18 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ipc.arena import open_arena
-from ipc.session import OutcomeRefFrame, ServerFrame
+from prorl_ipc.arena import open_arena
+from prorl_ipc.session import OutcomeRefFrame, ServerFrame
 from prorl_trio.agent.context import Resources
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.config import AgentConfig, ArenaConfig, ModelConfig, NodeConfig, StagesConfig
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.pipeline.pipeline import Job, open_pipeline
+from prorl_trio.pipeline.job import Job
+from prorl_trio.pipeline.pipeline import open_pipeline
 from prorl_trio.sandbox.host import open_sandbox_host
-from prorl_trio.service.sessions.shared_outcomes import SharedOutcomes
+from prorl_trio.sessions.encoding import SharedOutcomes
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import BackendError
@@ -213,7 +214,7 @@ class Trainer:
         assert outcome.job_id not in self.ended
         self.ended.add(outcome.job_id)
         encoded = msgspec.msgpack.encode(outcome)
-        self.shared.keep("s", outcome)
+        self.shared.add("s", outcome)
         self.held[outcome.job_id] = self.shared.frame("s", outcome.job_id, 1, self.reader) or encoded
 
     def report(self, job_id, status, detail):
@@ -232,7 +233,7 @@ class Trainer:
             recorded = self.handlers[job_id].recorded
             (segment,) = outcome.trajectory.segments
             assert segment.token_ids.tolist()[: len(recorded)] == recorded
-        self.shared.forget("s", job_id)
+        self.shared.remove("s", job_id)
 
 
 def make_job(rng, number, handler, resources, trainer):

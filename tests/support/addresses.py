@@ -9,9 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from ipc.arena_memory import ArenaMemory
-
-__all__ = ["address_of", "offset_in"]
+    from prorl_ipc.arena_memory import ArenaMemory
 
 
 def address_of(array: npt.NDArray[Any]) -> int:

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Pair", "generated_pairs", "mismatches", "read_table"]
-
 DATA: Final = Path(__file__).parents[1] / "data"
 BRACKETS: Final = ("()", "[]", "(]", "[)")
 

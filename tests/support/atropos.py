@@ -11,18 +11,17 @@ import msgspec
 import pytest
 import trio
 
-from launch import venv
-from launch.paths import cache_dir
-from launch.progress import SetupError
-from launch.supervised import open_supervised
-from prorl_trio.http.client import HttpClient, HttpError
+from prorl_launch import venv
+from prorl_launch.progress import SetupError
+from prorl_launch.supervised import open_supervised
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import HttpError
+from prorl_trio.sandbox.cache import cache_dir
 from support.skips import because
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
-
-__all__ = ["AtroposTrainer", "atropos_python", "open_atropos"]
 
 PINS: Final = (
     "atroposlib==0.4.0",

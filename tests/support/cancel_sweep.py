@@ -20,8 +20,6 @@ import trio
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["CancelledRun", "cancel_sweep"]
-
 MAX_STEPS = 10_000
 """An operation that is still not done after so many scheduling steps is taken to be endless."""
 

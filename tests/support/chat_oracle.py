@@ -25,16 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from prorl_trio.chat.messages import Message, ToolSchema
-
-__all__ = [
-    "FamilyResult",
-    "TransformersOracle",
-    "available_folders",
-    "compare_families",
-    "compare_family",
-    "table",
-]
+    from prorl_trio.types.models import Message, ToolSchema
 
 BATCH_DIALOGUES: Final = 500
 MAX_DIFFERENCES: Final = 20

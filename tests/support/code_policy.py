@@ -14,9 +14,7 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from prorl_trio.client.task_sets.wheels import WheelFile
-
-__all__ = ["SolvesByPatch", "SolvesByTools", "SolvesInSteps", "Step", "call", "fetch_wheel"]
+    from prorl_trio.tasks.sets.wheels import WheelFile
 
 
 class SolvesByTools:

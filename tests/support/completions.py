@@ -11,8 +11,6 @@ from prorl_trio.types.models import SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["asked", "begun"]
-
 SAMPLING = SamplingParams()
 
 

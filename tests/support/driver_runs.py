@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from prorl_trio.grading.drivers.report import read_report
+from prorl_trio.tasks.grading.drivers.report import read_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
-
-__all__ = ["job_line", "messages_of"]
 
 KEY = bytes(range(32))
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
 
-from prorl_trio.client.fleet import roster
-from prorl_trio.rendezvous.entry import Capacity, NodeEntry
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry, this_process
 from prorl_trio.rendezvous.folder import claim_folder, remove_entry, renew_entry, write_entry
-from prorl_trio.rendezvous.identity import this_process
-from prorl_trio.service.limits import SessionLimits
+from prorl_trio.sessions.limits import SessionLimits
 from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service
 from support.sessions import sessions_in
@@ -23,26 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
-    import pytest
-
     from prorl_trio.client import RolloutClient
     from prorl_trio.types.models import JobSpec, Outcome
     from support.fake_node import PretendedEngine
     from support.fake_service import Service
-
-__all__ = [
-    "BEAT_S",
-    "FakeFleet",
-    "FleetNode",
-    "entry_of",
-    "fake_fleet_in_thread",
-    "finish_all",
-    "open_fake_fleet",
-    "take",
-    "until",
-    "update",
-    "watch_quickly",
-]
 
 BEAT_S = 0.05
 PATIENT_S = 30.0
@@ -200,12 +181,6 @@ async def open_fake_fleet(
             nursery.cancel_scope.cancel()
 
 
-def watch_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have clients look at the folder, and try again, within hundredths of a second."""
-    monkeypatch.setattr(roster, "WATCH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(roster, "RETRY_S", 0.05)
-
-
 def finish_all(fleet: FakeFleet, *names: str) -> None:
     """End all live jobs of these nodes, or of all."""
     for name in names or fleet.nodes:
@@ -229,27 +204,3 @@ async def update(client: RolloutClient, version: str) -> None:
     """Update the policy of the whole fleet, by weights that nobody looks at."""
     async with client.policy_update(version) as change:
         await change.load_folder(f"/weights/{version}", check="none")
-
-
-@contextmanager
-def fake_fleet_in_thread(
-    folder: Path, *names: str, on_submit: Callable[[JobSpec], Outcome | None] | None = None
-) -> Iterator[FakeFleet]:
-    """Yield a fleet that runs in a thread, for what blocks or has a loop of its own. Only read it."""
-    found: list[FakeFleet] = []
-    ready, done = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        async with open_fake_fleet(folder, *names, on_submit=on_submit) as fleet:
-            found.append(fleet)
-            ready.set()
-            await trio.to_thread.run_sync(done.wait)
-
-    thread = threading.Thread(target=trio.run, args=(serve,))
-    thread.start()
-    try:
-        assert ready.wait(20)
-        yield found[0]
-    finally:
-        done.set()
-        thread.join()

@@ -12,7 +12,7 @@ import trio
 from prorl_trio.inference.engines.protocol import EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.pipeline.observer import JobView
-from prorl_trio.service.node_api import Room
+from prorl_trio.sessions.node_api import Room
 from prorl_trio.types.errors import AdmissionRejected, BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, ToolCall, Trajectory
 from support.pausable_engine import PausableEngine
@@ -20,13 +20,11 @@ from support.pausable_engine import PausableEngine
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from prorl_trio.chat.messages import ToolSchema
     from prorl_trio.inference.pool.backend import BackendStatistics
+    from prorl_trio.pipeline.job import JobSink
     from prorl_trio.pipeline.observer import Observer
-    from prorl_trio.pipeline.pipeline import JobSink
-    from prorl_trio.types.models import Status
-
-__all__ = ["FakeNode", "PretendedEngine", "make_outcome", "make_spec"]
+    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.models import Status, ToolSchema
 
 
 def make_spec(job_id: str, *, handler: str = "fake", group_id: str = "", **payload: object) -> JobSpec:
@@ -92,7 +90,7 @@ class PretendedEngine(PausableEngine):
 
 
 class FakeNode:
-    """A `service.node_api.NodeApi`. Jobs wait for `finish`, `advance` or a cancel.
+    """A `sessions.node_api.NodeApi`. Jobs wait for `finish`, `advance` or a cancel.
 
     With `on_submit`, a job for which it returns an outcome ends at once, inside `submit`. `shared_engines` are those
     that several nodes can reach, by URL.
@@ -139,16 +137,24 @@ class FakeNode:
         self._sinks: dict[str, JobSink] = {}
         self._changed = trio.Event()
 
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """See `NodeApi`."""
+        return await self.backends.operate(request)
+
     def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
         """See `NodeApi`. Knows the handler `fake` only."""
         if self.draining:
             raise Draining(f"node {self.node_id} is draining")
-        if spec.instance.handler != "fake":
-            raise UnknownHandler(f"no handler {spec.instance.handler!r}; there is: fake")
+        self.validate(spec)
         if len(self.live) >= self.max_live:
             raise AdmissionRejected(f"admission.max_live: it holds {len(self.live)}", 0.05)
         if spec.job_id in self.live:
             raise DuplicateJob(f"job {spec.job_id!r} is live")
+
+    def validate(self, spec: JobSpec) -> None:
+        """See `NodeApi`. Knows the handler `fake` only."""
+        if spec.instance.handler != "fake":
+            raise UnknownHandler(f"no handler {spec.instance.handler!r}; there is: fake")
 
     def is_unexamined(self, spec: JobSpec) -> bool:
         """See `NodeApi`. It examines nothing."""
@@ -231,6 +237,7 @@ class FakeNode:
         """End a live job with `outcome`, or a small completed one. Raises UnknownJob."""
         spec = self._live(job_id)
         outcome = outcome or make_outcome(spec)
+        outcome = msgspec.structs.replace(outcome, attempt=max(outcome.attempt, self.attempts.get(job_id, 1)))
         self._move(job_id, outcome.status, outcome.error)
         for observer in self.observers:
             observer.job_ended(self._view(job_id), outcome)

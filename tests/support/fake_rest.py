@@ -1,4 +1,4 @@
-"""A node's real REST edge on a free loopback port, and the smallest client for it."""
+"""A node's real server on a free loopback port, and the smallest client for it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ import h11
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
-from ipc.tls import open_tls
-from prorl_trio.config import BackendConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
-from prorl_trio.service.auth import Door
-from prorl_trio.service.prorl_compat import configured_endpoints
-from prorl_trio.service.rest.edge import serve_rest
-from prorl_trio.service.rest.events import EventFeed
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.tls import open_tls
+from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.prorl_compat import configured_endpoints
+from prorl_trio.edges.rest.events import EventFeed
+from prorl_trio.edges.serve import serve_edges
 from support.sessions import sessions_in
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from prorl_trio.service.sessions.session_table import SessionTable
+    from prorl_trio.sessions.session_table import SessionTable
     from support.fake_node import FakeNode
-
-__all__ = ["TOKEN", "EventReader", "RestAnswer", "RestService", "open_rest"]
 
 TOKEN = "a token"
 _RECEIVE_BYTES = 64 * 1024
@@ -157,16 +155,18 @@ async def open_rest(
     sandbox_network: bool = False,
     hosts: Sequence[str] = (),
     allowed: Sequence[str] = (),
-    **rest: Any,
+    **fields: Any,
 ) -> AsyncIterator[RestService]:
-    """Serve `node`; `rest` are fields of `RestConfig`. Leaving cancels the server.
+    """Serve `node`; `fields` are those of `RestConfig` and `ListenConfig`. Leaving cancels the server.
 
     `sandbox_network`, `allowed`: see `configured_endpoints`; `hosts`: see `Door`. With TLS, `certificate` is the
     context of the server, `trust` of its clients.
     """
-    config = RestConfig(enabled=True, port=0, **rest)
+    config = RestConfig(**{name: fields.pop(name) for name in RestConfig.__struct_fields__ if name in fields})
+    listen = ListenConfig(**{"port": 0, **fields})
     node_config = NodeConfig(
         model=ModelConfig(path=""),
+        listen=listen,
         rest=config,
         backends=BackendConfig(allowed=list(allowed)),
         sandbox=SandboxConfig(network=sandbox_network),
@@ -178,11 +178,12 @@ async def open_rest(
             table = sessions_in(nursery) if sessions is None else sessions
             door = Door(TOKEN.encode(), hosts)
             serve = partial(
-                serve_rest,
+                serve_edges,
                 node,
-                config,
+                listen,
                 door,
                 sessions=table,
+                rest=config,
                 feed=feed,
                 tls=certificate,
                 more=configured_endpoints(node_config),

@@ -1,4 +1,4 @@
-"""A node's real WebSocket edge around a fake node, on a free loopback port."""
+"""A node's real server around a fake node, on a free loopback port."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from ipc.nursery import single_exception
+from prorl_ipc.nursery import single_exception
 from prorl_trio.config import ListenConfig
-from prorl_trio.service.auth import Door
-from prorl_trio.service.limits import SessionLimits
-from prorl_trio.service.tls import load_tls
-from prorl_trio.service.websocket.server import serve_websocket
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.serve import serve_edges
+from prorl_trio.edges.tcp import load_tls
+from prorl_trio.sessions.limits import SessionLimits
 from support.sessions import sessions_in
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.session_table import SessionTable
-
-__all__ = ["TOKEN", "Service", "open_service"]
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.session_table import SessionTable
 
 TOKEN = "a token"
 
@@ -55,7 +53,7 @@ async def open_service(
                 limits = SessionLimits(max_sessions=config.max_sessions, max_message_bytes=config.max_message_bytes)
                 sessions = sessions_in(nursery, limits)
             door = Door(TOKEN.encode(), config.hosts)
-            serve = partial(serve_websocket, node, config, door, sessions=sessions, tls=load_tls(config))
+            serve = partial(serve_edges, node, config, door, sessions=sessions, tls=load_tls(config))
             service = await nursery.start(_serve, serve, door, bool(config.tls_cert))
             try:
                 yield service

@@ -20,8 +20,6 @@ from prorl_trio.ledger import Disk
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FaultyDisk", "Step"]
-
 _OPEN_CREATE: Final = 0x4
 _numbers = itertools.count(1)
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     Way = Literal["up", "down"]
     """From the client to the server, and back."""
 
-__all__ = ["FaultyProxy"]
-
 CHUNK_BYTES: Final = 64 * 1024
 TRICKLES_PER_S: Final = 50
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["HangingCall", "hanging_call"]
-
 END_TIMEOUT_S = 10.0
 
 

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from launch.doctor import _fakeroot
+from prorl_launch.doctor import _fakeroot
 from prorl_trio.sandbox.providers.apptainer import find_apptainer
 from support.skips import because
 

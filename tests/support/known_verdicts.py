@@ -13,8 +13,6 @@ from support.code_policy import call
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["KINDS", "SOLUTIONS", "KnownTask", "known_task", "policy", "swe_patch"]
-
 Answer = Literal["gold", "wrong"]
 
 _CODE: Final = {

@@ -12,15 +12,13 @@ from zipfile import ZipFile
 
 import pytest
 
-from launch.paths import cache_dir
-from launch.venv import exclusive
+from prorl_launch.venv import exclusive
+from prorl_trio.sandbox.cache import cache_dir
 from support.skips import because
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-__all__ = ["problems_of"]
 
 PINS: Final = ("kubernetes-validate==1.37.0", "importlib-resources==7.1.0")
 """Not what else it imports, which the tests' own environment has."""

@@ -5,24 +5,21 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from launch.mining.environments import packages_folder, seal_environment
-from launch.mining.miner import Miner, MiningLimits, Wanted
-from launch.mining.runs import LocalBench
-from prorl_trio.client.task_sets.mined import mined_set_folder
+from prorl_launch.mining.environments import LocalBench, packages_folder, seal_environment
+from prorl_launch.mining.miner import Miner, MiningLimits, Wanted
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.providers.registry import choose_provider
-from prorl_trio.sandbox.runtime.distributions import closure, installed_files
+from prorl_trio.sandbox.runtime.bundle import closure, installed_files
+from prorl_trio.tasks.sets.mined import mined_set_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from launch.mining.environments import EnvironmentLayer
-    from launch.mining.index import IndexSettings
-    from launch.mining.rows import MinedTask
-
-__all__ = ["mine"]
+    from prorl_launch.mining.environments import EnvironmentLayer
+    from prorl_launch.mining.index import IndexSettings
+    from prorl_launch.mining.rows import MinedTask
 
 
 def _installed_pytest(package: str, requirements: Sequence[str], scratch: Path) -> EnvironmentLayer:

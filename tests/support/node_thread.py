@@ -13,8 +13,6 @@ from support.fake_service import Service, open_service
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["NodeThread"]
-
 DEADLINE_S: Final = 30
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["BROKEN", "DESCRIPTORS", "FILES", "MEMORY", "PROCESSES", "QUOTA", "SPACE", "OsFaults", "os_faults"]
-
 DESCRIPTORS: Final = errno.EMFILE
 FILES: Final = errno.ENFILE
 SPACE: Final = errno.ENOSPC

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     import pytest
 
-__all__ = ["use_own_cache"]
-
 
 def use_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a cache folder, empty but for the sandboxes' Pythons, which take seconds to make."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import asynccontextmanager
 from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import FinishReason
-
-__all__ = ["HEALTH", "A", "B", "C", "PausableEngine", "Pool", "complete", "open_pool", "versions"]
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 HEALTH = HealthConfig(interval_s=10, open_after_failures=2, close_after_successes=2)
@@ -81,8 +80,8 @@ class PausableEngine(EngineClient):
         ids, reason = self.says.pop(0) if self.says else ([7], "stop")
         spans = [PolicySpan(start=0, end=len(ids), policy_version=label, engine="fake")] if ids else []
         return Completion(
-            token_ids=ids,
-            logprobs=[-0.5] * len(ids),
+            token_ids=array("i", ids),
+            logprobs=array("f", [-0.5] * len(ids)),
             finish_reason=reason,
             policy_version=label,
             engine="fake",

@@ -13,8 +13,6 @@ from prorl_trio.inference.pool.versions import VersionOrder
 if TYPE_CHECKING:
     from prorl_trio.inference.pool.placement import Placement
 
-__all__ = ["add", "make_backend"]
-
 
 def make_backend(url: str, weight: float = 1.0, max_tasks: int = 0) -> Backend:
     """Return a backend that takes tasks."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     import pytest
 
-__all__ = ["installer"]
-
 
 class Install(Protocol):
     """Installs a package that declares `entries` under a `group`: names, and the objects that they stand for."""

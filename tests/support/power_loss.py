@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from support.faulty_disk import Step
 
-__all__ = ["Wreck"]
-
 SECTOR_BYTES: Final = 512
 _SYNCED_WITH_ENTRY: Final = ("-wal", "-journal")
 """With the first sync of such a file SQLite syncs its folder, too, without asking its VFS. No more than the file's own

@@ -10,8 +10,8 @@ import subprocess
 
 import pytest
 
-from launch.paths import cache_dir
-from launch.venv import exclusive
+from prorl_launch.venv import exclusive
+from prorl_trio.sandbox.cache import cache_dir
 from support.skips import because
 
 DOWNLOAD_TIMEOUT_S = 120

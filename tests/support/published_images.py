@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from launch.mining.environments import ENVIRONMENT_DIR
+from prorl_launch.mining.environments import ENVIRONMENT_DIR
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import store_layer
 from support.code_policy import SolvesByPatch
@@ -13,8 +13,6 @@ from support.code_policy import SolvesByPatch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
-
-__all__ = ["NOTHING", "SITE", "GoesOn", "compose_testbed", "store"]
 
 SITE = f"{ENVIRONMENT_DIR}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 NOTHING = """\

@@ -24,8 +24,6 @@ from prorl_trio.sandbox.cache import cache_dir
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["PUBLISHED_MODELS", "NotAvailable", "PublishedModel", "published_folder", "trl_templates", "write_trl_model"]
-
 TOKENIZER_VERSION: Final = "3.7.2"
 TEMPLATES_VERSION: Final = "1.16.0"
 DOWNLOAD_TIMEOUT_S: Final = 300.0

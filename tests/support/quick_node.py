@@ -7,14 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prorl_trio.handlers.math import MathHandler
+from prorl_trio.tasks.handlers.math import MathHandler
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from prorl_trio.agent.context import RolloutContext
-
-__all__ = ["AnswersOnly", "load_example", "open_quick_node"]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local_node.py"
 

@@ -9,8 +9,8 @@ import msgspec
 import trio
 from trio_websocket import ConnectionClosed, wrap_client_stream
 
-from ipc.nursery import open_single_nursery
-from ipc.session import HeartbeatPing, ServerFrame, SessionHello, Submit
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import HeartbeatPing, ServerFrame, SessionHello, Submit
 from support.fake_service import TOKEN
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import JobSpec
     from support.fake_service import Service
-
-__all__ = ["RawTrainer", "encode", "raw_trainer"]
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 CLOSE_TIMEOUT_S = 5.0

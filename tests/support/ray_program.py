@@ -39,6 +39,7 @@ def steps(fleet, jobs):
     first = ray.get(actor.pid.remote())
     submit = ray.remote(ray_fleet.submit_by_name).options(num_cpus=0)
     refused = len(ray.get(submit.remote([*range(jobs // 2)])))
+    assert not refused, "nothing would come"
     taken = [ray.get(actor.next_outcome.remote()) for _ in range(jobs // 2)]
     os.kill(first, signal.SIGKILL)
     refused += len(ray.get(submit.remote([*range(jobs // 2, jobs)])))

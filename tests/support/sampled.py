@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import JobSpec
 
-__all__ = ["make_failure", "make_rollout", "make_task"]
-
 
 def make_task(number: int, **payload: object) -> TaskInstance:
     """Return the task of this number."""

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator
-
-__all__ = ["OK", "Peer", "RawServer", "Script", "answering", "echo", "serving"]
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 

@@ -10,27 +10,14 @@ import msgspec
 import trio
 from trio.testing import memory_stream_pair
 
-from ipc.channel import Channel
-from ipc.envelope import decode_envelope, encode_envelope
-from ipc.errors import ProtocolViolation
-from ipc.rpc import CallContext, CallError, RpcClient, open_rpc_client, serve_rpc
-from ipc.wire import PROTOCOL_VERSION, Hello, HelloOk
+from prorl_ipc.channel import Channel
+from prorl_ipc.client import RpcClient, open_rpc_client
+from prorl_ipc.errors import ProtocolViolation
+from prorl_ipc.server import CallContext, CallError, serve_rpc
+from prorl_ipc.wire import PROTOCOL_VERSION, Hello, HelloOk, decode_envelope, encode_envelope
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-__all__ = [
-    "TOKEN",
-    "Actions",
-    "Do",
-    "Done",
-    "call",
-    "raw_client",
-    "scripted_server",
-    "serving",
-    "serving_without_nursery",
-    "stream_pair",
-]
 
 TOKEN: Final = "a token"
 

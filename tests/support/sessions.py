@@ -6,21 +6,19 @@ import sys
 from typing import TYPE_CHECKING
 
 from prorl_trio.ledger import MemoryLedger
-from prorl_trio.service.sessions.journal import Journal
-from prorl_trio.service.sessions.session_table import SessionTable
-from prorl_trio.service.sessions.submission import submit_all
+from prorl_trio.sessions.journal import Journal
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.sessions.submission import submit_all
 
 if TYPE_CHECKING:
     import trio
 
-    from prorl_trio.service.limits import SessionLimits
-    from prorl_trio.service.node_api import NodeApi
-    from prorl_trio.service.sessions.outcome_log import Held
-    from prorl_trio.service.sessions.session import Session
+    from prorl_trio.sessions.limits import SessionLimits
+    from prorl_trio.sessions.node_api import NodeApi
+    from prorl_trio.sessions.outcome_log import OfferedOutcome
+    from prorl_trio.sessions.session import Session
     from prorl_trio.types.errors import ServiceError
     from prorl_trio.types.models import JobSpec
-
-__all__ = ["all_held", "ended", "sessions_in", "submit"]
 
 
 def sessions_in(nursery: trio.Nursery, limits: SessionLimits | None = None) -> SessionTable:
@@ -41,6 +39,6 @@ async def ended(session: Session, count: int) -> None:
         await session.wait_arrival()
 
 
-async def all_held(session: Session) -> list[Held | None]:
+async def all_held(session: Session) -> list[OfferedOutcome | None]:
     """Every outcome that is held, in order."""
-    return [await session.held(cursor) for cursor in list(session.log.cursors())]
+    return [await session.outcome_at(cursor) for cursor in list(session.log.cursors())]

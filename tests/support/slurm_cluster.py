@@ -1,4 +1,4 @@
-"""A real Slurm of four nodes on this machine: `launch/slurm/cluster.sh` for the tests of a session."""
+"""A real Slurm of four nodes on this machine: `launch/prorl_launch/slurm/cluster.sh` for the tests of a session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.slurm.cluster import SCRIPT, free_ports, has_networks
+from prorl_launch.slurm.cluster import SCRIPT, free_ports, has_networks
 from support.quiet_clock import stretched, wait_until
 
 if TYPE_CHECKING:

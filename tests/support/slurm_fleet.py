@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from prorl_trio.rendezvous.folder import HEAD_FILE
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 from support.quiet_clock import stretched, wait_until
 from support.remains import left_after
@@ -81,11 +82,16 @@ class SlurmFleet:
 
     def entries(self) -> list[Path]:
         """Return the files by which its nodes are found."""
-        return list(self.folder.glob("*.json"))
+        return [path for path in self.folder.glob("*.json") if path.name != HEAD_FILE]
 
     def wait_up(self, nodes: int) -> dict[str, dict[str, Any]]:
-        """Wait until so many nodes are in the folder, live; return their entries."""
-        wait_until(lambda: len(self.entries()) == nodes, "all are up", START_TIMEOUT_S, self.report)
+        """Wait until so many nodes and the head are in the folder, live; return the nodes' entries."""
+
+        def is_up() -> bool:
+            head = self.status()["head"]
+            return len(self.entries()) == nodes and head is not None and head["life"] == "live"
+
+        wait_until(is_up, "all are up", START_TIMEOUT_S, self.report)
         told = self.status()
         assert {entry["life"] for entry in told["nodes"].values()} == {"live"}, told
         assert not told["broken"]

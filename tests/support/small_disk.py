@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from io import RawIOBase
     from pathlib import Path
 
-__all__ = ["fill", "small_disk"]
-
 KIB = 1024
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from prorl_trio.agent.loop import run_agent
-from prorl_trio.handlers.base import AgentHandler, Evaluation
 from prorl_trio.sandbox import sandbox
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.tools import BashTool, FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.models import ChatMessage
 from support.quick_node import load_example

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from prorl_trio.client.task_sets.wheels import WheelFile, wheels_dir
+from prorl_trio.tasks.sets.wheels import WheelFile, wheels_dir
 from support.code_policy import fetch_wheel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-__all__ = ["import_swebench"]
 
 SWEBENCH = WheelFile("swebench", "5.0.2", "3.11", "swebench/harness/grading.py")
 UNIDIFF = WheelFile("unidiff", "0.7.5", "3.11", "unidiff/__init__.py")

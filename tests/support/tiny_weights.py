@@ -11,8 +11,6 @@ from safetensors.numpy import save_file
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["CONFIG", "LORA_A", "LORA_B", "make_adapter", "make_model", "pair", "tensors"]
-
 CONFIG: dict[str, Any] = {
     "architectures": ["TinyForCausalLM"],
     "vocab_size": 12,

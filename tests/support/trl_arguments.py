@@ -3,8 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["async_arguments"]
-
 
 def async_arguments(**changed: Any) -> SimpleNamespace:
     """Make the fields of an `AsyncGRPOConfig` that are read."""

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import trio
 
-from launch.paths import trainer_python
+from prorl_launch.paths import import_path, trainer_python
 from prorl_trio.client import BlockingClient, connect
 from prorl_trio.integrations.verl.engines import NodeEngines
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
@@ -78,7 +78,7 @@ class Rig:
         run = partial(
             trio.run_process,
             [sys.executable, "-m", "support.talk_node", str(self.folder / "node.toml")],
-            env=os.environ | {"PYTHONPATH": f"{TESTS.parent}:{TESTS}"},
+            env=os.environ | {"PYTHONPATH": f"{import_path()}:{TESTS}"},
             stdout=subprocess.PIPE,
             check=False,
             deliver_cancel=_kill,
@@ -120,7 +120,7 @@ class Rig:
         plan["engine"] = self.engine.url.removeprefix("http://")
         (folder / "plan.json").write_text(json.dumps(plan))
         env = os.environ | {
-            "PYTHONPATH": f"{TESTS.parent}:{TESTS}:{folder}",
+            "PYTHONPATH": f"{import_path()}:{TESTS}:{folder}",
             "HOME": str(folder),
             "OMP_NUM_THREADS": "1",
             "RAY_raylet_start_wait_time_s": "300",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.abandoned import TRIAL_PREFIX, claim_folder, sweep, wait_left
+from prorl_launch.abandoned import TRIAL_PREFIX, claim_folder, sweep, wait_left
 
 
 @pytest.fixture(autouse=True)

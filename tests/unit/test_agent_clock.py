@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.agent.clock import AgentClock
+from prorl_trio.agent.budget import AgentClock
 from prorl_trio.config import BudgetConfig
 from prorl_trio.inference.pool.pace import STALL_S, Pace, Production
 from prorl_trio.types.models import Budgets

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import trio
 
-from ipc import arena as arena_module
-from ipc.arena import default_arena_bytes, open_arena
-from ipc.arena_memory import map_memory
-from ipc.arena_wire import ArenaRef
-from ipc.errors import ArenaFull, ProtocolViolation, StaleReference
+from prorl_ipc import arena as arena_module
+from prorl_ipc.arena import default_arena_bytes, open_arena
+from prorl_ipc.arena_memory import ArenaRef, map_memory
+from prorl_ipc.errors import ArenaFull, ProtocolViolation, StaleReference
 from support.addresses import offset_in
 
 MIB = 1024 * 1024

@@ -1,4 +1,4 @@
-"""Groups as Atropos takes them: `prorl_trio.integrations.atropos.scored_data`."""
+"""Groups as Atropos takes them: `prorl_trio.integrations.atropos.environment`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from prorl_trio.client.sampling import Group
 from prorl_trio.integrations.atropos import scored_data
+from prorl_trio.sampling import Group
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
 

@@ -10,11 +10,12 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import BackendConfig
 from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo, made_by
 from prorl_trio.inference.pool.admission import unseen
 from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.backends import ResumeBackends
 from prorl_trio.types.errors import BackendError
 
 A, B = "http://a:1", "http://b:1"
@@ -114,7 +115,7 @@ async def test_one_that_is_not_known_to_have_the_policys_weights_does_not_join_b
     async with open_backends(NamingClient) as backends:
         backends.expect(A)
         if how != "no update yet":
-            await backends.resume("3")
+            await backends.operate(ResumeBackends("3"))
             await trio.sleep(100)
             assert states(backends) == {A: "down"}
             assert "its weights have no name, and the policy's are 3: move these there" in backends.shortage()

@@ -8,6 +8,7 @@ import pytest
 import trio
 import trio.testing
 
+from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from prorl_trio.types.errors import BackendError, PauseTimeout
 from support.pausable_engine import A, B, complete, open_pool, versions
 
@@ -22,7 +23,7 @@ async def test_a_completion_that_somebody_elses_pause_aborted_is_continued(told,
         engine.tells_versions = told
         engine.says = [([10, 11], "abort"), ([], "abort"), ([12], "abort"), ([13], "stop")]
         completion = await complete(lease)
-        assert (completion.token_ids, completion.finish_reason) == ([10, 11, 12, 13], "stop")
+        assert ([*completion.token_ids], completion.finish_reason) == ([10, 11, 12, 13], "stop")
         assert engine.prompts == [[1, 2, 3], [1, 2, 3, 10, 11], [1, 2, 3, 10, 11], [1, 2, 3, 10, 11, 12]]
 
 
@@ -50,9 +51,9 @@ async def test_an_abort_that_comes_after_its_pause_was_undone_is_no_end_of_a_tur
         await trio.sleep(1)
         pool.engines[other].silent.add("pause")
         with pytest.raises(PauseTimeout):
-            await pool.backends.pause("abort", 1)
+            await pool.backends.operate(PauseBackends("abort", 1))
         await trio.sleep(10)
-        assert [(each.token_ids, each.finish_reason) for each in got] == [([10, 11], "stop")]
+        assert [([*each.token_ids], each.finish_reason) for each in got] == [([10, 11], "stop")]
 
 
 # ------------------------------------------------------------ weights that changed without us
@@ -61,12 +62,12 @@ async def test_an_abort_that_comes_after_its_pause_was_undone_is_no_end_of_a_tur
 async def test_weights_that_got_another_name_without_a_resume_are_recorded_under_it(autojump_clock):
     """A trainer that updates the engine and does not tell: spans, and the salt of the prefix cache, must say so."""
     async with open_pool(A) as pool, pool.backends.lease("t") as lease:
-        await pool.backends.resume("1")
+        await pool.backends.operate(ResumeBackends("1"))
         assert versions(await complete(lease)) == [("1", 0, 1)]
         pool.engines[A].label = "2"
         assert versions(await complete(lease)) == [("2", 0, 1)]
         assert lease.info.policy_version == "2"
-        await pool.backends.resume("3")
+        await pool.backends.operate(ResumeBackends("3"))
         assert versions(await complete(lease)) == [("3", 0, 1)]
 
 
@@ -75,7 +76,7 @@ async def test_versions_that_only_engines_know_of_have_their_place_in_the_order(
     async with open_pool() as pool:
         pool.engines[A].label = "checkpoint"
         await pool.backends.add(A)
-        await pool.backends.resume("first")
+        await pool.backends.operate(ResumeBackends("first"))
         async with pool.backends.lease("t") as lease:
             for label in ("second", "third"):
                 pool.engines[A].label = label
@@ -98,7 +99,7 @@ async def test_a_probe_learns_of_another_name_and_of_another_length(autojump_clo
 
 async def test_one_that_was_started_again_is_out_until_it_has_the_weights(autojump_clock):
     async with open_pool(A, B) as pool:
-        await pool.backends.resume("7")
+        await pool.backends.operate(ResumeBackends("7"))
         pool.engines[A].label = "0"
         await trio.sleep(12)
         assert pool.out() == {A}
@@ -109,7 +110,7 @@ async def test_one_that_was_started_again_is_out_until_it_has_the_weights(autoju
         pool.backends.drain(B)
         assert "has lost weights 7" in pool.backends.shortage()
         await pool.backends.add(B)
-        await pool.backends.resume("8")
+        await pool.backends.operate(ResumeBackends("8"))
         await trio.sleep(30)
         assert pool.out() == set()
         pool.engines[A].label = "0"
@@ -125,7 +126,7 @@ async def test_added_again_it_keeps_the_name_that_the_pool_gave_its_weights(auto
         pool.engines[A].label = "checkpoint-6"
         pool.engines[A].broken.add("label")
         assert (await pool.backends.add(A)).policy_version == "checkpoint-6"
-        await pool.backends.resume("7")
+        await pool.backends.operate(ResumeBackends("7"))
         async with pool.backends.lease("t") as lease:
             await complete(lease)
             pool.backends.drain(A)
@@ -136,14 +137,14 @@ async def test_added_again_it_keeps_the_name_that_the_pool_gave_its_weights(auto
 
 async def test_tokens_of_one_that_was_started_again_are_not_recorded_as_the_policys(autojump_clock):
     async with open_pool(A) as pool, pool.backends.lease("t") as lease:
-        await pool.backends.resume("7")
+        await pool.backends.operate(ResumeBackends("7"))
         pool.engines[A].label = "0"
         assert versions(await complete(lease)) == [("0", 0, 1)]
 
 
 async def test_a_probe_that_a_resume_overtook_does_not_bring_the_old_name_back(autojump_clock):
     async with open_pool(A) as pool, pool.backends.lease("t") as lease:
-        await pool.backends.resume("1")
+        await pool.backends.operate(ResumeBackends("1"))
         engine, probe = pool.engines[A], pool.engines[A].probe
 
         async def slow(*, timeout_s):
@@ -153,7 +154,7 @@ async def test_a_probe_that_a_resume_overtook_does_not_bring_the_old_name_back(a
 
         engine.probe = slow
         await trio.sleep(11)
-        await pool.backends.resume("2")
+        await pool.backends.operate(ResumeBackends("2"))
         await trio.sleep(5)
         assert lease.info.policy_version == "2"
         assert pool.out() == set()

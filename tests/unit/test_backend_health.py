@@ -10,10 +10,10 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, RequestRefused, made_by
-from prorl_trio.inference.pool.circuit_breaker import CircuitBreaker
+from prorl_trio.inference.pool.backend import CircuitBreaker
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
 from support.completions import asked, begun

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.inference.pool.line import MAX_PASSED_OVER, WaitingLine
+from prorl_trio.inference.pool.balancer import MAX_PASSED_OVER, WaitingLine
 from prorl_trio.inference.pool.placement import Assignment
 from support.placed import make_backend
 

@@ -8,12 +8,11 @@ from random import Random
 import pytest
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import HealthConfig, LoadConfig
 from prorl_trio.inference.engines.load_report import LoadReader, LoadReport
 from prorl_trio.inference.engines.protocol import Completion, EngineClient, EngineInfo, made_by
-from prorl_trio.inference.pool.concurrency_limit import ConcurrencyLimit
-from prorl_trio.inference.pool.load import LoadEstimate
+from prorl_trio.inference.pool.backend import ConcurrencyLimit, LoadEstimate
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.types.errors import BackendError
 from support.completions import asked, begun
@@ -319,9 +318,8 @@ async def test_many_at_once_do_not_flood_the_one_with_less_to_do(autojump_clock)
     assert ended == 80
 
 
-@pytest.mark.parametrize("options", [{"load": LoadConfig(interval_s=0)}, {"strategy": "round_robin"}])
-async def test_blind_strategies_and_no_reports_leave_tasks_where_they_are(options, autojump_clock):
-    async with open_pool(A, B, **options) as pool, pool.backends.lease("t") as lease:
+async def test_without_reports_tasks_stay_where_they_are(autojump_clock):
+    async with open_pool(A, B, load=LoadConfig(interval_s=0)) as pool, pool.backends.lease("t") as lease:
         home = lease.url
         for client in pool.clients.values():
             client.says = load_of(tokens=10_000, seconds=1)

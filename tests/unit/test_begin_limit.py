@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.pipeline.fair_order import FairOrder
-from prorl_trio.pipeline.staleness import BeginLimit
+from prorl_trio.pipeline.pipeline import BeginLimit
+from prorl_trio.pipeline.stage_queue import FairOrder
 
 
 def test_so_many_are_ahead_at_most():

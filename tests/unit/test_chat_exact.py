@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from perf.chat_families import ALL_CHAT_FAMILIES, write_family_model
-from perf.chat_family_templates import FAMILY_TEMPLATES
+from perf.chat_families import ALL_CHAT_FAMILIES, FAMILY_TEMPLATES, write_family_model
 from prorl_trio.chat import proof as chat_proof
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat

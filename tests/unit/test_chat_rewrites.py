@@ -6,8 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from perf.chat_families import write_family_model
-from perf.chat_family_templates import FAMILY_TEMPLATES
+from perf.chat_families import FAMILY_TEMPLATES, write_family_model
 from prorl_trio.chat import template as chat_template
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat

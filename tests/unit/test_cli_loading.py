@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from prorl_trio.cli import main
 
 MAX_MODULES_OF_OURS = 60
-OURS = ("prorl_trio", "ipc", "launch", "sandbox_daemon", "perf")
-HEAVY = ("numpy", "rich", "trio", "jinja2", "prometheus_client", "tokenizers", "starlette", "hypercorn")
+OURS = ("prorl_trio", "prorl_ipc", "prorl_launch", "prorl_daemon", "perf")
+HEAVY = ("numpy", "rich", "trio", "jinja2", "prometheus_client", "tokenizers", "h11", "trio_websocket")
 RUN = """
 import sys
 from prorl_trio.cli import main

@@ -9,7 +9,7 @@ import msgspec
 import trio
 import trio.testing
 
-from ipc.session import Ack, ListJobs, OutcomeFrame, SessionWelcome, StatusRequest
+from prorl_ipc.session import Ack, ListJobs, OutcomeFrame, SessionWelcome, StatusRequest
 from prorl_trio.client.state import ACK_DELAY_S, ClientState
 
 if TYPE_CHECKING:
@@ -37,31 +37,31 @@ def open_state(outcomes: int, resume_after: int = 0) -> tuple[ClientState, list[
 
 async def test_the_last_outcome_there_is_is_acknowledged_at_once():
     state, said = open_state(1)
-    state.settle(1)
+    state.acknowledge(1)
     assert said == ["wake"]
     assert msgspec.msgpack.decode(state.next_ack() or b"", type=Ack) == Ack(cursor=1)
     assert state.next_ack() is None
-    state.settle(1)
+    state.acknowledge(1)
     assert said == ["wake"], "no news"
 
 
 async def test_acknowledgements_wait_a_moment_for_others_while_there_is_more_to_take(autojump_clock: MockClock):
     state, said = open_state(5)
-    state.settle(1)
-    state.settle(2)
-    state.settle(3)
+    state.acknowledge(1)
+    state.acknowledge(2)
+    state.acknowledge(3)
     ((run, *args),) = said
     said.clear()
     assert state.next_ack() is None, "not yet"
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run, *args)
         await trio.testing.wait_all_tasks_blocked()
-        state.settle(4)
+        state.acknowledge(4)
         assert said == []
     assert trio.current_time() == ACK_DELAY_S
     assert said == ["wake"]
     assert msgspec.msgpack.decode(state.next_ack() or b"", type=Ack) == Ack(cursor=4)
-    state.settle(5)
+    state.acknowledge(5)
     assert said == ["wake", "wake"]
 
 
@@ -69,7 +69,7 @@ async def test_what_waits_when_a_link_ends_goes_over_the_next_one_and_the_old_on
     autojump_clock: MockClock,
 ):
     state, said = open_state(5)
-    state.settle(2)
+    state.acknowledge(2)
     ((run, *args),) = said
     state.lost()
     new: list[Any] = []
@@ -78,7 +78,7 @@ async def test_what_waits_when_a_link_ends_goes_over_the_next_one_and_the_old_on
     )
     state.opened(link, WELCOME)
     assert new == [Ack(cursor=2), LIST]
-    state.settle(3)
+    state.acknowledge(3)
     await run(*args)
     assert said == [(run, *args)]
     assert state.next_ack() is None, "the new link's own moment lasts"
@@ -86,7 +86,7 @@ async def test_what_waits_when_a_link_ends_goes_over_the_next_one_and_the_old_on
 
 async def test_a_request_comes_after_the_acknowledgement_of_what_was_settled_before_it():
     state, said = open_state(2)
-    state.settle(1)
+    state.acknowledge(1)
     state.post(StatusRequest(request_id=1))
     state.post(StatusRequest(request_id=2))
     assert said[1:] == [Ack(cursor=1), StatusRequest(request_id=1), StatusRequest(request_id=2)]
@@ -97,7 +97,7 @@ async def test_what_was_settled_without_a_link_is_acknowledged_by_the_next_one()
     state, said = open_state(2, resume_after=7)
     link = state.link
     state.lost()
-    state.settle(9)
+    state.acknowledge(9)
     assert said == []
     assert link is not None
     state.opened(link, WELCOME)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from ipc.session import Accepted, JobList, ListJobs, OutcomeFrame, SessionWelcome
+from prorl_ipc.session import Accepted, JobList, ListJobs, OutcomeFrame, SessionWelcome
 from prorl_trio.client.state import ClientState
 from prorl_trio.types.errors import ProtocolError
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from ipc.session import (
+from prorl_ipc.session import (
     Accepted,
     Ack,
-    CancelledJobs,
+    Cancelled,
     OutcomeFrame,
     Rejected,
     SessionWelcome,
@@ -20,9 +20,8 @@ from ipc.session import (
     Submit,
 )
 from prorl_trio.client.address import Address
-from prorl_trio.client.inbox import Inbox
 from prorl_trio.client.requests import Call, Requests, SubmitCall
-from prorl_trio.client.state import ClientState
+from prorl_trio.client.state import ClientState, Inbox
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import TaskInstance
 from support.fake_node import make_spec
@@ -49,10 +48,10 @@ def test_an_inbox_takes_each_outcome_once_and_knows_how_many_will_not_come():
     assert not inbox.put(outcome_frame(6)), "what was given up does not come late"
     assert inbox.left_out == 2
     assert inbox.first() == outcome_frame(4)
-    assert inbox.settle(4)
-    assert not inbox.settle(4)
+    assert inbox.acknowledge(4)
+    assert not inbox.acknowledge(4)
     assert inbox.first() == outcome_frame(7)
-    assert (inbox.settled, inbox.received, len(inbox)) == (4, 7, 1)
+    assert (inbox.acked, inbox.received, len(inbox)) == (4, 7, 1)
 
 
 def sent(requests: Requests) -> list[bytes]:
@@ -106,8 +105,8 @@ async def test_an_outcome_answers_the_submit_whose_answer_was_lost():
 async def test_an_answer_of_the_wrong_kind_is_refused():
     requests = Requests()
     request_id = requests.add(Call(lambda i: StatusRequest(request_id=i), StatusReport))
-    with pytest.raises(ProtocolError, match="got CancelledJobs where StatusReport was due"):
-        requests.take(CancelledJobs(request_id=request_id, cancelled=[], unknown=[]))
+    with pytest.raises(ProtocolError, match="got Cancelled where StatusReport was due"):
+        requests.take(Cancelled(request_id=request_id, cancelled=[], ended=[], unknown=[]))
 
 
 def test_addresses():

@@ -7,7 +7,7 @@ import time
 import pytest
 import trio
 
-from ipc.clock import LATE_S, TICK_S, RunningClock, use_running_clock
+from prorl_ipc.clock import LATE_S, TICK_S, RunningClock, use_running_clock
 
 
 class Machine:

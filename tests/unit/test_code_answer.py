@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prorl_trio.handlers.code_answer import choose
+from prorl_trio.tasks.handlers.code_answer import choose
 
 F = "def f(n):\n    return n + 1\n"
 FENCED = f"```python\n{F}```\n"

@@ -7,8 +7,8 @@ import trio
 
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.handlers.code import CodeHandler
-from prorl_trio.handlers.code_answer import choose
+from prorl_trio.tasks.handlers.code import CodeHandler
+from prorl_trio.tasks.handlers.code_answer import choose
 from prorl_trio.types.errors import HostileAnswer
 from prorl_trio.types.models import JobSpec, TaskInstance
 

@@ -7,11 +7,11 @@ import json
 import msgspec
 import pytest
 
-from prorl_trio.client.task_sets.code import read_livecodebench_row
-from prorl_trio.client.task_sets.forms import read_row
-from prorl_trio.grading import code_tests
-from prorl_trio.grading.code_tests import CodeTests, UnitTests, carried, carried_back
-from prorl_trio.handlers.code import CodeHandler, CodePayload
+from prorl_trio.tasks.grading import code_tests
+from prorl_trio.tasks.grading.code_tests import CodeTests, UnitTests, carried, carried_back
+from prorl_trio.tasks.handlers.code import CodeHandler, CodePayload
+from prorl_trio.tasks.sets.code import read_livecodebench_row
+from prorl_trio.tasks.sets.forms import read_row
 from prorl_trio.types.errors import MalformedJob
 
 CASE = {"input": "1", "output": "1"}

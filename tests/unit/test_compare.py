@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from prorl_trio.grading.compare import Tolerance, same_output, same_value
-from prorl_trio.grading.drivers.values import Unplain, decode, decode_line, encode, encode_line
+from prorl_trio.tasks.grading.compare import Tolerance, same_output, same_value
+from prorl_trio.tasks.grading.drivers.values import Unplain, decode, decode_line, encode, encode_line
 
 NEAR = Tolerance(absolute=1e-6, relative=1e-6)
 

@@ -76,7 +76,7 @@ def test_a_number_beyond_all_reason_is_refused_with_its_field(tmp_path, place):
         assert (tables[-1] if name == "KEY" else name) in str(caught.value), value
 
 
-@pytest.mark.parametrize("field", ["listen.max_message_bytes", "rest.max_body_bytes", "search.max_response_bytes"])
+@pytest.mark.parametrize("field", ["listen.max_message_bytes", "listen.max_body_bytes", "search.max_response_bytes"])
 def test_a_message_limit_that_no_message_fits_is_refused(tmp_path, field):
     table, name = field.split(".")
     file = tmp_path / "node.toml"
@@ -140,7 +140,7 @@ def test_the_default_configuration_fits_the_usual_limit(limited):
         ({"stages": {"ready_queue": 5_000}}, "stages.ready_queue", 1024),
         ({"sandbox": {"max_warm": 1000}}, "sandbox.max_warm", 4096),
         ({"listen": {"max_sessions": 10_000}}, "listen.max_sessions", 4096),
-        ({"rest": {"enabled": True, "max_connections": 10_000}}, "rest.max_connections", 4096),
+        ({"listen": {"max_connections": 10_000}}, "listen.max_connections", 4096),
         ({}, "stages.run_workers", 110),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prorl_trio.config import reference
-from prorl_trio.config.table import Table
+from prorl_trio.config.quantities import Table
 
 PAGE = Path(__file__).parents[2] / "docs" / "node-toml.md"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perf.chat_families import write_family_model
-from prorl_trio.agent.dialogues import Dialogues
+from prorl_trio.agent.context import Dialogues
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.types.models import ChatMessage, Turn

@@ -12,7 +12,7 @@ import pytest
 
 from support.driver_runs import job_line, messages_of
 
-DRIVERS = Path(str(files("prorl_trio.grading") / "drivers"))
+DRIVERS = Path(str(files("prorl_trio.tasks.grading") / "drivers"))
 RUNTESTS = """\
 import sys
 import unittest

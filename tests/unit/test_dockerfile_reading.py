@@ -10,7 +10,7 @@ import pytest
 from spython.logger import bot
 from spython.main.parse.parsers import DockerParser
 
-from prorl_trio.client.task_sets.harbor_build import Files, read_dockerfile
+from prorl_trio.tasks.sets.harbor import Files, read_dockerfile
 from prorl_trio.types.errors import ConfigError
 
 FILES = {

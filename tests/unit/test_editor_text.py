@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_daemon.editor_text import (
+from prorl_daemon.editor import (
     CLIPPED,
     EditRefused,
     decode,

@@ -7,8 +7,8 @@ import time
 import pytest
 import trio
 
-from prorl_trio.node.end_of_time import EndOfTime, allocation_left_s
-from prorl_trio.pipeline.durations import KEPT, Durations
+from prorl_trio.node.drain import EndOfTime, allocation_left_s
+from prorl_trio.pipeline.pipeline import KEPT, Durations
 
 
 def durations_of(**took_s):

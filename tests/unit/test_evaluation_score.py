@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from prorl_trio.client.evaluation.estimate import mean_interval, pass_at_k, wilson
-from prorl_trio.client.evaluation.score import TaskTally, score_families
+from prorl_trio.runs.evaluation.score import TaskTally, mean_interval, pass_at_k, score_families, wilson
 from support.fake_node import make_outcome, make_spec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from prorl_trio.types.field_errors import field_error, malformed_job
+from prorl_trio.types.errors import field_error, malformed_job
 
 
 class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

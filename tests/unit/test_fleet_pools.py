@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prorl_trio.client import ConnectionLost
-from prorl_trio.client.fleet.pools import FleetPools
-from prorl_trio.client.fleet.state import FleetState, Member
+from prorl_trio.fleet.members import Member
+from prorl_trio.fleet.pools import FleetPools
 from prorl_trio.types.backends import PauseBackends, ResumeBackends, UpdateReport
 from prorl_trio.types.errors import BackendsBusy
 from support.fake_fleet import entry_of
@@ -27,16 +27,13 @@ class Link:
 
 
 @pytest.fixture
-def state():
-    state = FleetState("s")
-    for name in "ab":
-        state.join(Member(entry_of(name), Link()))
-    return state
+def members():
+    return {name: Member(entry_of(name), Link(), lambda *_: None) for name in "ab"}
 
 
 @pytest.fixture
-def pools(state):
-    pools = FleetPools(state, lambda _afn: None)
+def pools(members):
+    pools = FleetPools(members, lambda _afn: None)
     pools.policy.announce("1", {"a", "b"})
     return pools
 
@@ -44,28 +41,28 @@ def pools(state):
 PAUSE = PauseBackends(holder="h")
 
 
-async def test_outside_of_updates_it_is_that_of_the_fleet(state, pools):
-    assert pools.version_of(state.members["a"]) == "1"
-    state.members["a"].behind = "it was not there for version 1"
-    assert pools.version_of(state.members["a"]) is None
+async def test_outside_of_updates_it_is_that_of_the_fleet(members, pools):
+    assert pools.version_of(members["a"]) == "1"
+    members["a"].behind = "it was not there for version 1"
+    assert pools.version_of(members["a"]) is None
 
 
 @pytest.mark.parametrize("version", [None, "2"])
-async def test_of_a_node_that_is_lost_in_an_update_it_is_not_known_nor_when_that_is_over(state, pools, version):
-    lost = state.members["b"]
+async def test_of_a_node_that_is_lost_in_an_update_it_is_not_known_nor_when_that_is_over(members, pools, version):
+    lost = members["b"]
     await pools.operate(PAUSE)
     assert pools.version_of(lost) is None
     lost.client.error = ConnectionLost("it is gone")
     await pools.operate(ResumeBackends(policy_version=version, holder="h"))
     assert pools.version_of(lost) is None
-    assert pools.version_of(state.members["a"]) == (version or "1")
+    assert pools.version_of(members["a"]) == (version or "1")
 
 
-async def test_nor_if_its_session_ended_before_the_step_did(state, pools):
-    lost = state.members["b"]
+async def test_nor_if_its_session_ended_before_the_step_did(members, pools):
+    lost = members["b"]
     await pools.operate(PAUSE)
-    state.leave(lost)
-    state.members["a"].client.error = BackendsBusy("another step")
+    del members["b"]
+    members["a"].client.error = BackendsBusy("another step")
     with pytest.raises(BackendsBusy):
         await pools.operate(ResumeBackends(holder="h"))
     assert pools.version_of(lost) is None

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from ipc.errors import FrameTooLarge
-from ipc.framing import HEADER_BYTES, FrameDecoder, encode_frame
+from prorl_ipc.errors import FrameTooLarge
+from prorl_ipc.framing import HEADER_BYTES, FrameDecoder, encode_frame
 
 
 def test_a_frame_is_its_little_endian_length_and_its_payload():

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.handlers.shell import payload
-from prorl_trio.handlers.shell.payload import read_payload
+from prorl_trio.tasks.handlers.shell import payload
+from prorl_trio.tasks.handlers.shell.payload import read_payload
+from prorl_trio.tasks.sets import load_task_set
 from prorl_trio.types.errors import ConfigError, MalformedJob
 
 
@@ -279,7 +279,7 @@ def test_tasks_of_the_first_terminal_bench_are_refused_by_their_name(tmp_path):
 
 
 def test_more_than_travels_is_refused_by_the_file(load, monkeypatch):
-    monkeypatch.setattr("prorl_trio.client.task_sets.harbor_build.MAX_TASK_BYTES", 50)
+    monkeypatch.setattr("prorl_trio.tasks.sets.harbor.MAX_TASK_BYTES", 50)
     with pytest.raises(ConfigError, match=r"tests/a-large: with it the task's files have \d+ bytes; the limit is 50"):
         load(files={"tests/a-large": "x" * 90})
 

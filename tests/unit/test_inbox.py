@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ipc.session import OutcomeFrame
-from prorl_trio.client.inbox import Inbox
+from prorl_ipc.session import OutcomeFrame
+from prorl_trio.client.state import Inbox
 
 
 def outcome(cursor):
@@ -41,18 +41,18 @@ def test_what_others_took_is_counted_but_for_what_an_earlier_client_had():
 
 def test_what_is_settled_is_over_and_stays_so():
     inbox = filled(1, 2, 3)
-    assert inbox.settle(2)
+    assert inbox.acknowledge(2)
     assert cursors(inbox) == [3]
-    assert not inbox.settle(2)
-    assert not inbox.settle(1)
-    assert inbox.settled == 2
-    assert inbox.settle(3)
+    assert not inbox.acknowledge(2)
+    assert not inbox.acknowledge(1)
+    assert inbox.acked == 2
+    assert inbox.acknowledge(3)
     assert not cursors(inbox)
 
 
 def test_after_a_rewind_all_that_is_not_settled_comes_again():
     inbox = filled(1, 2, 3)
-    inbox.settle(1)
+    inbox.acknowledge(1)
     assert inbox.rewind() == ["j2", "j3"]
     assert (inbox.received, cursors(inbox)) == (1, [])
     assert inbox.put(outcome(2))

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from launch import commands, doctor
-from launch.doctor import Check, Report
+from prorl_launch import commands, doctor
+from prorl_launch.doctor import Check, Report
 from prorl_trio.sandbox.provider import ProviderReport
 
 WORKS = ProviderReport(name="bubblewrap", usable=True, version="0.11")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from launch import model
+from prorl_launch import model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import environments, paths
-from launch.environments import engine_environment, trainer_environment
-from launch.locks import requirements_key
+from prorl_launch import environments, paths
+from prorl_launch.environments import engine_environment, trainer_environment
+from prorl_launch.locks import requirements_key
 
 CPU_ENGINE = engine_environment("cpu")
 PYPROJECT = """

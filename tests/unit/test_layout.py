@@ -10,7 +10,7 @@ from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[2]
 MAX_MODULES_OUTSIDE_ROOMS = 5
-IN_THE_WHEEL = {"prorl_trio", "sandbox_daemon", "ipc", "launch"}
+IN_THE_WHEEL = {"prorl_trio": ".", "prorl_daemon": "sandbox_daemon", "prorl_ipc": "ipc", "prorl_launch": "launch"}
 
 
 def test_modules_are_in_rooms():
@@ -33,7 +33,7 @@ def test_the_wheel_has_the_product_and_nothing_else(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = ZipFile(wheel).namelist()
     folders = {name.partition("/")[0] for name in names}
-    assert {folder for folder in folders if not folder.endswith(".dist-info")} == IN_THE_WHEEL
-    for folder in IN_THE_WHEEL:
-        modules = {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")}
+    assert {folder for folder in folders if not folder.endswith(".dist-info")} == set(IN_THE_WHEEL)
+    for package, below in IN_THE_WHEEL.items():
+        modules = {str(path.relative_to(ROOT / below)) for path in (ROOT / below / package).rglob("*.py")}
         assert modules <= {*names}, "a module is missing"

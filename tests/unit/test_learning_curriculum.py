@@ -6,10 +6,9 @@ from collections import Counter
 
 import msgspec
 
-from launch.learning.curriculum import LEAST, WINDOW, Curriculum
-from prorl_trio.client.sampling import ManifestLine
-from prorl_trio.client.word_problem_families import FAMILIES
-from prorl_trio.client.word_problems import word_problem
+from prorl_launch.learning.curriculum import LEAST, WINDOW, Curriculum
+from prorl_trio.sampling import ManifestLine
+from prorl_trio.tasks.sets.word_problems import FAMILIES, word_problem
 
 NAMES = [family.name for family in FAMILIES]
 

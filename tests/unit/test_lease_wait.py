@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 
-from prorl_trio.agent.loop import lease_backend
+from prorl_trio.agent.turns import lease_backend
 from prorl_trio.types.errors import BackendError
 
 

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_trio.pipeline.lifecycle import TERMINAL, Lifecycle
+from prorl_trio.pipeline.job import Lifecycle
 from prorl_trio.types.errors import InternalError
+from prorl_trio.types.models import TERMINAL
 
 LINE = ["queued", "init", "ready", "run", "ran", "eval", "completed"]
 ALL = sorted({*LINE, *TERMINAL})

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import pytest
 import trio
 
-from ipc.sandbox_calls import ExecResult
+from prorl_ipc.sandbox_calls import ExecResult
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.grading.verifier import (
+from prorl_trio.tasks.grading.verifier import (
     ALONE_TIMEOUT_S,
     ProgramKilled,
     ProgramLate,

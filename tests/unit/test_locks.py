@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from packaging.requirements import Requirement
 
-from launch import environments, locks
-from launch.environments import ENVIRONMENTS
-from launch.locks import lock_path, locked_pip, requirements_key, serves
-from launch.paths import checkout_dir
-from launch.progress import SetupError
-from launch.relock import resolve
+from prorl_launch import environments, locks
+from prorl_launch.environments import ENVIRONMENTS
+from prorl_launch.locks import lock_path, locked_pip, requirements_key, serves
+from prorl_launch.paths import checkout_dir
+from prorl_launch.progress import SetupError
+from prorl_launch.relock import resolve
 
 CHECKOUT = checkout_dir()
 REQUIREMENTS = {

@@ -7,7 +7,7 @@ import errno
 import pytest
 import trio
 
-from ipc.errors import CallFailed
+from prorl_ipc.errors import CallFailed
 from prorl_trio import threads
 from prorl_trio.agent import scoring
 from prorl_trio.agent.scoring import open_scorer_pool
@@ -66,7 +66,7 @@ async def test_a_scorer_that_the_machine_refuses_is_not_the_evaluators_fault(mon
     monkeypatch.setattr(scoring.trio.lowlevel, "open_process", refuses)
     async with open_scorer_pool(1) as pool:
         with pytest.raises(SandboxUnavailable) as caught:
-            await pool.score("prorl_trio.handlers.math_scorer:score", {}, timeout_s=5, harmless={})
+            await pool.score("prorl_trio.tasks.handlers.math_scorer:score", {}, timeout_s=5, harmless={})
         assert (caught.value.cause, caught.value.error_code) == ("sandbox", "sandbox_start")
         assert pool.statistics() == {"busy": 0, "idle": 0}
 

@@ -7,9 +7,9 @@ import importlib
 
 import pytest
 
-from prorl_trio.handlers.final_answer import MAX_TAIL_CHARS, extract_boxed, find_final_answer, last_number
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.handlers.math_scorer import check_gold, score
+from prorl_trio.tasks.handlers.final_answer import MAX_TAIL_CHARS, extract_boxed, find_final_answer, last_number
+from prorl_trio.tasks.handlers.math import MathHandler
+from prorl_trio.tasks.handlers.math_scorer import check_gold, score
 from support.answer_tables import mismatches, read_table
 
 PAIRS = read_table("maths_forms.txt")

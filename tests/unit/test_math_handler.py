@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from prorl_trio.handlers.final_answer import last_number
-from prorl_trio.handlers.math import MathHandler, extract_boxed
-from prorl_trio.handlers.math_scorer import score
+from prorl_trio.tasks.handlers.final_answer import last_number
+from prorl_trio.tasks.handlers.math import MathHandler, extract_boxed
+from prorl_trio.tasks.handlers.math_scorer import score
 from prorl_trio.types.errors import MalformedJob
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from prorl_trio.handlers.final_answer import find_final_answer
-from prorl_trio.handlers.math_scorer import score
+from prorl_trio.tasks.handlers.final_answer import find_final_answer
+from prorl_trio.tasks.handlers.math_scorer import score
 
 TABLE = r"""
 e

@@ -10,7 +10,7 @@ import logging
 import pytest
 from math_verify import parse, verify
 
-from prorl_trio.handlers.math_scorer import score
+from prorl_trio.tasks.handlers.math_scorer import score
 
 DIFFERENCES = [
     (r"1.6 \times 10^{-19}", r"3.2 \times 10^{-19}", False, "it rounds to six decimals, whatever the size"),

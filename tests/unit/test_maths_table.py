@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from prorl_trio.handlers.math_scorer import score
+from prorl_trio.tasks.handlers.math_scorer import score
 from support.answer_tables import generated_pairs, mismatches, read_table
 
 if TYPE_CHECKING:

@@ -9,22 +9,21 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from launch.mining import environments
-from launch.mining.candidates import Candidate, Release, candidates_of, changed_tests, refusal, source_folders
-from launch.mining.changes import hunks_of, imports_patch, make_patch, merge_source, patch_size, without_hunk
-from launch.mining.environments import packages_folder, seal_environment
-from launch.mining.index import IndexFile, IndexSettings, download, read_page
-from launch.mining.likeness import find_leak, find_twin
-from launch.mining.nearest import apply_strictly
-from launch.mining.rows import MinedTask, choose_tests, overlay_of, read_checks, write_lines
-from launch.mining.sdist import Entry, Metadata, file_kind, read_metadata, read_sdist, write_tree
-from launch.mining.statements import changelog_section, hunk_statement
-from launch.mining.timed_tests import functions_that_read_clocks
-from launch.mining.verification import message_of, verify_rows
+from prorl_launch.mining import environments
+from prorl_launch.mining.candidates import Candidate, Release, candidates_of, changed_tests, refusal, source_folders
+from prorl_launch.mining.changes import hunks_of, imports_patch, make_patch, merge_source, patch_size, without_hunk
+from prorl_launch.mining.environments import packages_folder, seal_environment
+from prorl_launch.mining.index import IndexFile, IndexSettings, download, read_page
+from prorl_launch.mining.miner import find_leak, find_twin, functions_that_read_clocks
+from prorl_launch.mining.nearest import apply_strictly
+from prorl_launch.mining.rows import MinedTask, choose_tests, overlay_of, read_checks, write_lines
+from prorl_launch.mining.sdist import Entry, Metadata, file_kind, read_metadata, read_sdist, write_tree
+from prorl_launch.mining.statements import changelog_section, hunk_statement
+from prorl_launch.mining.verification import message_of, verify_rows
 from prorl_trio.cli import main
-from prorl_trio.client.task_sets import open_task_set
-from prorl_trio.client.task_sets.mined import MINED_ROWS, mined_set_folder
-from prorl_trio.grading.verdict import TestResult
+from prorl_trio.tasks.grading.verdict import TestResult
+from prorl_trio.tasks.sets import open_task_set
+from prorl_trio.tasks.sets.mined import MINED_ROWS, mined_set_folder
 from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 from prorl_trio.types.models import TaskInstance
 from support.own_cache import use_own_cache

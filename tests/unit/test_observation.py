@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from ipc.session import JobEvent, ObservationLost, ObservedEvent, ObservedOutcome, ServerFrame
-from prorl_trio.client import observed
-from prorl_trio.client.observed import ObservedInbox
-from prorl_trio.service.sessions.observation import MAX_OBSERVED_BYTES, MAX_OBSERVED_FRAMES, Observations
+from prorl_ipc.session import JobEvent, ObservationLost, ObservedEvent, ObservedOutcome, ServerFrame
+from prorl_trio.client import state as observed
+from prorl_trio.client.state import ObservedInbox
+from prorl_trio.sessions.observation import MAX_OBSERVED_BYTES, MAX_OBSERVED_FRAMES, Observations
 
 MIB = 1024 * 1024
 BLOB = msgspec.msgpack.encode(bytes(MIB))

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from prorl_trio.config import BackendConfig
-from prorl_trio.service.prorl_compat import compat_endpoints
-from prorl_trio.service.rest.app import ENDPOINTS
-from prorl_trio.service.rest.openapi import describe
+from prorl_trio.edges.prorl_compat import compat_endpoints
+from prorl_trio.edges.rest.app import ENDPOINTS, describe
 
 
 def operations(*, prorl_compat: bool) -> dict[str, list[str]]:

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 import trio
 
-from ipc.session import OutcomeFrame
-from prorl_trio.service.sessions.feed import READ_AHEAD_BYTES, READ_AHEAD_OUTCOMES, Feed
-from prorl_trio.service.sessions.outcome_log import OutcomeCache, OutcomeLog
+from prorl_ipc.session import OutcomeFrame
+from prorl_trio.sessions.feed import READ_AHEAD_BYTES, READ_AHEAD_OUTCOMES, Feed
+from prorl_trio.sessions.outcome_log import OutcomeCache, OutcomeLog
 
 KIB = 1024
 BLOB = msgspec.msgpack.encode(bytes(KIB - 3))
@@ -100,11 +100,11 @@ def test_what_is_forgotten_or_closed_leaves_the_cache():
 def test_a_restored_outcome_is_on_the_disk_alone_and_a_replaced_one_in_memory_for_good():
     cache = OutcomeCache(KIB)
     log = OutcomeLog(3, cache.share())
-    log.restore("a", 5, 700, 2)
-    log.restore("b", 6, 800, 1)
+    log.recover("a", 5, 700)
+    log.recover("b", 6, 800)
     assert list(log.cursors()) == [5, 6]
     assert (log.acked, log.last, log.size_bytes, log.memory_bytes) == (4, 6, 1500, 0)
-    assert (log.attempt(5), log.outcome_bytes(6), log.outcome(5)) == (2, 800, None)
+    assert (log.outcome_bytes(5), log.outcome_bytes(6), log.outcome(5)) == (700, 800, None)
     log.replace(5, b"lost")
     fill(log, 3)
     assert log.outcome(5) == b"lost"
@@ -175,11 +175,11 @@ async def test_outcomes_in_memory_are_never_read():
 class AllButTheSecond:
     """References to the tokens of the first and the third job."""
 
-    def holds(self, job_id):
+    def has(self, job_id):
         return job_id != "job-1"
 
     def frame(self, job_id, cursor):
-        return b"reference" if self.holds(job_id) else None
+        return b"reference" if self.has(job_id) else None
 
 
 async def test_what_goes_by_reference_is_never_read():

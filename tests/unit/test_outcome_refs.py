@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from ipc.arena import open_arena
-from ipc.errors import StaleReference
-from ipc.session import OutcomeRefFrame, ServerFrame
+from prorl_ipc.arena import open_arena
+from prorl_ipc.errors import StaleReference
+from prorl_ipc.session import OutcomeRefFrame, ServerFrame
 from prorl_trio.types.batch import pad_batch
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ipc.errors import CallFailed
-from prorl_trio.handlers.base import AgentHandler
+from prorl_ipc.errors import CallFailed
 from prorl_trio.pipeline.outcomes import MAX_BACKOFF_S, finalise, not_completed, retry_after
 from prorl_trio.sandbox.use import spoilt
+from prorl_trio.tasks.handlers.base import AgentHandler
 from prorl_trio.types.errors import (
     AgentFault,
     BackendError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_daemon.output import BarrierSplitter, OutputBuffer, cap_text
+from prorl_daemon.output import BarrierSplitter, OutputBuffer, cap_text
 
 
 def filled(max_bytes: int, *pieces: bytes) -> OutputBuffer:

@@ -9,7 +9,7 @@ import sys
 import pytest
 import trio
 
-from sandbox_daemon.own_time import INTERVAL_S, OwnTime, Seen, _rank, look
+from prorl_daemon.exec import INTERVAL_S, OwnTime, Seen, _rank, look
 
 NEAR = pytest.approx
 

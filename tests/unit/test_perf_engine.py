@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perf.engine import Cpu, Round, Scale, report_of
-from perf.engine_replay import EngineSeen, recorded_turns
-from perf.engine_slots import Call, PlacedRollout, account, place_calls
+from perf.engine_replay import Call, EngineSeen, PlacedRollout, account, place_calls, recorded_turns
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory, Turn
 
 SHARES = ("calls", "tools", "between", "unready", "tail")

@@ -9,7 +9,7 @@ import pytest
 import trio
 from rich.console import Console
 
-from perf.harness import Case, Options, Report, Series, measure_interleaved, run_benchmark
+from perf.harness import CannotRun, Case, Options, Report, Series, measure_interleaved, rows_of, run_benchmark
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -129,7 +129,7 @@ def test_missed_targets_are_said_with_limit_and_value():
 def test_the_table_shows_every_case_with_its_target():
     console = Console(width=120, file=io.StringIO())
     with console.capture() as capture:
-        console.print(report().table())
+        console.print(report().table().shown())
     text = capture.get()
     assert "a title" in text
     for shown in ("ours", "floor", "quick", "stalls", "4.00", "< 2 ms, < 3 x", "< 51 us", "95 us"):
@@ -173,6 +173,21 @@ def test_the_command_line_of_every_benchmark(tmp_path: Path, capsys: pytest.Capt
     assert "missed: ours: is 4.00 times floor" in printed
     assert "left out: a peer" in printed
     assert "measured on: " in printed
+
+
+def test_a_benchmark_that_cannot_run_here_ends_with_what_to_do():
+    async def benchmark(_options: Options) -> Report:
+        await trio.lowlevel.checkpoint()
+        raise CannotRun("there is no engine here: run `make engine`")
+
+    with pytest.raises(SystemExit, match="run `make engine`"):
+        run_benchmark(benchmark, [])
+
+
+def test_a_table_has_a_row_for_each_key_and_a_column_for_each_function():
+    rows = rows_of("squares", [2, 3], {"n": str, "n * n": lambda n: f"{n * n}"})
+    assert rows.headings == ["n", "n * n"]
+    assert rows.rows == [["2", "4"], ["3", "9"]]
 
 
 @pytest.mark.parametrize("nested", [False, True])

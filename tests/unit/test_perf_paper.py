@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import base64
+import importlib
+import inspect
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +16,24 @@ import trio
 
 from perf import features
 from perf.features import FEATURES, Feature, finding_of, proof_of
-from perf.figures import draw
-from perf.finding_report import report_finding
-from perf.findings import Bar, Bars, CannotRun, Finding, Line, Lines, Rows
-from perf.harness import Case, Options, Report, Series
+from perf.harness import (
+    Bar,
+    Bars,
+    CannotRun,
+    Case,
+    Finding,
+    Line,
+    Lines,
+    Options,
+    Report,
+    Rows,
+    Series,
+    draw,
+)
 from perf.paper import __main__ as paper
-from perf.paper import measure
-from perf.paper.from_reports import PaperValue, Shown, finding_of_report
-from perf.paper.process import measure_section
-from perf.paper.section import Said, Section
-from perf.paper.sections import SECTIONS
+from perf.paper import sections
+from perf.paper.__main__ import measure_section
+from perf.paper.sections import SECTIONS, Said, Section
 from perf.paper.written import Measured, Run, to_html, to_markdown
 
 if TYPE_CHECKING:
@@ -60,13 +70,24 @@ FINDING = Finding(
 )
 
 
-def section_of(run: Callable[[], Finding]) -> Section:
-    async def measured(options: Options) -> Finding:
-        await trio.lowlevel.checkpoint()
-        assert options.quick
-        return run()
+RUNS: dict[str, Callable[[], Finding]] = {}
 
-    return Section(name="one", title="Section one", paper="Table 0.", measure=measured)
+
+async def measured(options: Options) -> Finding:
+    await trio.lowlevel.checkpoint()
+    assert options.quick
+    return RUNS["one"]()
+
+
+def section_of(run: Callable[[], Finding]) -> Section:
+    RUNS["one"] = run
+    return Section(name="one", title="Section one", paper="Table 0.", benchmark=f"{__name__}:measured")
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
+def test_every_section_names_a_benchmark_that_exists(section: Section):
+    module, _, function = section.benchmark.partition(":")
+    assert inspect.iscoroutinefunction(getattr(importlib.import_module(module), function))
 
 
 def measured_one(**fields: object) -> Measured:
@@ -122,10 +143,10 @@ def test_a_table_has_as_many_cells_as_headings():
 
 
 def test_a_finding_is_a_report_of_a_benchmark_too(tmp_path: Path):
-    report = report_finding("a title", FINDING)
+    report = FINDING.report()
     assert report.metrics() == {"a.b": 1.5}
     assert report.notes == FINDING.caption
-    assert report.more_tables[0].row_count == 2
+    assert len(report.tables[0].rows) == 2
     assert report.write_plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
@@ -136,14 +157,18 @@ def test_cases_of_another_benchmark_stand_beside_the_papers_numbers():
         Series(case=Case(name="bare", unit="us"), samples=[1000.0] * 3),
     ]
     report = Report(title="", series=series, more_metrics={"calls_per_s": 7.0}, notes=["a note"])
-    finding = finding_of_report(
-        report,
-        title="calls",
-        shown=[Shown("call", "our call"), Shown("bare", "a bare call", "floor"), Shown("gone", "not measured here")],
-        paper=[PaperValue("the paper's call", 30.0)],
+    section = Section(
+        name="one",
+        title="Section one",
+        paper="Table 0.",
+        benchmark="",
+        of="calls",
+        shown=[("call", "our call", "ours"), ("bare", "a bare call", "floor"), ("gone", "not measured here", "ours")],
+        beside_ms={"the paper's call": 30.0},
         metrics={"calls_per_s": "calls a second", "missing": "never shown"},
         caption=["a caption"],
     )
+    finding = section.finding_of(report)
     calls, more = finding.tables
     assert calls.rows[0] == ["our call", "ours", "3", "2", "2", "2", "2.00 x"]
     assert calls.rows[-1][:2] == ["the paper's call", "paper"]
@@ -157,8 +182,8 @@ def test_the_process_of_a_section_writes_its_finding_or_what_is_missing(tmp_path
         raise CannotRun(NO_ENGINE)
 
     for run, said in ((lambda: FINDING, Said(finding=FINDING)), (no_engine, Said(cannot_run=NO_ENGINE))):
-        monkeypatch.setattr(measure, "SECTIONS", (section_of(run),))
-        assert measure.main(["one", str(tmp_path / "said.json"), "--quick"]) == 0
+        monkeypatch.setattr(sections, "SECTIONS", (section_of(run),))
+        assert sections.main(["one", str(tmp_path / "said.json"), "--quick"]) == 0
         assert msgspec.json.decode((tmp_path / "said.json").read_bytes(), type=Said) == said
 
 

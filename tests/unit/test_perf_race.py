@@ -11,8 +11,7 @@ import msgspec
 import pytest
 
 from perf import race as racing
-from perf.findings import CannotRun
-from perf.harness import Options
+from perf.harness import CannotRun, Options
 from perf.peers.race_round import (
     CpuClock,
     RaceRecord,
@@ -23,10 +22,9 @@ from perf.peers.race_round import (
     read_round,
     reward_of,
 )
-from perf.process_cpu import ProcessCpu, tree_cpu, tree_of
+from perf.processes import _tree_of, tree_cpu
+from perf.race import race_problems, serve_folder, with_tool_results
 from perf.race_figures import Entrant, Lap, race_finding
-from perf.race_node import race_problems
-from perf.race_policy import serve_folder, with_tool_results
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -162,11 +160,9 @@ def test_the_cpu_of_a_tree_has_what_ended_and_what_is_alive():
     own_s, children_s, machine_s = clock.read()
     assert children_s >= 0.1
     assert machine_s >= own_s + children_s - 0.05, "it counts in ticks"
-    processes = {
-        pid: ProcessCpu(parent=parent, own_s=1.0, ended_s=0.0) for pid, parent in ((2, 1), (3, 2), (4, 3), (5, 1))
-    }
-    assert sorted(tree_of(2, processes)) == [2, 3, 4]
-    assert tree_of(9, processes) == []
+    parents = {2: 1, 3: 2, 4: 3, 5: 1}
+    assert sorted(_tree_of([2], parents)) == [2, 3, 4]
+    assert _tree_of([9], parents) == []
 
 
 async def test_what_is_missing_is_said_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -174,8 +170,6 @@ async def test_what_is_missing_is_said_and_what_to_do(tmp_path: Path, monkeypatc
     monkeypatch.setattr(racing, "engine_python", lambda: tmp_path / "none")
     with pytest.raises(CannotRun, match="run `make engine`"):
         await racing.measure_race(options)
-    with pytest.raises(SystemExit, match="run `make engine`"):
-        await racing.race(options)
     for name in ("engine_python", "model_dir"):
         monkeypatch.setattr(racing, name, lambda: tmp_path)
     monkeypatch.setattr(racing, "trainer_python", lambda _: tmp_path / "none")

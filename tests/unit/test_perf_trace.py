@@ -6,9 +6,7 @@ import pytest
 
 from perf import trace
 from perf.project_tree import write_project
-from perf.trace import load_trace, report_of
-from perf.trace_figures import Answered, Step, figures_of, words_of
-from perf.trace_systems import FLOOR, FLOOR_AGAIN, OURS
+from perf.trace import FLOOR, FLOOR_AGAIN, OURS, Answered, Step, figures_of, load_trace, report_of, words_of
 
 if TYPE_CHECKING:
     from pathlib import Path

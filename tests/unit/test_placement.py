@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from perf.batch import PLACEMENTS
 from prorl_trio.inference.pool.placement import Placement
 from support.placed import add
 
@@ -193,7 +194,7 @@ def test_one_added_late_takes_its_share_and_is_not_flooded():
     """A and B have 20 tasks each. As they end, one after the other, their successors go to C until it has as many."""
     flooded = {}
     for strategy in ("least_in_flight", "assignments_ever"):
-        pool = Placement(Random(0), strategy=strategy)
+        pool = PLACEMENTS[strategy](Random(0))
         for url in (A, B):
             add(pool, url)
         running = [pool.assign(f"t{index}") for index in range(40)]
@@ -209,21 +210,19 @@ def test_one_added_late_takes_its_share_and_is_not_flooded():
 
 
 def test_the_strategies_to_compare_with():
-    pool = Placement(Random(0), strategy="round_robin")
+    pool = PLACEMENTS["round_robin"](Random(0))
     for url in (A, B, C):
         add(pool, url)
     turns = [pool.assign(f"t{index}").backend.url for index in range(9)]
     assert turns == turns[:3] * 3
     assert set(turns) == {A, B, C}
-    split = Placement(Random(0), 1, strategy="static_split")
+    split = PLACEMENTS["static_split"](Random(0), 1)
     for url in (A, B):
         add(split, url)
     assert [split.assign(f"t{index}").backend.url for index in range(4)] == [A, B, A, B]
-    ever = Placement(Random(0), strategy="assignments_ever")
+    ever = PLACEMENTS["assignments_ever"](Random(0))
     add(ever, A)
     for index in range(5):
         ever.release(ever.assign(f"t{index}"))
     add(ever, B)
     assert [ever.assign(f"u{index}").backend.url for index in range(5)] == [B] * 5
-    with pytest.raises(ValueError, match="no strategy 'best'; there are least_in_flight"):
-        Placement(Random(0), strategy="best")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_daemon.plain_text import MAX_LINE_CHARS, CommandOutput, PlainText
+from prorl_daemon.plain_text import MAX_LINE_CHARS, CommandOutput, PlainText
 
 CASES = [
     ("plain", "a\nb", "a\nb"),

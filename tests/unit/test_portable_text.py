@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc.envelope import encode_reply
-from ipc.file_calls import FileEdited
-from ipc.portable_text import portable_text
-from ipc.sandbox_calls import BashResult, CellError, CellResult, Display, ExecResult
+from prorl_ipc.file_calls import FileEdited
+from prorl_ipc.portable_text import portable_text
+from prorl_ipc.sandbox_calls import BashResult, CellError, CellResult, Display, ExecResult
+from prorl_ipc.wire import encode_reply
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import trio
 
-from ipc.sandbox_calls import Exec, ExecInputTaken, ExecResult
+from prorl_ipc.sandbox_calls import Exec, ExecInputTaken, ExecResult
 from prorl_trio.sandbox.program import Program
 from prorl_trio.types.errors import SandboxLost
 

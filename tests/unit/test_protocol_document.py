@@ -12,27 +12,41 @@ import msgspec
 import pytest
 from msgspec import inspect as shapes
 
-import ipc
-from ipc import arena_memory, arena_socket, arena_wire, file_calls, fork_calls, rpc, sandbox_calls, session, wire
-from ipc.channel import MAX_SOCKET_PATH_BYTES
-from ipc.envelope import encode_envelope
-from ipc.framing import encode_frame
-from ipc.websocket import CloseCode
-from prorl_trio.handlers.math import MathPayload
+import prorl_ipc
+from prorl_ipc import (
+    arena_memory,
+    arena_socket,
+    client,
+    file_calls,
+    handshake,
+    outbox,
+    sandbox_calls,
+    server,
+    session,
+    wire,
+)
+from prorl_ipc.channel import MAX_SOCKET_PATH_BYTES
+from prorl_ipc.framing import encode_frame
+from prorl_ipc.websocket import CloseCode
+from prorl_ipc.wire import encode_envelope
+from prorl_trio.client import BlockingClient, RolloutClient, backend_calls
+from prorl_trio.edges.backend_operations import TABLE
+from prorl_trio.edges.websocket import server as connection
 from prorl_trio.node import edges
-from prorl_trio.service.backend_operations import TABLE
-from prorl_trio.service.sessions import feed, observation
-from prorl_trio.service.websocket import connection
-from prorl_trio.types import backends, errors, trajectory
+from prorl_trio.sessions import feed, observation
+from prorl_trio.tasks.handlers.math import MathPayload
+from prorl_trio.types import backends, errors
+from prorl_trio.types import models as trajectory
 from prorl_trio.types.errors import ErrorCode, FailureCause, ServiceError
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, Status, TerminalStatus
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from prorl_trio.service.backend_operations import Row
+    from prorl_trio.edges.backend_operations import Row
 
-TEXT = (Path(ipc.__file__).parent / "PROTOCOL.md").read_text()
+VERBS = [name for name, verb in vars(backend_calls._BackendVerbs).items() if isinstance(verb, backend_calls._Verb)]
+TEXT = (Path(prorl_ipc.__file__).parents[1] / "PROTOCOL.md").read_text()
 
 
 def structs(module: ModuleType) -> list[type[msgspec.Struct]]:
@@ -43,11 +57,7 @@ def structs(module: ModuleType) -> list[type[msgspec.Struct]]:
     ]
 
 
-WIRE = [
-    struct
-    for module in (wire, sandbox_calls, file_calls, session, arena_wire, fork_calls)
-    for struct in structs(module)
-]
+WIRE = [struct for module in (wire, sandbox_calls, file_calls, session, arena_memory) for struct in structs(module)]
 
 
 @pytest.mark.parametrize("struct", [*WIRE, JobSpec, Outcome], ids=lambda s: s.__name__)
@@ -124,9 +134,17 @@ def test_every_field_of_what_the_backends_answer_is_described(struct: type[msgsp
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.request.operation)
-def test_each_operation_takes_and_returns_what_its_row_says(row: Row[Any]):
-    hints = inspect.get_annotations(row.call)
-    assert list(hints.values())[1:] == [row.request.__name__, row.request.answer.__name__]
+def test_each_operation_returns_what_its_type_says(row: Row[Any]):
+    (base,) = row.request.__orig_bases__
+    assert get_args(base) == (row.request.answer,)
+
+
+def test_every_request_has_a_row_and_every_client_a_method_of_its_own():
+    requests = {struct for struct in structs(backends) if hasattr(struct, "operation")}
+    assert {row.request for row in TABLE} == requests
+    for each in (RolloutClient, BlockingClient):
+        assert {vars(backend_calls._BackendVerbs)[name].__doc__ for name in VERBS} == {r.__doc__ for r in requests}
+        assert all(getattr(each, name) is vars(backend_calls._BackendVerbs)[name] for name in VERBS)
 
 
 def test_the_answers_of_engines_are_on_the_page():
@@ -271,7 +289,7 @@ def test_the_example_frame_is_what_we_send():
 def test_the_codes_are_described():
     codes = [
         code
-        for struct in (wire.Refused, session.SessionRefused, arena_wire.ArenaRefused)
+        for struct in (wire.Refused, session.SessionRefused, arena_memory.ArenaRefused)
         for code in get_args(get_type_hints(struct)["code"])
     ]
     assert {"token", "replaced"} <= set(codes)
@@ -283,17 +301,17 @@ def test_the_codes_are_described():
     [
         f"Sandbox RPC**, version {wire.PROTOCOL_VERSION}:",
         f"Trainer session**, version {session.SESSION_PROTOCOL_VERSION}:",
-        f"**Arena**, version {arena_wire.ARENA_PROTOCOL_VERSION}:",
+        f"**Arena**, version {arena_memory.ARENA_PROTOCOL_VERSION}:",
         f"layout version u32 = {arena_memory.ARENA_LAYOUT_VERSION}",
         f"frames of at most {arena_socket.MAX_FRAME_BYTES} bytes",
         f"{arena_socket.MAX_ARENA_READERS} readers (default)",
         f"{wire.MAX_FRAME_BYTES:,} bytes of payload",
         f"{session.MAX_MESSAGE_BYTES:,} bytes",
         f"at most {MAX_SOCKET_PATH_BYTES} bytes",
-        f"At most {rpc.MAX_CONCURRENT_CALLS} (default)",
-        f"waits {rpc.HANDSHAKE_TIMEOUT_S:g} s (default)",
-        f"to {rpc.CANCEL_GRACE_S:g} s for the answer",
-        f"at most {rpc.MAX_OUTBOX_BYTES // 2**20} MiB and one frame",
+        f"At most {server.MAX_CONCURRENT_CALLS} (default)",
+        f"waits {handshake.HANDSHAKE_TIMEOUT_S:g} s (default)",
+        f"to {client.CANCEL_GRACE_S:g} s for the answer",
+        f"at most {outbox.MAX_OUTBOX_BYTES // 2**20} MiB and one frame",
         f"{observation.MAX_OBSERVED_FRAMES:,} frames or {observation.MAX_OBSERVED_BYTES // 2**20} MiB",
         f"at most {feed.MAX_UNACKED_OUTCOMES} outcomes or {feed.MAX_UNACKED_BYTES // 2**20} MiB",
     ],

@@ -8,12 +8,11 @@ import pytest
 import trio
 
 from prorl_trio.config import SandboxConfig
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.sandbox.provider import ProviderReport, SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
 from prorl_trio.sandbox.providers.bubblewrap import MAX_OVERLAY_BYTES, BubblewrapProvider
-from prorl_trio.sandbox.providers.by_image import ByImage
-from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.sandbox.providers.registry import ByImage, choose_provider
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 from support.plugins import installer

@@ -8,8 +8,8 @@ import json
 
 import pytest
 
-from prorl_trio.client.task_sets import load_task_set, open_task_set
-from prorl_trio.client.task_sets.forms import FORMS
+from prorl_trio.tasks.sets import load_task_set, open_task_set
+from prorl_trio.tasks.sets.forms import FORMS
 from prorl_trio.types.errors import ConfigError
 
 VERL = {
@@ -275,7 +275,7 @@ def ids(table):
 def load(tmp_path, monkeypatch):
     """Load one row, without grading gold answers."""
     monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("prorl_trio.client.task_sets.task_checks._check_golds", lambda tasks: {})
+    monkeypatch.setattr("prorl_trio.tasks.sets.task_checks._check_golds", lambda tasks: {})
 
     def load(row):
         path = tmp_path / "rows.jsonl"

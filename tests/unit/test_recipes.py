@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from launch.image_commands import image as command
-from launch.progress import SetupError
-from launch.recipes import convert_recipe, definition_of
+from prorl_launch.image_commands import image as command
+from prorl_launch.progress import SetupError
+from prorl_launch.recipes import convert_recipe, definition_of
 
 FULL = """\
 # syntax=docker/dockerfile:1

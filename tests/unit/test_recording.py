@@ -9,17 +9,17 @@ import pytest
 from rich.console import Console
 
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client.msgpack_length import length_of
-from prorl_trio.client.recording import (
+from prorl_trio.runs.recording import (
     OutcomeFile,
     RunInfo,
+    length_of,
     read_outcomes,
     read_run_info,
     run_folder,
     summarise,
     write_json,
 )
-from prorl_trio.client.report import (
+from prorl_trio.runs.report import (
     errors,
     group_table,
     outcome_list,

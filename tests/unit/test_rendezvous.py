@@ -6,14 +6,17 @@ import errno
 import os
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
 
 from prorl_trio.rendezvous import folder as folder_module
+from prorl_trio.rendezvous import head as head_module
 from prorl_trio.rendezvous import watch as watch_module
-from prorl_trio.rendezvous.entry import Capacity, NodeEntry, slurm_step
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry, has_ended, slurm_step, this_process
 from prorl_trio.rendezvous.folder import (
+    HEAD_FILE,
     claim_folder,
     read_entry,
     remove_entry,
@@ -21,9 +24,11 @@ from prorl_trio.rendezvous.folder import (
     require_folder,
     write_entry,
 )
-from prorl_trio.rendezvous.identity import has_ended, this_process
+from prorl_trio.rendezvous.head import renew_head
+from prorl_trio.rendezvous.report import look_at_fleet
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError
+from support.fleet_head import head_entry
 
 SECOND_NS = 1_000_000_000
 
@@ -312,3 +317,23 @@ def test_slurm_is_read_from_the_environment():
     unlimited = slurm_step({**environment, "SLURM_JOB_END_TIME": "Unknown"})
     assert unlimited is not None
     assert unlimited.end_time == 0
+
+
+def test_a_report_tells_whether_the_head_lives_and_no_token(fleet, monkeypatch):
+    assert look_at_fleet(fleet).head is None
+    write_entry(fleet, entry_of())
+    entry = head_entry("ws://10.0.0.1:1")
+    renew_head(fleet, None, entry)
+    told = look_at_fleet(fleet)
+    assert (told.head["life"], told.head["url"], told.nodes["n1"]["life"]) == ("live", "ws://10.0.0.1:1", "live")
+    assert "token" not in told.head
+    assert "token" not in told.nodes["n1"]
+    long_ago_s = time.time() - 2 * entry.stale_after_s
+    os.utime(fleet / HEAD_FILE, (long_ago_s, long_ago_s))
+    assert look_at_fleet(fleet).head["life"] == "stale"
+    monkeypatch.setattr(head_module, "has_ended", lambda process: True)
+    assert look_at_fleet(fleet).head["life"] == "ended"
+    (fleet / HEAD_FILE).write_text("{")
+    told = look_at_fleet(fleet)
+    assert told.head is None
+    assert "no whole entry" in told.broken[str(fleet / HEAD_FILE)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prorl_trio.grading.reward_file import parse_rewards
+from prorl_trio.tasks.grading.reward_file import parse_rewards
 
 UNREADABLE = {
     "endless nesting": ("reward.json", b"[" * 60_000),

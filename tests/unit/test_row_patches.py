@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from prorl_trio.grading.row_patches import forms_of_patch, read_patch
+from prorl_trio.tasks.grading.row_patches import forms_of_patch, read_patch
 
 OLD = "one\ntwo\n\n\nfive\nsix\n\n"
 BODY = "@@ -1,7 +1,8 @@\n one\n-two\n+2\n+2.5\n \n \n five\n six\n \n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from prorl_trio.client.sampling import GroupRules, JobTemplate
-from prorl_trio.client.sampling.events import Advanced, Arrived, Confirmed, GivenAgain, Opened, Returned, Taken
-from prorl_trio.client.sampling.sampler import GroupSampler
+from prorl_trio.sampling import GroupRules, JobTemplate
+from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Advanced, Arrived, Confirmed, GivenAgain, Opened, Returned, Taken
 from support.sampled import make_rollout, make_task
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prorl_trio.client.sampling import GroupRules, JobTemplate, ManifestLine
-from prorl_trio.client.sampling import journal as journal_module
-from prorl_trio.client.sampling.events import Advanced, Arrived, Opened, Taken
-from prorl_trio.client.sampling.journal import (
+from prorl_trio.sampling import GroupRules, JobTemplate, ManifestLine
+from prorl_trio.sampling import journal as journal_module
+from prorl_trio.sampling.journal import (
     HISTORY_BYTES,
     JOURNAL,
     MANIFEST,
@@ -23,7 +22,8 @@ from prorl_trio.client.sampling.journal import (
     _record,
     read_session_id,
 )
-from prorl_trio.client.sampling.sampler import GroupSampler
+from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from prorl_trio.types.errors import ConfigError
 from support.sampled import make_failure, make_rollout, make_task
 
@@ -148,7 +148,7 @@ class Power:
 
 
 def test_what_was_taken_note_of_is_there_after_a_loss_of_power(tmp_path, monkeypatch):
-    monkeypatch.setattr("prorl_trio.client.sampling.journal.HISTORY_BYTES", 2_000)
+    monkeypatch.setattr("prorl_trio.sampling.journal.HISTORY_BYTES", 2_000)
     power = Power(tmp_path / "run", monkeypatch)
     world = World(tmp_path / "run")
     found, anew = [], 0
@@ -194,7 +194,7 @@ def test_damage_is_told_from_a_kill(whole, tmp_path):
 
 
 def test_it_is_written_anew_when_it_is_mostly_history(tmp_path, monkeypatch):
-    monkeypatch.setattr("prorl_trio.client.sampling.journal.HISTORY_BYTES", 2_000)
+    monkeypatch.setattr("prorl_trio.sampling.journal.HISTORY_BYTES", 2_000)
     assert HISTORY_BYTES > 1_000_000
     world = World(tmp_path)
     anew = 0
@@ -289,7 +289,7 @@ def test_a_folder_is_one_trainers(tmp_path):
 
 def test_another_format_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr("prorl_trio.client.sampling.journal.FORMAT", 2)
+        patched.setattr("prorl_trio.sampling.journal.FORMAT", 2)
         World(tmp_path).journal.close()
     with pytest.raises(ConfigError, match="has format 2, and this version reads 1"):
         SamplerJournal(tmp_path)

@@ -8,12 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from prorl_trio.client.sampling import GroupRules, JobTemplate, NothingToLearn
-from prorl_trio.client.sampling.admission import capacity, expected_share, groups_wanted, keeps_deadlines, pick
-from prorl_trio.client.sampling.durations import WINDOW, keep_latest, ks_distance
-from prorl_trio.client.sampling.events import Advanced, Arrived, Opened, Taken
-from prorl_trio.client.sampling.sampler import GroupSampler
-from prorl_trio.client.sampling.tasks import instance_source
+from prorl_trio.sampling import GroupRules, JobTemplate, NothingToLearn
+from prorl_trio.sampling.accounts import WINDOW, keep_latest, ks_distance
+from prorl_trio.sampling.admission import capacity, expected_share, groups_wanted, keeps_deadlines, pick
+from prorl_trio.sampling.opening import instance_source
+from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from support.sampled import make_rollout, make_task
 
 

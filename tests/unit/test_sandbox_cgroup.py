@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.limits import SandboxLimits
+from prorl_ipc.limits import SandboxLimits
 from prorl_trio.sandbox import reaper
 from prorl_trio.sandbox.limits.cgroup import CONTROLLERS, CgroupSite, find_site, open_cgroup
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers import start
-from prorl_trio.sandbox.providers.process import ProcessProvider
+from prorl_trio.sandbox.providers.registry import ProcessProvider
 from prorl_trio.types.errors import SandboxUnavailable
 from support.skips import because
 

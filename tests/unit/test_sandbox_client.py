@@ -9,9 +9,10 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
-from ipc.rpc import CallError, open_rpc_client, serve_rpc
-from ipc.sandbox_calls import BashRun, Exec, ExecResult, Ping, Pong, SandboxCall
+from prorl_ipc.client import open_rpc_client
+from prorl_ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
+from prorl_ipc.sandbox_calls import BashRun, Exec, ExecResult, Ping, Pong, SandboxCall
+from prorl_ipc.server import CallError, serve_rpc
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.sandbox import FILE_PIECE_BYTES, MAX_OUTPUT_BYTES
 from prorl_trio.types.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable

@@ -25,5 +25,5 @@ def test_the_daemon_is_compiled_as_python_does_it_and_without_a_file(tmp_path, m
     assert ours[:16] == theirs[:16]
     assert marshal.loads(ours[16:]) == marshal.loads(theirs[16:])
     names = [name for name, _ in runtime._daemon_files.__wrapped__()]
-    assert "sandbox_daemon/__main__.py" in names
+    assert "prorl_daemon/__main__.py" in names
     assert sum(name.endswith(".pyc") for name in names) == len(names) / 2

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from ipc.errors import CallFailed
-from ipc.sandbox_calls import BashRun, Exec, Ping
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.sandbox_calls import BashRun, Exec, Ping
 from prorl_trio.sandbox.use import Use, is_spoilt
 from prorl_trio.types.errors import BackendError, SandboxCallFailed, SandboxLost
 

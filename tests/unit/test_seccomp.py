@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_daemon import seccomp
-from sandbox_daemon.seccomp import ALLOW, ERROR, KILL_PROCESS, assemble, filter_end, filter_program
-from sandbox_daemon.syscall_rules import ABSENT, ARCHITECTURES, FOR_ADMINISTRATORS, rules
+from prorl_daemon import seccomp
+from prorl_daemon.seccomp import ALLOW, ERROR, KILL_PROCESS, assemble, filter_end, filter_program
+from prorl_daemon.syscall_rules import ABSENT, ARCHITECTURES, FOR_ADMINISTRATORS, rules
 
 DAEMON = 7
 KEY = (0x1122334455667788, 0x99AABBCCDDEEFF00)
@@ -170,7 +170,7 @@ def test_only_the_daemon_has_a_key_to_limits(machine):
 
 def test_no_other_process_than_the_daemon_ever_has_a_key_in_its_memory():
     program = (
-        "import os\nfrom sandbox_daemon import seccomp\nos.urandom = seccomp.with_key = None\n"
+        "import os\nfrom prorl_daemon import seccomp\nos.urandom = seccomp.with_key = None\n"
         "seccomp.confine(daemon_pid=os.getppid(), guarded=True)\nassert seccomp._prlimit is None"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

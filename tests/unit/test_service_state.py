@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from ipc.session import OutcomeFrame
-from prorl_trio.service.sessions.feed import Feed
-from prorl_trio.service.sessions.jobs import encode_outcome
-from prorl_trio.service.sessions.outcome_log import OutcomeLog
+from prorl_ipc.session import OutcomeFrame
+from prorl_trio.sessions.encoding import encode_outcome
+from prorl_trio.sessions.feed import Feed
+from prorl_trio.sessions.outcome_log import OutcomeLog
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Outcome
 from support.fake_node import make_outcome, make_spec

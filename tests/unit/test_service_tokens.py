@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ipc import handshake
-from ipc.handshake import token_matches
+from prorl_ipc import handshake
+from prorl_ipc.handshake import token_matches
 from prorl_trio.config import ListenConfig
 from prorl_trio.config.secrets import agreed_token, check_token, load_token, read_token_file
-from prorl_trio.service.auth import Door
-from prorl_trio.service.tls import load_tls
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.tcp import load_tls
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:

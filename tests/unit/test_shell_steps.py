@@ -9,11 +9,11 @@ import zlib
 import msgspec
 import pytest
 
-from ipc.file_calls import TreeEntry
-from prorl_trio.handlers.shell import artifacts
-from prorl_trio.handlers.shell.artifacts import pack, unpack
-from prorl_trio.handlers.shell.payload import read_payload
-from prorl_trio.handlers.shell.steps import Progress, StepRecord, reward_of
+from prorl_ipc.file_calls import TreeEntry
+from prorl_trio.tasks.handlers.shell import artifacts
+from prorl_trio.tasks.handlers.shell.artifacts import pack, unpack
+from prorl_trio.tasks.handlers.shell.payload import read_payload
+from prorl_trio.tasks.handlers.shell.steps import Progress, StepRecord, reward_of
 from prorl_trio.types.errors import EvaluationError, MalformedJob, NotRestorable
 
 VERIFIER = {"files": {"/tests/test.sh": {"content": ""}}, "separate": True}

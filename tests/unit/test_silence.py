@@ -8,7 +8,7 @@ import sys
 import pytest
 import trio
 
-from ipc.client import SILENCE_S
+from prorl_ipc.client import SILENCE_S
 from prorl_trio.sandbox import silence as module
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.silence import Silence

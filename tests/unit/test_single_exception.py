@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import trio
 
-from ipc.nursery import single_exception
+from prorl_ipc.nursery import single_exception
 
 
 async def fail(error: BaseException) -> None:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from launch.slurm import doctor
+from prorl_launch.slurm import doctor
 
 SCONTROL = """#!/bin/sh
 cat <<END

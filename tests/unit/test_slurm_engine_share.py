@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from launch.slurm.engine_share import engines_of_node
+from prorl_launch.slurm.commands import engines_of_node
 
 NODES = ["n1", "n2", "n3", "n4"]
 

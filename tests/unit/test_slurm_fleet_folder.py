@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from launch.slurm.fleet_folder import open_fleet_folder, read_job, remove_ended, write_job
-from prorl_trio.rendezvous.entry import Capacity, NodeEntry, SlurmStep
+from prorl_launch.slurm.fleet_folder import open_fleet_folder, read_job, remove_ended, write_job
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry, SlurmStep, this_process
 from prorl_trio.rendezvous.folder import write_entry
-from prorl_trio.rendezvous.identity import this_process
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.slurm.local_folder import LONGEST_FOLDER_BYTES, find_local_folder, local_folder_problem
-from launch.slurm.node_file import MachineFacts, node_config, read_config
-from prorl_trio.config import NodeConfig
+from prorl_launch.slurm.fleet_folder import LONGEST_FOLDER_BYTES, find_local_folder, local_folder_problem
+from prorl_launch.slurm.node_file import MachineFacts, head_config, node_config, read_config
+from prorl_trio.config import HeadConfig, NodeConfig
 from prorl_trio.types.errors import ConfigError
 
 ENV = {"SLURM_JOB_ID": "17", "SLURM_NODEID": "3"}
@@ -23,7 +23,6 @@ def test_the_machine_adds_its_name_address_and_fleet():
         "node_id": "slurm-17-3",
         "model": {"path": "/m"},
         "listen": {"host": "10.0.0.3", "port": 0, "unix_socket": ""},
-        "rest": {"host": "10.0.0.3", "port": 0},
         "fleet": {"dir": "/shared/f"},
         "ledger": {"dir": "/tmp/t/ledger"},
     }
@@ -97,6 +96,18 @@ def test_what_is_made_is_a_node_toml():
 def test_a_loopback_address_would_be_no_use_to_other_machines():
     made = node_config({"listen": {"host": "127.0.0.1"}}, MACHINE, ENV)
     assert made["listen"]["host"] == "10.0.0.3"
+
+
+def test_a_head_is_reached_from_other_machines_and_its_next_start_finds_its_jobs():
+    common = {"listen": {"token": "secret", "port": 8000, "host": "127.0.0.1"}, "stages": {"run_workers": 4}}
+    made = head_config(common, {}, MACHINE)
+    config = msgspec.convert(made, HeadConfig)
+    assert (config.listen.host, config.listen.port, config.listen.token) == (MACHINE.address, 0, "secret")
+    assert (config.fleet.dir, config.ledger.dir) == (MACHINE.fleet_dir, f"{MACHINE.fleet_dir}/head")
+    own = {"ledger": {"dir": "/elsewhere"}, "listen": {"port": 9, "host": "0.0.0.0"}, "member_timeout_s": 7.0}
+    config = msgspec.convert(head_config(common, own, MACHINE), HeadConfig)
+    assert (config.ledger.dir, config.listen.host, config.listen.port) == ("/elsewhere", "0.0.0.0", 9)
+    assert config.member_timeout_s == 7.0
 
 
 def test_a_broken_file_is_named(tmp_path):

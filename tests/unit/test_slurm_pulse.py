@@ -9,9 +9,9 @@ import time
 import pytest
 import trio
 
-from ipc.clock import RunningClock
-from launch.slurm.leash import _without
-from launch.slurm.pulse import JobRun, Pulse, PulseRules, ask_slurmctld, machines_of, seconds_of, with_times
+from prorl_ipc.clock import RunningClock
+from prorl_launch.slurm.leash import _without
+from prorl_launch.slurm.pulse import JobRun, Pulse, PulseRules, ask_slurmctld, machines_of, seconds_of, with_times
 
 RUN = JobRun("17", 1)
 LIVE = "17|RUNNING|1|n1,n2|"
@@ -182,7 +182,7 @@ SAID = {"ended": "all 1 tasks have ended", "over": "is over", "asked": "SIGUSR1"
 @pytest.mark.parametrize("ready", SAID)
 async def test_an_srun_that_waits_for_what_has_ended_is_ended(tmp_path, monkeypatch, capsys, ready):
     for name in ("_SRUN_END_S", "_TASKS_END_S"):
-        monkeypatch.setattr(f"launch.slurm.pulse.{name}", 0.2)
+        monkeypatch.setattr(f"prorl_launch.slurm.pulse.{name}", 0.2)
     answer = "" if ready == "over" else LIVE
     command = {"ended": f"touch {tmp_path}/ended/0", "over": "true", "asked": "kill -USR1 $PPID"}[ready]
     with trio.fail_after(10):

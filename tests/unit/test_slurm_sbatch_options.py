@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.slurm.sbatch_options import check_options
+from prorl_launch.slurm.commands import check_options
 from prorl_trio.types.errors import ConfigError
 
 OURS = ["--requeue", "--output=/f/%j.log"]

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_lines
+from prorl_launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_lines
 
 
 def plan(**changes):
@@ -41,6 +41,12 @@ def test_options_of_the_user_come_last_so_that_they_overrule_ours():
     assert lines[1 : 1 + len(options)] == options, "sbatch reads none after the first command"
 
 
+def test_the_head_gets_its_own_settings_where_there_are_some():
+    words = "slurm head --fleet=/shared/fleet --config=/shared/node.toml"
+    assert f"{words} &" in batch_script(plan())
+    assert f"{words} --head-config=/shared/head.toml &" in batch_script(plan(head_file="/shared/head.toml"))
+
+
 def test_a_machine_that_fails_takes_no_other_with_it():
     script = batch_script(plan())
     assert "--kill-on-bad-exit=0 --no-kill --wait=0" in script
@@ -54,7 +60,7 @@ def test_a_warning_makes_the_file_that_drains_the_nodes_and_a_second_changes_not
     assert "--drain-s=40" in script.partition("slurm node ")[2]
     assert '--drain-file="$drain"' in script
     (tmp_path / "slurm").mkdir()
-    head, _, _ = script.partition("# A task a machine")
+    head, _, _ = script.partition("# The head of the fleet")
     told = f"{head}\nkill -TERM $$; kill -TERM $$; echo ${{SQUEUE_PARTITION-unset}} ${{SCANCEL_STATE-unset}}"
     env = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SQUEUE_PARTITION": "gpu", "SCANCEL_STATE": "PENDING"}
     done = subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=True, env={**os.environ, **env})
@@ -65,7 +71,7 @@ def test_a_warning_makes_the_file_that_drains_the_nodes_and_a_second_changes_not
 def test_an_export_of_sbatchs_keeps_nothing_from_the_tasks():
     for engine in (None, EnginePlan(command="serve"), EnginePlan(command="serve", machines=2)):
         script = batch_script(plan(engine=engine, sbatch=["--export=NONE"]))
-        assert script.count(" --export=ALL ") == script.count("\n    srun ") == (2 if engine else 1)
+        assert script.count(" --export=ALL ") == script.count("\n    srun ") == (3 if engine else 2)
 
 
 def test_a_percent_sign_in_the_folders_name_is_none_of_sbatchs_patterns():
@@ -84,8 +90,8 @@ def test_engines_beside_the_nodes_are_a_step_of_the_same_machines():
     script = batch_script(plan(engine=EnginePlan(command="vllm serve 'a b'", port=9000)))
     assert "hetjob" not in script
     assert "het-group" not in script
-    assert script.index("slurm run --ignore-term") < script.index("slurm node"), "only engines outlive a drain"
-    assert script.count("--ignore-term") == 1
+    assert script.rindex("slurm run --ignore-term") < script.index("slurm node"), "engines and the head outlive a drain"
+    assert script.count("--ignore-term") == 2
     assert '--engines="$engine_machines" --machines="$node_machines" --engine-ports="$ports"' in script
     assert 'slurm engine --folder="$ports" --port=9000 --' in script
     assert script.index('mkdir -p -m 700 "$ports"') < script.index("slurm engine") < script.index('rm -rf "$ports"')
@@ -136,11 +142,11 @@ def test_steps_have_the_cpus_that_the_job_has_for_a_task(tmp_path, name):
     """Run the script with programs in place of its own that print what srun would take."""
     engine, told, wanted = CPUS[name]
     program = tmp_path / "prorl-trio"
-    # The nodes' end ends the engines: they end when the engines have said what they would take.
+    # The nodes' end ends the rest: they end when all have said what they would take.
     program.write_text(
         '#!/bin/sh\n[ "$2" = pulse ] || exit 0\n'
-        f'[ "$3" = --name=engines ] || until [ -e {tmp_path}/told ]; do sleep 0.01; done\n'
-        f'echo "$3 ${{SRUN_CPUS_PER_TASK-}}"; : >{tmp_path}/told\n'
+        f'echo "$3 ${{SRUN_CPUS_PER_TASK-}}"; : >{tmp_path}/told$3; [ "$3" = --name=nodes ] || exit 0\n'
+        f"until [ -e {tmp_path}/told--name=engines ] && [ -e {tmp_path}/told--name=head ]; do sleep 0.01; done\n"
     )
     for name in ("scontrol", "squeue"):
         (tmp_path / name).write_text("#!/bin/sh\n")
@@ -156,7 +162,9 @@ def test_steps_have_the_cpus_that_the_job_has_for_a_task(tmp_path, name):
     )
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **told}
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=env)
-    assert sorted(done.stdout.splitlines()) == [f"--name=engines {wanted[0]}", f"--name=nodes {wanted[1]}"]
+    engines, nodes = wanted
+    steps = [f"--name=engines {engines}", f"--name=head {nodes}", f"--name=nodes {nodes}"]
+    assert sorted(done.stdout.splitlines()) == steps
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ async def test_while_the_machine_can_start_none_jobs_wait(failure, autojump_cloc
             nursery.start_soon(open_one)
         await trio.sleep(600)
         assert opened == []
-        assert host.paused
+        assert host.why_paused
         assert host.statistics()["starts_paused"] == host.statistics()["start_pauses_total"] == 1
         asked = machine.asked_total
         await trio.sleep(300)
@@ -98,7 +98,7 @@ async def test_while_the_machine_can_start_none_jobs_wait(failure, autojump_cloc
         machine.refuse = lambda _spec: None
         await trio.sleep(31)
         assert len(opened) == 50
-        assert not host.paused
+        assert not host.why_paused
         assert host.statistics()["starts_paused"] == 0
     assert caplog.text.count("starts pause until a trial start succeeds") == 1
     assert caplog.text.count("sandboxes can be started again") == 1
@@ -111,7 +111,7 @@ async def test_a_machine_that_never_started_one_is_waited_for_as_well(failure, a
     async with open_sandbox_host(machine) as host, trio.open_nursery() as nursery:
         nursery.start_soon(host.open, SPEC)
         await trio.sleep(100)
-        assert host.paused
+        assert host.why_paused
         machine.refuse = lambda _spec: None
         await trio.sleep(60)
         assert host.statistics()["live"] == 1
@@ -126,7 +126,7 @@ async def test_whatever_a_start_raises_is_the_failure_of_that_start(failure, aut
             with pytest.raises(SandboxUnavailable) as caught:
                 await host.open(ODD)
             assert caught.value.cause == "sandbox"
-            assert not host.paused, proven
+            assert not host.why_paused, proven
             await (await host.open(SPEC)).aclose()
 
 
@@ -211,7 +211,7 @@ async def test_warm_sandboxes_are_handed_out_and_none_is_started_in_a_pause(auto
             with trio.fail_after(1):
                 await host.open(SPEC)
         await trio.sleep(10)
-        assert host.paused
+        assert host.why_paused
         failed = host.statistics()["failed_total"]
         await trio.sleep(600)
         assert host.statistics()["failed_total"] == failed
@@ -234,7 +234,7 @@ async def test_a_proven_image_that_was_removed_proves_nothing():
         machine.refuse = broken(SandboxUnavailable("no image at all"))
         with trio.fail_after(60), pytest.raises(SandboxUnavailable, match="no image at all"):
             await host.open(ODD)
-        assert not host.paused
+        assert not host.why_paused
 
 
 async def test_no_budget_is_charged_for_a_pause(autojump_clock):
@@ -271,7 +271,7 @@ async def test_trials_go_on_after_an_error_of_their_own(autojump_clock, monkeypa
         machine.refuse = broken(FULL)
         nursery.start_soon(host.open, SPEC)
         await trio.sleep(60)
-        assert host.paused
+        assert host.why_paused
         machine.refuse = lambda _spec: None
         await trio.sleep(60)
         assert host.statistics()["live"] == 1

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from prorl_trio.handlers.stem.choice import read_choice
-from prorl_trio.handlers.stem.generated import may_be_evaluated
-from prorl_trio.handlers.stem.quantity import Quantity, read_number, read_quantities
-from prorl_trio.handlers.stem.scorer import check_gold, score
-from prorl_trio.handlers.stem.short_answer import compare_short_answer, normalise
+from prorl_trio.tasks.handlers.stem.choice import read_choice
+from prorl_trio.tasks.handlers.stem.generated import may_be_evaluated
+from prorl_trio.tasks.handlers.stem.quantity import Quantity, read_number, read_quantities
+from prorl_trio.tasks.handlers.stem.scorer import check_gold, score
+from prorl_trio.tasks.handlers.stem.short_answer import compare_short_answer, normalise
 from support.stem_tables import CHOICES, QUANTITIES, TEXTS, UNITS
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from prorl_trio.handlers.stem.scorer import score
+from prorl_trio.tasks.handlers.stem.scorer import score
 from support.answer_tables import mismatches, read_table
 
 if TYPE_CHECKING:

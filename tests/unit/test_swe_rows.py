@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.swe_commands import read_command
-from prorl_trio.client.task_sets.swe_tests import read_eval_script
-from prorl_trio.handlers.swe import SweHandler, SwePayload
+from prorl_trio.tasks.handlers.swe import SweHandler, SwePayload
+from prorl_trio.tasks.sets import load_task_set
+from prorl_trio.tasks.sets.swe_rows import read_command, read_eval_script
 from prorl_trio.types.errors import ConfigError
 
 PATCH = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n@@ -1 +1 @@\n-x\n+y\n"

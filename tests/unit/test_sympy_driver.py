@@ -78,7 +78,7 @@ def test_each_test_is_reported_by_the_name_of_its_function(tmp_path):
     for folder in ("sympy", "sympy/testing"):  # else an installed SymPy would come first
         (tmp_path / folder / "__init__.py").write_text("")
     (tmp_path / "sympy" / "testing" / "runtests.py").write_text(RUNTESTS)
-    (tmp_path / "drivers").symlink_to(str(files("prorl_trio.grading") / "drivers"))
+    (tmp_path / "drivers").symlink_to(str(files("prorl_trio.tasks.grading") / "drivers"))
     start = "from drivers.sympy_run import main; main()"
     argv = [sys.executable, "-c", start, "report.jsonl", "0.3", "sympy/a/tests/test_a.py"]
     done = subprocess.run(

@@ -7,10 +7,10 @@ import zipfile
 import msgspec
 import pytest
 
-from prorl_trio.client.task_sets import load_task_set
-from prorl_trio.client.task_sets.competition import COMPMATH
-from prorl_trio.handlers.math import MathHandler
-from prorl_trio.handlers.stem.payload import read_payload
+from prorl_trio.tasks.handlers.math import MathHandler
+from prorl_trio.tasks.handlers.stem.payload import read_payload
+from prorl_trio.tasks.sets import load_task_set
+from prorl_trio.tasks.sets.math_rows import COMPMATH
 from prorl_trio.types.errors import ConfigError
 
 

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-import launch
+import prorl_launch
 import prorl_trio
-from ipc.portable_text import printable, printable_json
-from launch import commands, progress
-from launch.doctor import Check, Report
+from prorl_ipc.portable_text import printable, printable_json
+from prorl_launch import commands, progress
+from prorl_launch.doctor import Check, Report
 from prorl_trio import cli
-from prorl_trio.client import report
 from prorl_trio.client.terminal import Console, one_line, say, say_json
 from prorl_trio.observe.logs import open_logging
+from prorl_trio.runs import report
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome, Segment, Timing, ToolCall, Trajectory, Turn
 
@@ -39,20 +39,20 @@ HOSTILE = (
 CONTROLS = {"\n"}
 OUTSIDE = {
     "cli/__init__.py": "the commands' own error, made printable there",
-    "client/progress.py": "the pager gets what the console has printed",
+    "runs/progress.py": "the pager gets what the console has printed",
     "client/terminal.py": "the way itself",
     "config/reference.py": "writes the reference's own text",
-    "grading/drivers": "programs inside of sandboxes",
+    "tasks/grading/drivers": "programs inside of sandboxes",
     "sandbox/images/pull.py": "frames to the node",
     "observe/logs.py": "formatters make records printable",
-    "client/task_sets/task_checks.py": "a bar without words of others",
-    "launch/bundle.py": "words of its own, without any package",
-    "launch/slurm/commands.py": "the batch script, exactly, for a file",
-    "launch/image_commands.py": "a definition file, exactly, for a file",
-    "launch/slurm/pulse.py": "words of its own, without any package",
-    "launch/slurm/leash.py": "words of its own, without any package",
-    "launch/supervisor.py": "words of its own, without any package",
-    "launch/progress.py": "made printable there, without any package",
+    "tasks/sets/task_checks.py": "a bar without words of others",
+    "prorl_launch/bundle.py": "words of its own, without any package",
+    "prorl_launch/slurm/commands.py": "the batch script, exactly, for a file",
+    "prorl_launch/image_commands.py": "a definition file, exactly, for a file",
+    "prorl_launch/slurm/pulse.py": "words of its own, without any package",
+    "prorl_launch/slurm/leash.py": "words of its own, without any package",
+    "prorl_launch/supervisor.py": "words of its own, without any package",
+    "prorl_launch/progress.py": "made printable there, without any package",
 }
 """Where something is printed in another way than by `client.terminal`, and why that is fine."""
 
@@ -269,7 +269,7 @@ def _printing(tree):
 def test_everything_is_printed_in_one_way():
     """A new command that prints by itself has to say here why it may."""
     found = set()
-    for package in (prorl_trio, launch):
+    for package in (prorl_trio, prorl_launch):
         root = Path(package.__file__).parent
         for path in root.rglob("*.py"):
             tree = ast.parse(path.read_text())
@@ -278,6 +278,6 @@ def test_everything_is_printed_in_one_way():
                     node.body = []
             if any(_printing(tree)):
                 name = path.relative_to(root if package is prorl_trio else root.parent).as_posix()
-                found.add("grading/drivers" if name.startswith("grading/drivers/") else name)
+                found.add("tasks/grading/drivers" if name.startswith("tasks/grading/drivers/") else name)
     assert found <= set(OUTSIDE), "use client.terminal"
     assert set(OUTSIDE) - found == set(), "no longer needed here"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from prorl_trio.client.weights.check import check_folder
-from prorl_trio.client.weights.model_folder import INDEX, ModelFolder
-from prorl_trio.client.weights.tied import lacks_head, link_with_head
+from prorl_trio.weights.check import check_folder
+from prorl_trio.weights.model_folder import INDEX, ModelFolder
+from prorl_trio.weights.source import lacks_head, link_with_head
 from support.tiny_weights import make_model, tensors
 
 EMBEDDING = "model.embed_tokens.weight"

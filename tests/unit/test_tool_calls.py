@@ -7,12 +7,8 @@ import time
 
 import pytest
 
-from prorl_trio.chat.tool_calls import (
-    MAX_ARGUMENT_NESTING,
-    MAX_TOOL_CALLS_PER_TURN,
-    parse_tool_calls,
-    parse_turn,
-)
+from prorl_trio.chat.families.call_values import MAX_ARGUMENT_NESTING
+from prorl_trio.chat.tool_calls import MAX_TOOL_CALLS_PER_TURN, parse_tool_calls, parse_turn
 from prorl_trio.types.models import ToolCall
 
 TOOLS = {"ipython", "finish"}

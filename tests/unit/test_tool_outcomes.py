@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import trio
 
-from ipc.errors import CallFailed, FrameTooLarge
+from prorl_ipc.errors import CallFailed, FrameTooLarge
 from prorl_trio.sandbox.sandbox import ShellBusy
 from prorl_trio.testing.fake_sandbox import FakeSandbox
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, Observation, Tool, ToolSet, base

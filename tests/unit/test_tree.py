@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ipc.file_calls import TreeContent, TreeEntry
-from ipc.tree import TreeLimits, TreeRefused, link_stays_inside, split_path
-from ipc.tree_reader import TreeReader
-from ipc.tree_writer import TreeWriter
+from prorl_ipc.file_calls import TreeContent, TreeEntry
+from prorl_ipc.tree import TreeLimits, TreeRefused, link_stays_inside, split_path
+from prorl_ipc.tree_reader import TreeReader
+from prorl_ipc.tree_writer import TreeWriter
 
 MIB = 1024 * 1024
 LIMITS = TreeLimits()

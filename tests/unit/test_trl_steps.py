@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prorl_trio.client.sampling.events import Advanced, Arrived, Opened, Taken
-from prorl_trio.client.sampling.rules import JobTemplate
-from prorl_trio.client.sampling.sampler import GroupSampler
 from prorl_trio.integrations.trl import async_worker
-from prorl_trio.integrations.trl.async_worker import RolloutWorker
-from prorl_trio.integrations.trl.steps import group_rules, rows_per_update
+from prorl_trio.integrations.trl.async_worker import RolloutWorker, group_rules, rows_per_update
+from prorl_trio.sampling.rules import JobTemplate
+from prorl_trio.sampling.sampler import GroupSampler
+from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
 from support.trl_arguments import async_arguments

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from ipc.turnstile import TASKS_A_PASS, pass_turnstile
+from prorl_ipc.turnstile import TASKS_A_PASS, pass_turnstile
 
 TASKS = 10 * TASKS_A_PASS + 3
 

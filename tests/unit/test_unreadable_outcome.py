@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ipc.session import OutcomeFrame, OutcomeRefFrame
+from prorl_ipc.session import OutcomeFrame, OutcomeRefFrame
 from prorl_trio.client.client import RolloutClient
 from prorl_trio.client.state import ClientState
 from prorl_trio.types.errors import ProtocolError

@@ -6,9 +6,8 @@ import pytest
 import trio
 import trio.testing
 
-from prorl_trio.sandbox.host import TRIAL_DELAY_S, open_sandbox_host
+from prorl_trio.sandbox.host import TRIAL_DELAY_S, StartGates, open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.start_gates import StartGates
 from prorl_trio.sandbox.warm_pool import REFILL_BACKOFF_S, WarmLimits
 from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.types.errors import SandboxUnavailable
@@ -190,7 +189,7 @@ async def test_a_failed_start_in_advance_reaches_nobody_and_is_tried_again(autoj
         await stocked(host)
         assert host.statistics()["warm"] == 0
         await trio.sleep(2 * (TRIAL_DELAY_S + START_S))
-        assert not host.paused  # a trial start has passed
+        assert not host.why_paused  # a trial start has passed
         await trio.sleep(4 * REFILL_BACKOFF_S + START_S)
         await stocked(host)
         assert host.statistics()["warm"] >= 1

@@ -11,18 +11,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from prorl_trio.client.weights import store as stores
-from prorl_trio.client.weights import write as writing
-from prorl_trio.client.weights.adapter import check_adapter
-from prorl_trio.client.weights.check import check_folder
-from prorl_trio.client.weights.errors import WeightsRefused
-from prorl_trio.client.weights.model_folder import ModelFolder
-from prorl_trio.client.weights.safetensors import TensorFile, TensorType, read_header
-from prorl_trio.client.weights.source import is_this_host
-from prorl_trio.client.weights.store import WeightStore
-from prorl_trio.client.weights.tensors import raw_tensor
-from prorl_trio.client.weights.values import all_finite, stored_all_finite
-from prorl_trio.client.weights.write import write_model
+from prorl_trio.weights import source as writing
+from prorl_trio.weights import store as stores
+from prorl_trio.weights.check import all_finite, check_folder, stored_all_finite
+from prorl_trio.weights.errors import WeightsRefused
+from prorl_trio.weights.model_folder import ModelFolder
+from prorl_trio.weights.safetensors import TensorFile, TensorType, raw_tensor, read_header
+from prorl_trio.weights.source import check_adapter, is_this_host, write_model
+from prorl_trio.weights.store import WeightStore
 from support.tiny_weights import CONFIG, LORA_A, LORA_B, make_adapter, make_model, pair, tensors
 
 EMBEDDING = "model.embed_tokens.weight"

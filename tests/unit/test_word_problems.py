@@ -7,15 +7,18 @@ from string import Formatter
 
 import pytest
 
-from prorl_trio.client.word_problem_families import DRILLS, FAMILIES, NAMES, THINGS
-from prorl_trio.client.word_problems import (
+from prorl_trio.tasks.handlers.math import MathHandler
+from prorl_trio.tasks.sets.word_problems import (
+    DRILLS,
+    FAMILIES,
+    NAMES,
+    THINGS,
     demonstrated,
     easy_problem,
     held_out_number,
     word_problem,
     word_problems,
 )
-from prorl_trio.handlers.math import MathHandler
 
 MANY = 1200
 

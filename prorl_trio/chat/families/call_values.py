@@ -10,20 +10,6 @@ from typing import Any
 
 from prorl_trio.types.models import ToolCall
 
-__all__ = [
-    "MAX_ARGUMENT_NESTING",
-    "Malformed",
-    "Tools",
-    "add_once",
-    "check_portable",
-    "checked_name",
-    "decode_json",
-    "failed_call",
-    "read_call",
-    "skip_space",
-    "typed_value",
-]
-
 MAX_ARGUMENT_NESTING = 64
 """Levels of lists and objects inside arguments."""
 

@@ -9,8 +9,6 @@ from prorl_trio.chat.families.syntax import CallSyntax
 from prorl_trio.chat.families.xml import read_dsml
 from prorl_trio.types.models import ToolCall
 
-__all__ = ["DEEPSEEK"]
-
 _CALLS, _END_CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _HEAD = re.compile(

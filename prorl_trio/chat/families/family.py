@@ -15,8 +15,6 @@ from prorl_trio.chat.families.syntax import HERMES, CallSyntax
 from prorl_trio.chat.families.xml import GLM_XML, HUNYUAN, MINIMAX, QWEN_XML, SEED_XML, STEP3
 from prorl_trio.types.errors import ConfigError
 
-__all__ = ["FAMILIES", "Family", "choose_family"]
-
 
 class Family(NamedTuple):
     """The facts about a family that its template does not say.

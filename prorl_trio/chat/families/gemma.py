@@ -9,8 +9,6 @@ from prorl_trio.chat.families.literals import GEMMA, read_pairs
 from prorl_trio.chat.families.syntax import CallSyntax
 from prorl_trio.types.models import ToolCall
 
-__all__ = ["GEMMA_4"]
-
 _OPEN, _CLOSE = "<|tool_call>", "<tool_call|>"
 _HEAD = re.compile(r"<\|tool_call>\s*call:\s*([^\s{}<]{1,200})\s*\{")
 _EXPECTED = f'{_OPEN}call:tool{{key:<|"|>text<|"|>,other:1}}{_CLOSE}'

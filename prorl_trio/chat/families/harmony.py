@@ -8,8 +8,6 @@ from prorl_trio.chat.families.call_values import Malformed, Tools, decode_json, 
 from prorl_trio.chat.families.syntax import HERMES, CallSyntax, SpokenTurn
 from prorl_trio.types.models import ToolCall
 
-__all__ = ["HARMONY"]
-
 _HEADER = re.compile(
     r"(?:<\|start\|>assistant)?(?P<role>[^<]{0,300})"
     r"(?:<\|channel\|>(?P<channel>[^<]{0,300}))?"

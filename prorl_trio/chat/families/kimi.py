@@ -19,8 +19,6 @@ from prorl_trio.chat.families.call_values import (
 from prorl_trio.chat.families.syntax import CallSyntax
 from prorl_trio.types.models import ToolCall
 
-__all__ = ["KIMI_K2", "KIMI_K3"]
-
 _CALL, _END_CALL = "<|tool_call_begin|>", "<|tool_call_end|>"
 _HEAD = re.compile(r"<\|tool_call_begin\|>\s*([^<\s]{1,200})\s*<\|tool_call_argument_begin\|>\s*")
 _STRAY = re.compile(r"<\|tool_call(?:_end\|>|(?=_begin\|>)|(?=s_section_end\|>))")

@@ -10,8 +10,6 @@ from prorl_trio.chat.families.call_values import MAX_ARGUMENT_NESTING, Malformed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["GEMMA", "PYTHON", "Notation", "read_pairs", "read_value"]
-
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}

@@ -18,8 +18,6 @@ from prorl_trio.chat.families.syntax import HERMES, CallSyntax, SpokenTurn, func
 from prorl_trio.chat.families.xml import QWEN_XML
 from prorl_trio.types.models import ToolCall
 
-__all__ = ["LFM2", "LLAMA"]
-
 MAX_CALLS = 200
 """Calls that are read at once: more than a turn may have (`tool_calls.MAX_TOOL_CALLS_PER_TURN`)."""
 _MARK = re.compile(r"(?:<\|python_tag\|>|<\|python_start\|>)\s*")

@@ -8,8 +8,6 @@ from prorl_trio.chat.families.call_values import Malformed, Tools, decode_json, 
 from prorl_trio.chat.families.syntax import THINK, CallSyntax
 from prorl_trio.types.models import ToolCall
 
-__all__ = ["MISTRAL"]
-
 _OPEN = "[TOOL_CALLS]"
 _HEAD = re.compile(r"\s*([^\s\[{]{1,200})\s*(?:\[CALL_ID\]\s*([^\s\[{]{1,200})\s*)?(?:\[ARGS\])?\s*(?=\{)")
 _ID = re.compile(r"[a-zA-Z0-9]{9}")

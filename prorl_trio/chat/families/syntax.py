@@ -11,8 +11,6 @@ from prorl_trio.types.models import ToolCall
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["HERMES", "THINK", "CallSyntax", "SpokenTurn", "function_of", "read_json_list", "read_tagged_json"]
-
 THINK = {"<think>": "</think>"}
 
 

@@ -17,8 +17,6 @@ from prorl_trio.chat.families.call_values import (
 from prorl_trio.chat.families.syntax import THINK, CallSyntax, read_json_list, read_tagged_json
 from prorl_trio.types.models import ToolCall
 
-__all__ = ["GLM_XML", "HUNYUAN", "MINIMAX", "QWEN_XML", "SEED_XML", "STEP3", "read_dsml"]
-
 
 class _Tags(NamedTuple):
     """A dialect of XML-like calls. `key` and `close` consume the space after them; `value_end` ends a value.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -14,21 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prorl_trio.types.models import FinishReason, LogprobKind
-
-__all__ = [
-    "ContractBroken",
-    "Logprob",
-    "NotStreamed",
-    "Prompt",
-    "TokenId",
-    "Tokenized",
-    "Wanted",
-    "checked_completion",
-    "context_limit",
-    "error_message",
-    "label_of",
-    "logprob_kind",
-]
 
 MAX_LOGPROB = 1e-3
 """A log-softmax in low precision may round to just above 0."""
@@ -104,7 +90,8 @@ class Prompt(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, token_ids: Sequence[int]) -> Prompt:
         """Return the same ids as a prompt."""
-        return cls(msgspec.Raw(msgspec.json.encode(list(token_ids))), len(token_ids))
+        ids = token_ids.tolist() if isinstance(token_ids, array) else list(token_ids)
+        return cls(msgspec.Raw(msgspec.json.encode(ids)), len(ids))
 
     def check(self, read: msgspec.Raw) -> None:
         """Check that the engine has read this prompt: `read` is the JSON of the one it says; nothing, or null, if none.
@@ -146,8 +133,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 def checked_completion(
     wanted: Wanted,
     *,
-    token_ids: list[int],
-    logprobs: list[float],
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
     sampled: int,
     finish_reason: str | None,
     versions: Sequence[tuple[str, int, int]] = (),
@@ -192,8 +179,8 @@ def checked_completion(
         if start < end
     ]
     return Completion(
-        token_ids=token_ids,
-        logprobs=logprobs,
+        token_ids=token_ids if isinstance(token_ids, array) else array("i", token_ids),
+        logprobs=logprobs if isinstance(logprobs, array) else array("f", logprobs),
         finish_reason=reason,
         policy_version=info.policy_version,
         engine=info.engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prorl_trio.inference.engines.answers import ContractBroken, NotStreamed, Wanted, checked_completion
@@ -11,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.inference.engines.protocol import Completion
-
-__all__ = ["CompletionStream", "EventLines", "StreamPart"]
 
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
 """For one event: an SGLang's has all tokens so far, of up to 40 bytes each."""
@@ -78,8 +77,8 @@ class CompletionStream:
         self._sink = wanted.sink
         self._read = read
         self._lines = EventLines()
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
+        self._token_ids = array("i")
+        self._logprobs = array("f")
         self._versions: Sequence[tuple[str, int, int]] = ()
         self._label = ""
         self._finish_reason: str | None = None
@@ -150,8 +149,8 @@ class CompletionStream:
             self._dropped = len(token_ids[keep:])
             token_ids, logprobs = token_ids[:keep], logprobs[:keep]
             self._finish_reason, self._done = "tool_call", True
-        self._token_ids += token_ids
-        self._logprobs += logprobs
+        self._token_ids.extend(token_ids)
+        self._logprobs.extend(logprobs)
         if stopped:
             self._sampled = len(self._token_ids)
             self._versions = _first(self._versions, self._sampled)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from random import Random
-from typing import ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn, TypeVar
 from urllib.parse import quote
 
 import msgspec
 import trio
 
-from prorl_trio.http.client import (
+from prorl_trio.http.client import RETRYABLE_STATUSES, HttpClient, RetryPolicy
+from prorl_trio.http.connection import (
     ConnectFailed,
     ConnectionLost,
-    HttpClient,
     HttpError,
     HttpLimits,
     RequestTimedOut,
@@ -22,7 +22,6 @@ from prorl_trio.http.client import (
     ResponseMalformed,
     ResponseTooLarge,
 )
-from prorl_trio.http.retries import RETRYABLE_STATUSES, RetryPolicy
 from prorl_trio.inference.engines.answers import (
     ContractBroken,
     NotStreamed,
@@ -47,7 +46,8 @@ from prorl_trio.inference.engines.protocol import (
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 from prorl_trio.types.models import SamplingParams
 
-__all__ = ["JSON_CONTENT", "PROBE_PROMPT", "PROBE_TOKENS", "REFUSED_STATUSES", "HttpEngineClient", "OnCall"]
+if TYPE_CHECKING:
+    from prorl_trio.types.backends import PauseMode
 
 MAX_REQUEST_ID_CHARS = 200
 MISSING_STATUSES = frozenset({403, 404, 405, 501})
@@ -61,6 +61,14 @@ PROBE_TOKENS = 2
 OnCall = Callable[[str, str, float], None]
 """Told of the URL, how a call ended (completed, failed, cancelled), and its seconds with retries. Must not raise."""
 
+
+class ControlCall(NamedTuple):
+    """A POST that has the engine do something. `body` is sent as JSON, if there is one."""
+
+    path: str
+    body: object = msgspec.UNSET
+
+
 _PROBE_SAMPLING = SamplingParams(max_output_tokens=PROBE_TOKENS, top_k=1)
 _HOT_SAMPLING = msgspec.structs.replace(_PROBE_SAMPLING, temperature=2.0)
 JSON_CONTENT = ("Content-Type", "application/json")
@@ -73,9 +81,14 @@ class HttpEngineClient(EngineClient):
     Attributes:
         may_scale_logprobs: the engine may give log-probabilities after the temperature but before `top_k`: the probe
             then samples a second time.
+        pause_calls, resume_call: what pauses it, and what ends that; none: it cannot be paused.
+        adapter_calls: the paths that load and unload a LoRA adapter; None: it takes none.
     """
 
     may_scale_logprobs: ClassVar[bool] = False
+    pause_calls: ClassVar[Mapping[PauseMode, ControlCall]] = {}
+    resume_call: ClassVar[ControlCall | None] = None
+    adapter_calls: ClassVar[tuple[str, str] | None] = None
 
     def __init__(
         self,
@@ -194,6 +207,46 @@ class HttpEngineClient(EngineClient):
         reader = LoadReader()
         found = await self._get("/metrics", timeout_s, on_data=reader.feed)
         return None if found is None else reader.load()
+
+    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
+        """See `EngineClient.pause`. With `abort`, completions in flight are answered at once with what they have."""
+        call = self.pause_calls.get(mode)
+        if call is None:
+            return await super().pause(mode, timeout_s=timeout_s)
+        return await self._control(call.path, timeout_s, call.body)
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """See `EngineClient.resume`."""
+        if self.resume_call is None:
+            return await super().resume(timeout_s=timeout_s)
+        await self._control(self.resume_call.path, timeout_s, self.resume_call.body)
+
+    async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> bool:
+        """See `EngineClient.load_adapter`. One of that name, left by a failed update, is unloaded before."""
+        if self.adapter_calls is None:
+            return await super().load_adapter(name, folder, timeout_s=timeout_s)
+        load, _ = self.adapter_calls
+        started_s = trio.current_time()
+        try:
+            there = await self._http.request("GET", load, timeout_s=timeout_s)
+        except HttpError as exc:
+            raise self._failed(exc) from exc
+        if there.status != METHOD_NOT_ALLOWED:  # a server that has it, has it for POST
+            return False
+        await self.unload_adapter(name, timeout_s=timeout_s)
+        left_s = max(0.0, started_s + timeout_s - trio.current_time())
+        if not await self._control(load, left_s, {"lora_name": name, "lora_path": folder}):
+            raise BackendError(f"{self.url}: it finds no adapter in {folder}", retryable=False)
+        return True
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        """See `EngineClient.unload_adapter`."""
+        if self.adapter_calls is None:
+            return await super().unload_adapter(name, timeout_s=timeout_s)
+        try:
+            await self._control(self.adapter_calls[1], timeout_s, {"lora_name": name})
+        except RequestRefused:
+            await trio.lowlevel.checkpoint()
 
     def use_adapter(self, name: str) -> None:
         """See `EngineClient.use_adapter`."""
@@ -351,28 +404,6 @@ class HttpEngineClient(EngineClient):
             return CompletionTimedOut(f"{self.url}: {exc}")
         breach = isinstance(exc, ResponseMalformed | ResponseTooLarge)
         return BackendError(f"{self.url}: {exc}", retryable=not breach)
-
-    async def _load_adapter(self, load: str, unload: str, name: str, folder: str, timeout_s: float) -> bool:
-        """Post an adapter to the path `load`, after unloading one of its name, which a failed update may have left."""
-        started_s = trio.current_time()
-        try:
-            there = await self._http.request("GET", load, timeout_s=timeout_s)
-        except HttpError as exc:
-            raise self._failed(exc) from exc
-        if there.status != METHOD_NOT_ALLOWED:  # a server that has it, has it for POST
-            return False
-        await self._unload_adapter(unload, name, timeout_s)
-        left_s = max(0.0, started_s + timeout_s - trio.current_time())
-        if not await self._control(load, left_s, {"lora_name": name, "lora_path": folder}):
-            raise BackendError(f"{self.url}: it finds no adapter in {folder}", retryable=False)
-        return True
-
-    async def _unload_adapter(self, unload: str, name: str, timeout_s: float) -> None:
-        """Post to the path `unload`. That there is no adapter of that name is no error."""
-        try:
-            await self._control(unload, timeout_s, {"lora_name": name})
-        except RequestRefused:
-            await trio.lowlevel.checkpoint()
 
     def _unfit(self, reason: str) -> BackendError:
         return BackendError(f"{self.url}: not fit for token-exact rollouts: {reason}", retryable=False)

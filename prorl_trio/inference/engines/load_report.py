@@ -8,8 +8,6 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["LoadReader", "LoadReport"]
-
 _RUNNING: Final = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _KV_USAGE: Final = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,20 +16,6 @@ from prorl_trio.types.models import FinishReason, LogprobKind, PolicySpan, Sampl
 if TYPE_CHECKING:
     from prorl_trio.inference.engines.load_report import LoadReport
     from prorl_trio.types.backends import PauseMode
-
-__all__ = [
-    "CannotStream",
-    "ClientFinder",
-    "Completion",
-    "CompletionRequest",
-    "CompletionTimedOut",
-    "EngineClient",
-    "EngineInfo",
-    "EnginePaused",
-    "RequestRefused",
-    "TokenSink",
-    "made_by",
-]
 
 TokenSink = Callable[[list[int], list[float]], int | None]
 """Given the ids and log-probabilities that came since the last call. None: go on; n: keep the first n of these, and
@@ -121,8 +108,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A sampled continuation of N tokens.
 
-    `token_ids` and `logprobs` (natural log, of the sampled token) have N entries each, and N equals the engine's own
-    usage count. The end-of-turn token is included when it was sampled.
+    `token_ids` (int32) and `logprobs` (float32: natural log, of the sampled token) have N entries each, and N equals
+    the engine's own usage count. The end-of-turn token is included when it was sampled. Other sequences, of an engine
+    of your own, are converted. Nobody changes the arrays: they travel as they are until they are recorded.
 
     `spans` cover the N tokens, position 0 being the first of them. None: all are of one kind, by `policy_version` and
     `engine`. `versions_told`: the engine itself said which of them were sampled by which version of the weights, and
@@ -132,8 +120,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     until it noticed is not known, nor what it would have.
     """
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: array[int]
+    logprobs: array[float]
     finish_reason: FinishReason
     policy_version: str
     engine: str
@@ -141,6 +129,22 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     versions_told: bool = False
     label: str = ""
     dropped_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        """Make int32 and float32 arrays of other sequences: the one place where what was read becomes arrays.
+
+        Raises:
+            BackendError: an id or log-probability is no number of that type; not retryable.
+        """
+        for name, kind in (("token_ids", "i"), ("logprobs", "f")):
+            given = getattr(self, name)
+            if not (isinstance(given, array) and given.typecode == kind):
+                try:
+                    msgspec.structs.force_setattr(self, name, array(kind, given))
+                except (TypeError, OverflowError) as exc:
+                    raise BackendError(
+                        f"the backend returned a token id or logprob that is none: {exc}", retryable=False
+                    ) from exc
 
 
 class EngineClient(abc.ABC):

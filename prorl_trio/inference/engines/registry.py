@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from random import Random
     from typing import Unpack
 
-    from prorl_trio.http.retries import RetryPolicy
+    from prorl_trio.http.client import RetryPolicy
     from prorl_trio.inference.engines.http_engine import OnCall
-
-__all__ = ["AUTO", "ClientOptions", "EngineRegistry"]
 
 GROUP: Final = "prorl_trio.engines"
 AUTO: Final = "auto"

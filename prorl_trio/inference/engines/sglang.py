@@ -5,11 +5,11 @@ Written against SGLang's documented API, and tested against `prorl_trio.testing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, get_args
 
 import msgspec
 
-from prorl_trio.http.retries import RETRYABLE_STATUSES
+from prorl_trio.http.client import RETRYABLE_STATUSES
 from prorl_trio.inference.engines.answers import (
     UNNAMED,
     ContractBroken,
@@ -22,26 +22,25 @@ from prorl_trio.inference.engines.answers import (
     label_of,
 )
 from prorl_trio.inference.engines.completion_stream import StreamPart
-from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, REFUSED_STATUSES, HttpEngineClient
+from prorl_trio.inference.engines.http_engine import (
+    PROBE_PROMPT,
+    PROBE_TOKENS,
+    REFUSED_STATUSES,
+    ControlCall,
+    HttpEngineClient,
+)
 from prorl_trio.inference.engines.protocol import Completion, EngineInfo, RequestRefused
 from prorl_trio.inference.engines.vllm_api import ModelList, VersionRun, runs_of, served_model
+from prorl_trio.types.backends import PauseMode
 from prorl_trio.types.errors import BackendError, ContextLengthExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from prorl_trio.types.backends import PauseMode
-
-__all__ = ["SglangClient"]
-
 GENERATE: Final = "/generate"
 MODEL_INFO: Final = ("/model_info", "/get_model_info")
 SERVER_INFO: Final = ("/server_info", "/get_server_info")
 """Each under its name of today and that of older servers."""
-LOAD_ADAPTER: Final = "/load_lora_adapter"
-UNLOAD_ADAPTER: Final = "/unload_lora_adapter"
-PAUSE_MODES: Final[dict[PauseMode, str]] = {"wait": "retract", "abort": "abort", "keep": "retract"}
-"""`retract` puts requests back in line and forgets what the old weights made of them, so that it is computed anew."""
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,9 +131,16 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 class SglangClient(HttpEngineClient):
-    """A client of one SGLang server."""
+    """A client of one SGLang server. Only one with `--enable-lora` takes adapters."""
 
     may_scale_logprobs: ClassVar[bool] = True
+    # `retract` puts requests back in line and forgets what the old weights made of them: it is computed anew.
+    pause_calls: ClassVar = {
+        mode: ControlCall("/pause_generation", {"mode": "abort" if mode == "abort" else "retract"})
+        for mode in get_args(PauseMode)
+    }
+    resume_call: ClassVar = ControlCall("/continue_generation", {})
+    adapter_calls: ClassVar = ("/load_lora_adapter", "/unload_lora_adapter")
 
     async def is_there(self, *, timeout_s: float) -> bool:
         """See `EngineClient.is_there`. By SGLang's own endpoints."""
@@ -152,10 +158,6 @@ class SglangClient(HttpEngineClient):
         answer = await self._ask_tokenizer("/detokenize", asked, Detokenized, timeout_s)
         return None if answer is None else answer.text
 
-    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
-        """See `EngineClient.pause`. With `abort`, completions in flight are answered with what they have."""
-        return await self._control("/pause_generation", timeout_s, {"mode": PAUSE_MODES[mode]})
-
     async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
         """See `EngineClient.label_weights`."""
         # Unless it is told not to, the server aborts everything here.
@@ -166,18 +168,6 @@ class SglangClient(HttpEngineClient):
         """See `EngineClient.read_label`."""
         model = await self._first(MODEL_INFO, ModelInfo, timeout_s)
         return label_of(model.weight_version if model else None)
-
-    async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> bool:
-        """See `EngineClient.load_adapter`. By `--enable-lora` only."""
-        return await self._load_adapter(LOAD_ADAPTER, UNLOAD_ADAPTER, name, folder, timeout_s)
-
-    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
-        """See `EngineClient.unload_adapter`."""
-        await self._unload_adapter(UNLOAD_ADAPTER, name, timeout_s)
-
-    async def resume(self, *, timeout_s: float) -> None:
-        """See `EngineClient.resume`."""
-        await self._control("/continue_generation", timeout_s, {})
 
     async def _ask_info(self, timeout_s: float) -> EngineInfo:
         model = await self._first(MODEL_INFO, ModelInfo, timeout_s)

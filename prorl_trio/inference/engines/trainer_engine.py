@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from prorl_trio.http.client import HttpError
+from prorl_trio.http.connection import HttpError
 from prorl_trio.inference.engines.answers import (
     UNNAMED,
     ContractBroken,
@@ -22,8 +22,6 @@ from prorl_trio.inference.engines.answers import (
 )
 from prorl_trio.inference.engines.http_engine import JSON_CONTENT, PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
 from prorl_trio.inference.engines.protocol import Completion, EngineInfo
-
-__all__ = ["TrainerEngineClient"]
 
 GENERATE: Final = "/generate"
 NAME: Final = "prorl"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 import msgspec
 import trio
 
 from prorl_trio.inference.engines.answers import UNNAMED, Tokenized, label_of
-from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, HttpEngineClient
+from prorl_trio.inference.engines.http_engine import PROBE_PROMPT, PROBE_TOKENS, ControlCall, HttpEngineClient
 from prorl_trio.inference.engines.protocol import Completion, EngineInfo, EnginePaused
 from prorl_trio.inference.engines.vllm_api import (
     COMPLETIONS,
@@ -24,25 +24,26 @@ from prorl_trio.inference.engines.vllm_api import (
     read_event,
     served_model,
 )
+from prorl_trio.types.backends import PauseMode
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prorl_trio.inference.engines.answers import Wanted
-    from prorl_trio.types.backends import PauseMode
-
-__all__ = ["VllmClient"]
-
-LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
-UNLOAD_ADAPTER: Final = "/v1/unload_lora_adapter"
 
 
 class VllmClient(HttpEngineClient):
     """A client of one vLLM server.
 
-    Completions come from `/inference/v1/generate` where it has that, or `/v1/completions`.
+    Completions come from `/inference/v1/generate` where it has that, or `/v1/completions`. Only a server in development
+    mode (`VLLM_SERVER_DEV_MODE=1`) can be paused, and only one with `--enable-lora` and
+    `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` takes adapters.
     """
+
+    pause_calls: ClassVar = {mode: ControlCall(f"/pause?mode={mode}") for mode in get_args(PauseMode)}
+    resume_call: ClassVar = ControlCall("/resume")
+    adapter_calls: ClassVar = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
     async def is_there(self, *, timeout_s: float) -> bool:
         """See `EngineClient.is_there`. By a list of models as vLLM has it."""
@@ -58,13 +59,6 @@ class VllmClient(HttpEngineClient):
         """See `EngineClient.detokenize`."""
         answer = await self._ask_tokenizer("/detokenize", {"tokens": list(token_ids)}, Detokenized, timeout_s)
         return None if answer is None else answer.prompt
-
-    async def pause(self, mode: PauseMode, *, timeout_s: float) -> bool:
-        """See `EngineClient.pause`. Only a server in development mode (`VLLM_SERVER_DEV_MODE=1`) offers it.
-
-        With `abort`, completions in flight are answered at once with what they have, and finish reason `abort`.
-        """
-        return await self._control(f"/pause?mode={mode}", timeout_s)
 
     async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
         """See `EngineClient.label_weights`. Only in development mode."""
@@ -91,18 +85,6 @@ class VllmClient(HttpEngineClient):
         left_s = max(0.0, started_s + timeout_s - trio.current_time())
         await self._control("/reset_prefix_cache", left_s)
         return True
-
-    async def load_adapter(self, name: str, folder: str, *, timeout_s: float) -> bool:
-        """See `EngineClient.load_adapter`. By `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=True` only."""
-        return await self._load_adapter(LOAD_ADAPTER, UNLOAD_ADAPTER, name, folder, timeout_s)
-
-    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
-        """See `EngineClient.unload_adapter`."""
-        await self._unload_adapter(UNLOAD_ADAPTER, name, timeout_s)
-
-    async def resume(self, *, timeout_s: float) -> None:
-        """See `EngineClient.resume`."""
-        await self._control("/resume", timeout_s)
 
     async def _ask_info(self, timeout_s: float) -> EngineInfo:
         models = await self._get_json("/v1/models", ModelList, timeout_s)

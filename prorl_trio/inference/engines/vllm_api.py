@@ -17,28 +17,6 @@ from prorl_trio.inference.engines.completion_stream import StreamPart
 if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import Completion
 
-__all__ = [
-    "COMPLETIONS",
-    "GENERATE",
-    "AnswerPart",
-    "CompletionsBody",
-    "Detokenized",
-    "GenerateBody",
-    "ModelList",
-    "PauseInfo",
-    "Version",
-    "VersionRun",
-    "WeightInfo",
-    "completion_of",
-    "completion_request",
-    "prefix_caching",
-    "read_answer",
-    "read_event",
-    "runs_of",
-    "served_model",
-    "tokens_of",
-]
-
 COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"
 """An endpoint of servers started with `--enable-scale-out`: it says which tokens were sampled by which version of the

@@ -2,26 +2,248 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from prorl_trio.inference.pool.circuit_breaker import CircuitBreaker
-from prorl_trio.inference.pool.concurrency_limit import ConcurrencyLimit
 from prorl_trio.inference.pool.control import EngineControl
-from prorl_trio.inference.pool.load import LoadEstimate
 from prorl_trio.inference.pool.pace import Pace
 
 if TYPE_CHECKING:
-    from prorl_trio.config import HealthConfig
+    from prorl_trio.config import HealthConfig, LoadConfig
+    from prorl_trio.inference.engines.load_report import LoadReport
     from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo
     from prorl_trio.inference.pool.versions import VersionOrder
 
-__all__ = ["Backend", "BackendState", "BackendStatistics"]
 
 BackendState = Literal["active", "draining", "removed", "down"]
 """`active` takes tasks. `draining` takes none and stays listed. `removed` takes none and goes with its last lease.
 `down`: expected, and not registered before it passes its probe."""
+
+MAX_DOUBLINGS: Final = 3
+"""The most doublings of the probes that close it, while the first call after each recovery fails."""
+
+BreakerState = Literal["closed", "open", "half_open"]
+"""`closed`: takes tasks. `open`: failed too often, and takes none. `half_open`: answers probes again, but not yet often
+enough to be given tasks."""
+
+
+# An estimate from an engine's load: how long a call would wait there, and what a prefix costs to read again. Pure.
+#
+# A call waits `waiting * service_s / running` seconds: by Little's law, `running` calls that take `service_s` each
+# leave at the rate `running / service_s`, and `waiting` are ahead. What is measured is how long calls take from being
+# sent to the answer; of that, `running / (running + waiting)` is service. The rest is wait, which, unlike the
+# service, is another one as soon as tasks come or go. A task that moves has its prefix read again: `prefix tokens /
+# prefill rate` seconds. So it moves when
+#
+#     wait here > skew_margin_s + skew_ratio * (wait there + prefix there)
+#
+# and the margin and the ratio keep it from moving back and forth over small or short differences.
+
+CALL_WEIGHT = 0.1
+"""The share of the latest call in the moving average of how long calls take."""
+MIN_PREFILL_TOKENS = 256
+"""Fewer than these since the last report tell nothing of the rate."""
+
+
+class LoadEstimate:
+    """An estimate for one backend. Without reports, nothing is estimated.
+
+    Attributes:
+        load: the last report; None: there is none, or it failed.
+        pressed: the KV cache was too full at the last report, or requests lost their place in it since the one before.
+        prefill_tokens_per_s: as a request sees it.
+        service_s: how long calls from here took lately, without their wait.
+    """
+
+    def __init__(self) -> None:
+        self.load: LoadReport | None = None
+        self.pressed = False
+        self.prefill_tokens_per_s: float | None = None
+        self.service_s: float | None = None
+        self._last: LoadReport | None = None
+        self._came = 0
+
+    def reported(self, load: LoadReport | None, max_kv_usage: float) -> None:
+        """Take a report, or None: the engine failed to give one, and nothing is known of it now."""
+        self.load, self._came = load, 0
+        if load is None:
+            return
+        last, self._last = self._last, load
+        self.pressed = (load.kv_usage or 0.0) > max_kv_usage or (
+            last is not None and (load.preemptions_total or 0.0) > (last.preemptions_total or 0.0)
+        )
+        if load.prefill_tokens_total is None or load.prefill_s_total is None:
+            return
+        tokens, seconds = load.prefill_tokens_total, load.prefill_s_total
+        if last is not None and last.prefill_tokens_total is not None and last.prefill_tokens_total <= tokens:
+            tokens, seconds = tokens - last.prefill_tokens_total, seconds - (last.prefill_s_total or 0.0)
+        if tokens >= MIN_PREFILL_TOKENS and seconds > 0:
+            self.prefill_tokens_per_s = tokens / seconds
+
+    def call_ended(self, used_s: float) -> None:
+        """Update `service_s` with a completion that took `used_s` seconds from being sent to its answer.
+
+        Its share of service is estimated from the last report; without a report nothing changes.
+        """
+        if self.load is None:
+            return
+        running = max(1, self.load.running)
+        service_s = used_s * running / (running + self.load.waiting)
+        before_s = service_s if self.service_s is None else self.service_s
+        self.service_s = before_s + CALL_WEIGHT * (service_s - before_s)
+
+    def task_moved(self, change: int) -> None:
+        """Count a task that came (1) or went (-1) since the last report, as one call more or less that waits here."""
+        self._came += change
+
+    @property
+    def wait_s(self) -> float | None:
+        """Return the seconds that a call sent now would wait; None: not known."""
+        return None if self.load is None else self._wait_s(self.load, self._came, self.service_s)
+
+    def entry_s(self, prefix_tokens: int, here: LoadEstimate) -> float | None:
+        """Return what a call waits that comes from `here`, and whose prefix is not cached there. None: not known.
+
+        Until something else is known: it is as fast as `here`, and if nobody waits there, as many can run.
+        """
+        rate = self.prefill_tokens_per_s or here.prefill_tokens_per_s
+        if self.load is None or here.load is None or rate is None:
+            return None
+        room = 0 if self.load.waiting else max(0, here.load.running - self.load.running)
+        wait_s = self._wait_s(
+            self.load, min(self._came, 0) + max(self._came - room, 0), self.service_s or here.service_s
+        )
+        return None if wait_s is None else wait_s + prefix_tokens / rate
+
+    @staticmethod
+    def _wait_s(load: LoadReport, came: int, service_s: float | None) -> float | None:
+        waiting = load.waiting + came
+        if waiting <= 0:
+            return 0.0
+        return None if service_s is None else waiting * service_s / max(1, load.running)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what `BackendStatistics` has of it."""
+        figures: dict[str, Any] = {"wait_s": self.wait_s, "prefill_tokens_per_s": self.prefill_tokens_per_s}
+        if self.load is not None:
+            figures["engine_running"] = self.load.running
+            figures["engine_waiting"] = self.load.waiting
+            figures["kv_usage"] = self.load.kv_usage
+        return figures
+
+
+class CircuitBreaker:
+    """The circuit breaker of one backend.
+
+    What a call finds counts only while closed: those that end late say nothing of a recovery.
+
+    A good probe makes up for bad ones, not for failed calls: there are engines that answer the one and not the other.
+    Each of these would draw all tasks, as it has the least to do. So when the first call after a recovery fails, it
+    opens at once, and closes after twice as many good probes as the last time.
+
+    Attributes:
+        policy: what it goes by; another one holds from the next call or probe on.
+        openings: how often it opened.
+    """
+
+    def __init__(self, policy: HealthConfig) -> None:
+        self.state: BreakerState = "closed"
+        self.policy = policy
+        self.openings = 0
+        self._failed_calls = 0
+        """Since the last good one, while closed. So with probes."""
+        self._failed_probes = 0
+        self._good_probes = 0
+        """In a row, while half open."""
+        self._on_trial = False
+        """No call was answered since it closed."""
+        self._failed_trials = 0
+        """In a row."""
+
+    def __repr__(self) -> str:
+        return f"<CircuitBreaker {self.state}, {self._failed_calls + self._failed_probes} failures>"
+
+    @property
+    def closed(self) -> bool:
+        """Return True if the backend may be given tasks."""
+        return self.state == "closed"
+
+    def adopt(self, policy: HealthConfig) -> None:
+        """Go by another policy from the next call or probe on."""
+        self.policy = policy
+
+    def call_ended(self, *, ok: bool, began: int | None = None) -> None:
+        """Count a completion that was answered, or given up.
+
+        `began`: the `openings` as it was sent; it does not count if there was another one since.
+        """
+        if not self.closed or began not in (None, self.openings):
+            return
+        if ok:
+            self._failed_calls = self._failed_probes = self._failed_trials = 0
+            self._on_trial = False
+            return
+        self._failed_calls += 1
+        self._failed_trials += self._on_trial
+        self._open_if_due()
+
+    def probed(self, *, ok: bool) -> None:
+        """Count a probe that was answered as it must be, or not."""
+        if self.closed:
+            self._failed_probes = 0 if ok else self._failed_probes + 1
+            self._open_if_due()
+        elif not ok:
+            self.state, self._good_probes = "open", 0
+        else:
+            self.state = "half_open"
+            self._good_probes += 1
+            if self._good_probes >= self.policy.close_after_successes << min(self._failed_trials, MAX_DOUBLINGS):
+                self._close(on_trial=True)
+
+    def trip(self) -> None:
+        """Open at once: it is known to be of no use."""
+        self.openings += self.closed
+        self.state, self._good_probes = "open", 0
+
+    def reset(self) -> None:
+        """Close it, as at first: it was just found fit by whoever added it."""
+        self._failed_trials = 0
+        self._close(on_trial=False)
+
+    def _open_if_due(self) -> None:
+        failures = self._failed_calls + self._failed_probes
+        if failures >= self.policy.open_after_failures or (self._on_trial and self._failed_calls):
+            self.trip()
+
+    def _close(self, *, on_trial: bool) -> None:
+        self.state, self._on_trial = "closed", on_trial
+        self._failed_calls = self._failed_probes = 0
+
+
+class ConcurrencyLimit:
+    """The tasks that a backend may have: fewer by a factor when its KV cache is too full, more one by one when not.
+
+    `tasks` is 0, for no limit, until the cache was too full for the first time.
+    """
+
+    def __init__(self) -> None:
+        self.tasks = 0
+
+    def adapt(self, policy: LoadConfig, *, pressed: bool, in_flight: int) -> None:
+        """Lower the limit if `pressed`, else raise it if it is reached.
+
+        A decrease is given the time to work: tasks beyond the limit stay till they end, and until it is kept there is
+        no other. A limit that nobody runs into is not raised.
+        """
+        if pressed and (not self.tasks or in_flight <= self.tasks):
+            self.tasks = max(policy.min_tasks, int(in_flight * policy.decrease_factor))
+        elif not pressed and self.tasks and in_flight >= self.tasks:
+            self.tasks += policy.increase_tasks
+
+    def within(self, max_tasks: int) -> int:
+        """Return the limit in force, where `max_tasks` is the configured one (0 for none)."""
+        return min(self.tasks or max_tasks, max_tasks or self.tasks)
 
 
 class BackendStatistics(msgspec.Struct, frozen=True, kw_only=True):

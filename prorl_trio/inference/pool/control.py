@@ -11,14 +11,13 @@ import trio
 
 from prorl_trio.inference.engines.answers import UNNAMED
 from prorl_trio.inference.pool.versions import UNKNOWN_VERSION
+from prorl_trio.types.backends import ConfirmWeights, ExpectTransfer, LoadAdapter, LoadWeights, PauseBackends
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import EngineClient, EngineInfo
     from prorl_trio.inference.pool.versions import VersionOrder
-    from prorl_trio.types.backends import PauseMode
-
-__all__ = ["AdapterOnTrial", "EngineControl", "OtherWeights", "WeightsOnTrial"]
+    from prorl_trio.types.backends import EngineAnswer, WeightsStep
 
 logger = logging.getLogger(__name__)
 
@@ -125,75 +124,72 @@ class EngineControl:
         """
         return found.label == UNNAMED and self.info.label == since.label and since.label not in ("", UNNAMED)
 
-    async def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Have it stop sampling, if it offers that. Raises BackendError: it failed, and counts as paused."""
-        async with self._lock:
-            self.paused = True
-            self.paused = await self.client.pause(mode, timeout_s=timeout_s)
+    async def operate(self, request: PauseBackends | WeightsStep) -> EngineAnswer:
+        """Have it take one step of a policy update: stop sampling, or load or confirm weights or an adapter, on trial.
 
-    async def load_weights(self, folder: str, timeout_s: float) -> bool:
-        """Have it load weights on trial; False if it does not offer that. From then on it counts as paused.
+        `not_offered`, and nothing has changed, where it has no API for that.
 
         Raises:
-            BackendError: it failed; they stay on trial, as it may have them all the same.
+            OtherWeights: it says that it has weights of another version.
+            BackendError: it failed. It counts as paused, and what it was to load stays on trial, as it may have it.
         """
         async with self._lock:
-            before = self.paused, self.trial
-            self.paused, self.trial = True, WeightsOnTrial(folder, timeout_s, loaded=False)
-            if await self.client.load_weights(folder, timeout_s=timeout_s):
-                self.trial = self.trial._replace(loaded=True)
-                return True
-            self.paused, self.trial = before
-            return False
+            match request:
+                case PauseBackends():
+                    self.paused = True
+                    self.paused = await self.client.pause(request.mode, timeout_s=request.timeout_s)
+                    return "paused" if self.paused else "not_offered"
+                case LoadWeights():
+                    return "loaded" if await self._try_weights(request) else "not_offered"
+                case LoadAdapter():
+                    return "loaded" if await self._try_adapter(request) else "not_offered"
+                case ExpectTransfer():
+                    self.paused, self.trial = True, WeightsOnTrial("", request.timeout_s, loaded=False)
+                    return "paused"
+                case ConfirmWeights():
+                    return "confirmed" if await self._confirm(request) else "not_offered"
 
-    async def load_adapter(self, name: str, folder: str, timeout_s: float) -> bool:
-        """Have it load an adapter on trial; False if it takes none. It may be paused or not.
+    async def _try_weights(self, load: LoadWeights) -> bool:
+        before = self.paused, self.trial
+        self.paused, self.trial = True, WeightsOnTrial(load.folder, load.timeout_s, loaded=False)
+        if await self.client.load_weights(load.folder, timeout_s=load.timeout_s):
+            self.trial = self.trial._replace(loaded=True)
+            return True
+        self.paused, self.trial = before
+        return False
 
-        Raises:
-            BackendError: it failed; the adapter stays on trial.
-        """
-        async with self._lock:
-            before, self.adapter_trial = self.adapter_trial, AdapterOnTrial(name, loaded=False)
-            if await self.client.load_adapter(name, folder, timeout_s=timeout_s):
-                self.adapter_trial = AdapterOnTrial(name, loaded=True)
-                return True
-            self.adapter_trial = before
-            return False
+    async def _try_adapter(self, load: LoadAdapter) -> bool:
+        before, self.adapter_trial = self.adapter_trial, AdapterOnTrial(load.name, loaded=False)
+        if await self.client.load_adapter(load.name, load.folder, timeout_s=load.timeout_s):
+            self.adapter_trial = AdapterOnTrial(load.name, loaded=True)
+            return True
+        self.adapter_trial = before
+        return False
+
+    async def _confirm(self, wanted: ConfirmWeights) -> bool:
+        """Have it say that its weights are of that version. False: it says nothing."""
+        version, names = wanted.policy_version, True  # it has names for its weights
+        if wanted.tell:
+            self.named = version
+            if error := await self.label(version, wanted.timeout_s):
+                raise BackendError(error, retryable=True)
+            names = bool(self.info.label)  # as it answered; a completion that ends meanwhile may tell of another
+            if not names:
+                self.named = ""
+        heard = await self.client.read_label(timeout_s=wanted.timeout_s)
+        if heard not in ("", version) and names:
+            raise OtherWeights(self.client.url, heard, version)
+        if heard and not wanted.tell and self.trial is not None and not self.trial.folder:
+            self.named = version
+            self.info = msgspec.structs.replace(self.info, label=heard)
+            self.trial = self.trial._replace(loaded=True)
+        return bool(heard)
 
     @property
     def failed_to_load(self) -> bool:
         """Return whether weights or an adapter are on trial that it never said it has."""
         trials = (self.trial, self.adapter_trial)
         return any(trial is not None and not trial.loaded for trial in trials)
-
-    def expect_transfer(self, timeout_s: float) -> None:
-        """Note that a trainer moves weights there itself: on trial until a resume, and it counts as paused."""
-        self.paused, self.trial = True, WeightsOnTrial("", timeout_s, loaded=False)
-
-    async def confirm(self, policy_version: str, timeout_s: float, *, tell: bool) -> bool:
-        """Have it say that its weights are of that version; with `tell`, after it was told so. False: it says nothing.
-
-        Raises:
-            OtherWeights: it says otherwise.
-            BackendError: it failed to answer.
-        """
-        async with self._lock:
-            names = True  # it has names for its weights
-            if tell:
-                self.named = policy_version
-                if error := await self.label(policy_version, timeout_s):
-                    raise BackendError(error, retryable=True)
-                names = bool(self.info.label)  # as it answered; a completion that ends meanwhile may tell of another
-                if not names:
-                    self.named = ""
-            heard = await self.client.read_label(timeout_s=timeout_s)
-            if heard not in ("", policy_version) and names:
-                raise OtherWeights(self.client.url, heard, policy_version)
-            if heard and not tell and self.trial is not None and not self.trial.folder:
-                self.named = policy_version
-                self.info = msgspec.structs.replace(self.info, label=heard)
-                self.trial = self.trial._replace(loaded=True)
-            return bool(heard)
 
     def announce(self, policy_version: str) -> None:
         """Record what it samples next under this version: its weights on trial are the policy's now."""

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["STALL_S", "Pace", "Production"]
-
 MAX_FIRST_SCOUTS: Final = 8
 """Completions streamed at once to learn the pace of an engine."""
 PACE_VALID_S: Final = 30.0

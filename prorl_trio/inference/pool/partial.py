@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import CompletionRequest, EngineInfo
     from prorl_trio.types.models import FinishReason
 
-__all__ = ["PartialCompletion", "version_name"]
-
 
 class PartialCompletion:
     """The tokens sampled after one prompt so far. Belongs to one task; survives the attempts, and a change of backend.
@@ -40,23 +38,24 @@ class PartialCompletion:
         self,
         request: CompletionRequest,
         *,
-        stop: Callable[[list[int]], bool] | None = None,
+        stop: Callable[[Sequence[int]], bool] | None = None,
         stream: bool = False,
         admit: Callable[[str, Sequence[str]], None] | None = None,
         slice_tokens: int = 0,
     ) -> None:
-        self._prompt = array("i", request.prompt_token_ids)
+        prompt = request.prompt_token_ids
+        self._prompt = prompt if isinstance(prompt, array) else array("i", prompt)
         self.request = msgspec.structs.replace(request, prompt_token_ids=self._prompt)
         self.slice_tokens = slice_tokens
         self.stop = stop
         self.stream = stream or stop is not None
         self.admit = admit
         self._token_ids = array("i")
-        self._logprobs: list[float] = []
+        self._logprobs = array("f")
         self._spans: list[PolicySpan] = []
-        self._so_far: list[int] = []
+        self._so_far = array("i")
         """The ids of `_token_ids` and, after them, those that the present attempt has streamed."""
-        self._streamed_logprobs: list[float] = []
+        self._streamed_logprobs = array("f")
         self._streamed_under: list[tuple[int, str]] = []
         """From which streamed token on which version was in force."""
         self._info: Callable[[], EngineInfo] | None = None
@@ -100,11 +99,11 @@ class PartialCompletion:
         Raises:
             Whatever `admit` does.
         """
-        self._so_far, self._streamed_logprobs, self._streamed_under = self._token_ids.tolist(), [], []
+        self._so_far, self._streamed_logprobs, self._streamed_under = self._token_ids[:], array("f"), []
         self._info, self._before = info, info()
         if self._token_ids and self._token_ids[-1] in self.request.sampling.stop_token_ids:
             return self.whole("stop")
-        if self._token_ids and self.stop is not None and self.stop(self._token_ids.tolist()):
+        if self._token_ids and self.stop is not None and self.stop(self._token_ids):
             return self.whole("tool_call")
         if self.room < 1 or (self._token_ids and self.prompt_tokens >= self._before.max_model_len):
             return self.whole("length")
@@ -146,7 +145,7 @@ class PartialCompletion:
         assert self._info is not None, "begin_attempt comes first"
         return self._info()
 
-    def receive(self, token_ids: list[int], logprobs: list[float]) -> int | None:
+    def receive(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> int | None:
         """Add the next tokens of a stream; this is a `TokenSink`.
 
         Returns how many of them to keep, if the completion is to stop there; None: go on.
@@ -154,10 +153,14 @@ class PartialCompletion:
         version = self._engine().policy_version
         if not self._streamed_under or self._streamed_under[-1][1] != version:
             self._streamed_under.append((len(self._streamed_logprobs), version))
+        if self.stop is None:
+            self._so_far.extend(token_ids)
+            self._streamed_logprobs.extend(logprobs)
+            return None
         for index, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
             self._so_far.append(token_id)
             self._streamed_logprobs.append(logprob)
-            if self.stop is not None and self.stop(self._so_far):
+            if self.stop(self._so_far):
                 return index
         return None
 
@@ -185,10 +188,11 @@ class PartialCompletion:
             logprob_kind=info.logprob_kind,
         )
 
-    def _append(self, token_ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[PolicySpan]) -> None:
+    def _append(self, token_ids: array[int], logprobs: array[float], spans: Sequence[PolicySpan]) -> None:
         offset = len(self)
-        self._token_ids.extend(token_ids)
-        self._logprobs += logprobs
+        # An answer in one piece stays the engine's own arrays. Those given away in `whole` are never changed.
+        self._token_ids = self._token_ids + token_ids if offset else token_ids
+        self._logprobs = self._logprobs + logprobs if offset else logprobs
         for span in spans:
             if span.start < span.end:
                 moved = msgspec.structs.replace(span, start=span.start + offset, end=span.end + offset)
@@ -202,8 +206,8 @@ class PartialCompletion:
         """Return what was sampled so far, as a completion that ended so."""
         last = self._spans[-1] if self._spans else None
         return Completion(
-            token_ids=self._token_ids.tolist(),
-            logprobs=list(self._logprobs),
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
             finish_reason=finish_reason,
             policy_version=last.policy_version if last else "",
             engine=last.engine if last else "",

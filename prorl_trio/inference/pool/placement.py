@@ -1,6 +1,6 @@
 """Placement of tasks on backends: pure state, no `await`.
 
-A task takes the accepting backend that the strategy ranks lowest, ties broken at random, and keeps it until it gives
+A task takes the accepting backend with the fewest tasks in flight, ties broken at random, and keeps it until it gives
 its lease back (sticky: the engine's prefix cache holds the task's earlier turns) or is moved for a stated reason.
 """
 
@@ -9,17 +9,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, get_args
-
-from prorl_trio.config import Strategy
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
     from random import Random
 
     from prorl_trio.inference.pool.backend import Backend, BackendStatistics
-
-__all__ = ["Assignment", "MoveReason", "Placement", "Strategy"]
 
 MoveReason = Literal["failure", "drain", "skew", "stale"]
 """The reason of a move: the old one failed it or is out of health, takes no tasks any more, has so much more
@@ -29,8 +25,8 @@ to do that another one is worth its prefix cache, or has weights that are too ol
 MAX_RANKS_PER_BACKEND = 8
 """The size of the heap: most are empty by then."""
 
-_Rank = tuple[bool, float]
-"""Full ones last, then by what the strategy counts."""
+Rank = tuple[bool, float]
+"""Full backends come last, then those with more tasks."""
 
 
 class Assignment:
@@ -49,12 +45,10 @@ class Assignment:
 class _Place:
     """The place of a backend among the accepting ones."""
 
-    __slots__ = ("assigned_turn", "position", "rank")
+    __slots__ = ("position", "rank")
 
     def __init__(self) -> None:
-        self.assigned_turn = 0
-        """The number of its latest assignment, among those of all."""
-        self.rank: _Rank = (False, 0.0)
+        self.rank: Rank = (False, 0.0)
         self.position = -1
         """In the bucket of its rank; -1 where it is in none."""
 
@@ -67,16 +61,11 @@ class Placement:
     broken evenly: among all in the lowest bucket.
     """
 
-    def __init__(
-        self, random: Random, max_tasks_per_backend: int = 0, *, strategy: Strategy = "least_in_flight"
-    ) -> None:
+    def __init__(self, random: Random, max_tasks_per_backend: int = 0) -> None:
         """Begin without any.
 
         `random` breaks ties. A backend with `max_tasks_per_backend` tasks is given no other; 0 for no limit.
         """
-        if strategy not in get_args(Strategy):
-            raise ValueError(f"no strategy {strategy!r}; there are {', '.join(get_args(Strategy))}")
-        self.strategy = strategy
         self.moves: Counter[MoveReason] = Counter()
         """Tasks that were moved, by reason."""
         self.max_tasks_per_backend = max_tasks_per_backend
@@ -85,9 +74,8 @@ class Placement:
         self._removed: dict[Backend, None] = {}  # until they are taken by `take_unused`
         self._places: dict[Backend, _Place] = {}
         self._leases: dict[str, Assignment] = {}
-        self._buckets: dict[_Rank, list[Backend]] = {}
-        self._ranks: list[_Rank] = []
-        self._turn = 0
+        self._buckets: dict[Rank, list[Backend]] = {}
+        self._ranks: list[Rank] = []
 
     def add(self, backend: Backend) -> None:
         """Accept tasks for a new registration. There must be none of its URL."""
@@ -160,8 +148,8 @@ class Placement:
             ValueError: the task has one already.
         """
         self.check_free(task_id)
-        backend = self._share() if self.strategy == "static_split" else self._least()
-        if backend is None or (backend.full and self.strategy != "static_split"):
+        backend = self._next()
+        if backend is None:
             return None
         assignment = self._leases[task_id] = Assignment(task_id, backend)
         self._count(backend, 1)
@@ -228,9 +216,6 @@ class Placement:
     def _count(self, backend: Backend, change: Literal[-1, 1]) -> None:
         with self._reranked(backend):
             backend.count(change)
-            if change > 0:
-                self._turn += 1
-                self._places[backend].assigned_turn = self._turn
 
     @contextmanager
     def _reranked(self, backend: Backend) -> Iterator[None]:
@@ -241,12 +226,9 @@ class Placement:
         finally:
             self._enter(backend)
 
-    def _rank(self, backend: Backend) -> _Rank:
-        if self.strategy == "round_robin":
-            return backend.full, float(self._places[backend].assigned_turn)
-        counted = backend.assigned_total if self.strategy == "assignments_ever" else backend.in_flight
+    def _rank(self, backend: Backend) -> Rank:
         # With the task that is to be placed: else each that has none would get one, however little it can do.
-        return backend.full, (counted + 1) / backend.weight
+        return backend.full, (backend.in_flight + 1) / backend.weight
 
     def _enter(self, backend: Backend) -> None:
         """Stand it where it belongs, if it accepts tasks."""
@@ -287,7 +269,7 @@ class Placement:
             del self._buckets[heapq.heappop(self._ranks)]
         return None
 
-    def _share(self) -> Backend | None:
-        """Return whose turn it is in order of arrival, whatever it has to do."""
-        accepting = [backend for backend in self._backends.values() if backend.accepting]
-        return accepting[self._turn % len(accepting)] if accepting else None
+    def _next(self) -> Backend | None:
+        """Return the backend of the next task; None while no backend accepts tasks and has room."""
+        backend = self._least()
+        return None if backend is None or backend.full else backend

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.inference.pool.control import OtherWeights
-from prorl_trio.inference.pool.update_hold import UpdateHolder
-from prorl_trio.types.backends import EngineAnswer, UpdatedBackend, UpdateReport
+from prorl_trio.types.backends import (
+    ConfirmWeights,
+    EngineAnswer,
+    ExpectTransfer,
+    LoadAdapter,
+    LoadWeights,
+    PauseBackends,
+    RenewUpdate,
+    ResumeBackends,
+    UpdatedBackend,
+    UpdateReport,
+)
 from prorl_trio.types.errors import BackendError, BackendsBusy, PauseTimeout, UpdateRefused
 
 if TYPE_CHECKING:
@@ -20,11 +32,9 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.admission import Admission
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.placement import Placement
-    from prorl_trio.inference.pool.update_hold import Hold
     from prorl_trio.inference.pool.versions import VersionOrder
-    from prorl_trio.types.backends import PauseMode
+    from prorl_trio.types.backends import BackendRequest, WeightsStep
 
-__all__ = ["PolicyUpdates"]
 
 ABORT_GRACE_S = 5.0
 """For an engine that was told to abort to answer with what it has, or half of the time that the pause has left; then
@@ -33,6 +43,80 @@ UNPAUSE_TIMEOUT_S = 10.0
 """For telling the engines to go on, where the caller set no other limit."""
 
 Told = tuple[EngineAnswer, str]
+
+
+class Hold(NamedTuple):
+    """The trainer that updates the policy, and until when; without a lease, for as long as it likes."""
+
+    holder: str
+    lease_s: float | None
+    until_s: float | None
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds that the lease has left."""
+        return math.inf if self.until_s is None else self.until_s - trio.current_time()
+
+    def __str__(self) -> str:
+        lease = "no lease" if self.until_s is None else f"a lease of {max(0.0, self.left_s):.0f} s more"
+        return f"the policy update of {self.holder} is under way, with {lease}"
+
+
+class UpdateHolder:
+    """At most one hold at a time. A lease that has run out is for `wait_lost` to tell; it ends by `release` alone.
+
+    Attributes:
+        hold: the one in force.
+        last: the holder and the version of the last update that was carried out.
+    """
+
+    def __init__(self) -> None:
+        self.hold: Hold | None = None
+        self.last = ("", "")
+        self._steps = 0
+        self._news = trio.lowlevel.ParkingLot()
+
+    @property
+    def holder(self) -> str:
+        """Return who has the hold; empty: nobody."""
+        return self.hold.holder if self.hold else ""
+
+    def take(self, holder: str, lease_s: float | None) -> None:
+        """Give the hold to `holder`, or renew the one that it has."""
+        self.hold = Hold(holder, lease_s, None if lease_s is None else trio.current_time() + lease_s)
+        self._news.unpark_all()
+
+    def renew(self) -> None:
+        """Let the lease in force begin anew."""
+        if self.hold is not None:
+            self.take(self.hold.holder, self.hold.lease_s)
+
+    def release(self) -> None:
+        """End the hold."""
+        self.hold = None
+        self._news.unpark_all()
+
+    def begin_step(self) -> None:
+        """Stop the lease: a step of the update is under way, which has a time limit of its own."""
+        self._steps += 1
+
+    def end_step(self) -> None:
+        """Let the lease begin anew after a step."""
+        self._steps -= 1
+        self.renew()
+        self._news.unpark_all()
+
+    async def wait_lost(self) -> Hold:
+        """Return the hold whose lease has run out, as soon as there is one."""
+        await trio.lowlevel.checkpoint()
+        while (hold := self._lost()) is None:
+            left_s = math.inf if self.hold is None or self._steps else self.hold.left_s
+            with trio.move_on_after(left_s):
+                await self._news.park()
+        return hold
+
+    def _lost(self) -> Hold | None:
+        return self.hold if self.hold is not None and not self._steps and self.hold.left_s <= 0 else None
 
 
 class PolicyUpdates:
@@ -50,8 +134,26 @@ class PolicyUpdates:
         """A pause that no update asked for is in force."""
         self.holder = UpdateHolder()
 
-    async def pause(self, mode: PauseMode, timeout_s: float, holder: str, lease_s: float | None) -> UpdateReport:
-        """See `Backends.pause`."""
+    async def operate(self, request: BackendRequest[UpdateReport]) -> UpdateReport:
+        """Carry out one step. See its type for what it does, and its errors."""
+        match request:
+            case PauseBackends():
+                return await self._pause(request)
+            case ResumeBackends():
+                return await self._resume(request.policy_version, request.holder)
+            case RenewUpdate():
+                return await self._renew(request.holder)
+            case LoadAdapter() if kept := self._admission.in_flight().total():
+                raise UpdateRefused(
+                    f"{kept} completions were kept in their engines, which would go on with the former adapter: pause "
+                    "by 'wait' or 'abort' to load one"
+                )
+            case LoadWeights() | LoadAdapter() | ExpectTransfer() | ConfirmWeights():
+                return await self._try_weights(request)
+        raise TypeError(f"{type(request).__name__} is no step of a policy update")
+
+    async def _pause(self, request: PauseBackends) -> UpdateReport:
+        mode, timeout_s, holder = request.mode, request.timeout_s, request.holder
         if holder:
             self._check_holder(holder)
         with self._change(holder):
@@ -61,14 +163,14 @@ class PolicyUpdates:
             try:
                 with trio.move_on_after(timeout_s):
                     if mode == "abort":
-                        await self._tell_engines(told, mode, timeout_s)
+                        await self._tell_engines(told, request, timeout_s)
                         await self._abort_calls(told)
                     else:
                         if mode == "wait":
                             await self._admission.wait_idle()
-                        await self._tell_engines(told, mode, timeout_s)
+                        await self._tell_engines(told, request, timeout_s)
                     if holder:
-                        self.holder.take(holder, lease_s)
+                        self.holder.take(holder, request.lease_s)
                     else:
                         self._asked = True
                     return self._report(told)
@@ -85,29 +187,7 @@ class PolicyUpdates:
                     self._admission.open()
                 raise
 
-    async def load_weights(self, folder: str, timeout_s: float, holder: str) -> UpdateReport:
-        """See `Backends.load_weights`."""
-        return await self._try_weights(holder, lambda backend: _load(backend, folder, timeout_s))
-
-    async def load_adapter(self, name: str, folder: str, timeout_s: float, holder: str) -> UpdateReport:
-        """See `Backends.load_adapter`."""
-        if kept := self._admission.in_flight().total():
-            raise UpdateRefused(
-                f"{kept} completions were kept in their engines, which would go on with the former adapter: pause by "
-                "'wait' or 'abort' to load one"
-            )
-        return await self._try_weights(holder, lambda backend: _load_adapter(backend, name, folder, timeout_s))
-
-    async def expect_transfer(self, timeout_s: float, holder: str) -> UpdateReport:
-        """See `Backends.expect_transfer`."""
-        return await self._try_weights(holder, lambda backend: _expect(backend, timeout_s))
-
-    async def confirm_weights(self, policy_version: str, timeout_s: float, holder: str, *, tell: bool) -> UpdateReport:
-        """See `Backends.confirm_weights`."""
-        return await self._try_weights(holder, lambda backend: _confirm(backend, policy_version, timeout_s, tell=tell))
-
-    async def resume(self, policy_version: str | None, holder: str) -> UpdateReport:
-        """See `Backends.resume`."""
+    async def _resume(self, policy_version: str | None, holder: str) -> UpdateReport:
         if holder and holder != self.holder.holder:
             return await self._resume_without_hold(policy_version, holder)
         if not holder:
@@ -130,8 +210,7 @@ class PolicyUpdates:
             self.holder.last = (holder, policy_version or "")
             return self._report(told)
 
-    async def renew(self, holder: str) -> UpdateReport:
-        """See `Backends.renew_update`."""
+    async def _renew(self, holder: str) -> UpdateReport:
         await trio.lowlevel.checkpoint()
         self._check_in_force(holder)
         self.holder.renew()
@@ -181,16 +260,16 @@ class PolicyUpdates:
             self._check_in_force(holder)
         return self._report({})
 
-    async def _try_weights(self, holder: str, tell: Callable[[Backend], Awaitable[Told]]) -> UpdateReport:
-        """Tell all engines something about their weights on trial, in a pause."""
-        self._check_in_force(holder)
-        with self._change(holder):
+    async def _try_weights(self, step: WeightsStep) -> UpdateReport:
+        """Have all engines take a step with their weights on trial, in a pause."""
+        self._check_in_force(step.holder)
+        with self._change(step.holder):
             if not self._admission.closed:
                 raise UpdateRefused("weights are loaded in a pause only: pause the backends first")
             told: dict[Backend, Told] = {}
             async with open_single_nursery() as nursery:
                 for backend in self._placement.backends():
-                    nursery.start_soon(_note, backend, told, partial(tell, backend))
+                    nursery.start_soon(_note, backend, told, partial(_carry_out, backend, step))
             return self._report(told)
 
     async def _name_weights(self, policy_version: str) -> dict[Backend, Told]:
@@ -203,10 +282,11 @@ class PolicyUpdates:
         """
         told: dict[Backend, Told] = {}
         others: list[str] = []
+        confirm = ConfirmWeights(policy_version, timeout_s=UNPAUSE_TIMEOUT_S)
 
         async def name(backend: Backend) -> Told:
             try:
-                return await _confirm(backend, policy_version, UNPAUSE_TIMEOUT_S, tell=True)
+                return await _carry_out(backend, confirm)
             except OtherWeights as exc:
                 others.append(str(exc))
                 raise
@@ -261,7 +341,7 @@ class PolicyUpdates:
     async def _tell_engines(
         self,
         told: dict[Backend, Told],
-        mode: PauseMode | None,
+        pause: PauseBackends | None,
         timeout_s: float,
     ) -> None:
         """Pause the engines, or (None) resume those that were paused.
@@ -273,7 +353,11 @@ class PolicyUpdates:
         async with open_single_nursery() as nursery:
             for backend in self._placement.backends():
                 each_s = timeout_s if backend.breaker.closed else left_s / 2
-                tell = partial(_resume, backend, each_s) if mode is None else partial(_pause, backend, each_s, mode)
+                tell = (
+                    partial(_resume, backend, each_s)
+                    if pause is None
+                    else partial(_carry_out, backend, msgspec.structs.replace(pause, timeout_s=each_s))
+                )
                 nursery.start_soon(_note, backend, told, tell)
 
     def _report(self, told: dict[Backend, Told]) -> UpdateReport:
@@ -303,27 +387,8 @@ async def _note(backend: Backend, told: dict[Backend, Told], tell: Callable[[], 
         told[backend] = ("failed", str(exc))
 
 
-async def _pause(backend: Backend, timeout_s: float, mode: PauseMode) -> Told:
-    await backend.engine.pause(mode, timeout_s)
-    return "paused" if backend.engine.paused else "not_offered", ""
-
-
-async def _load(backend: Backend, folder: str, timeout_s: float) -> Told:
-    return "loaded" if await backend.engine.load_weights(folder, timeout_s) else "not_offered", ""
-
-
-async def _load_adapter(backend: Backend, name: str, folder: str, timeout_s: float) -> Told:
-    return "loaded" if await backend.engine.load_adapter(name, folder, timeout_s) else "not_offered", ""
-
-
-async def _expect(backend: Backend, timeout_s: float) -> Told:
-    backend.engine.expect_transfer(timeout_s)
-    await trio.lowlevel.checkpoint()
-    return "paused", ""
-
-
-async def _confirm(backend: Backend, policy_version: str, timeout_s: float, *, tell: bool) -> Told:
-    return "confirmed" if await backend.engine.confirm(policy_version, timeout_s, tell=tell) else "not_offered", ""
+async def _carry_out(backend: Backend, request: PauseBackends | WeightsStep) -> Told:
+    return await backend.engine.operate(request), ""
 
 
 async def _restore(backend: Backend, timeout_s: float) -> Told:

@@ -6,38 +6,181 @@ import logging
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import trio
 
-from ipc.nursery import open_single_nursery
-from prorl_trio.config import HealthConfig, LoadConfig, Strategy
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.config import HealthConfig, LoadConfig
+from prorl_trio.http.client import RetryPolicy
+from prorl_trio.inference.engines.answers import UNNAMED
 from prorl_trio.inference.pool.admission import Admission, unseen
-from prorl_trio.inference.pool.backend import Backend
+from prorl_trio.inference.pool.backend import Backend, BackendStatistics
 from prorl_trio.inference.pool.balancer import LoadBalancer
-from prorl_trio.inference.pool.expected import ExpectedBackends
-from prorl_trio.inference.pool.fitness import require_named, require_version
 from prorl_trio.inference.pool.lease import Lease
 from prorl_trio.inference.pool.placement import Placement
 from prorl_trio.inference.pool.policy_update import PolicyUpdates
-from prorl_trio.inference.pool.versions import VersionOrder
+from prorl_trio.inference.pool.versions import UNKNOWN_VERSION, VersionOrder
 from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.supervision import service_task
+from prorl_trio.types.backends import (
+    AddBackend,
+    BackendList,
+    DrainBackend,
+    ListBackends,
+    RemoveBackends,
+    ResumeBackends,
+    UpdateReport,
+    WeighBackend,
+)
 from prorl_trio.types.errors import BackendError, BackendsBusy, UnknownBackend
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
-    from prorl_trio.inference.pool.admission import Waiting
-    from prorl_trio.inference.pool.same_model import ModelProof
-    from prorl_trio.types.backends import PauseMode, UpdateReport
+    from prorl_trio.inference.pool.admission import ModelProof, Waiting
+    from prorl_trio.types.backends import AnswerT, BackendRequest
 
-__all__ = ["Backends"]
+
+CLOSE_GRACE_S = 5.0
 
 logger = logging.getLogger(__name__)
 
-CLOSE_GRACE_S = 5.0
+JOIN_DELAYS = RetryPolicy(first_delay_s=1.0, max_delay_s=30.0)
+"""Between two probes of a backend that is down. There is no last one."""
+
+
+class _Expected:
+    """A backend that is down: the `weight` it will have, and `why` it is not there."""
+
+    def __init__(self, url: str, weight: float | None, why: str) -> None:
+        self.url = url
+        self.weight = weight
+        self.why = why
+        self.scope = trio.CancelScope()
+
+
+class ExpectedBackends:
+    """The backends that are down. `join` (see `Backends.add`) is called again and again while `run` runs."""
+
+    def __init__(self, join: Callable[[str, float | None], Awaitable[object]], random: Random) -> None:
+        self._join = join
+        self._random = random
+        self._expected: dict[str, _Expected] = {}
+        self._nursery: trio.Nursery | None = None
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def __contains__(self, url: str) -> bool:
+        return url in self._expected
+
+    def expect(self, url: str, weight: float | None, why: str) -> None:
+        """Have it join as soon as it is up. `why` it is not, for those who look."""
+        self.forget(url)
+        expected = self._expected[url] = _Expected(url, weight, why)
+        if self._nursery is not None:
+            self._nursery.start_soon(self._keep_trying, expected)
+
+    def forget(self, url: str) -> bool:
+        """Forget one that has joined, or need not any more; a probe under way ends. False: it was not expected."""
+        expected = self._expected.pop(url, None)
+        if expected is not None:
+            expected.scope.cancel()
+        return expected is not None
+
+    def drain(self, url: str) -> bool:
+        """Keep it listed, to join no more by itself; a probe under way ends. False: it was not expected."""
+        expected = self._expected.get(url)
+        if expected is not None:
+            expected.scope.cancel()
+            expected.why = f"{url}: drained while it was down; add it again to put it to use"
+        return expected is not None
+
+    def weigh(self, url: str, weight: float) -> bool:
+        """Change the weight it will have; a probe under way, which would give it the old one, begins anew.
+
+        False: it was not expected.
+        """
+        expected = self._expected.get(url)
+        if expected is None:
+            return False
+        if expected.scope.cancel_called:
+            expected.weight = weight
+        else:
+            self.expect(url, weight, expected.why)
+        return True
+
+    def urls(self) -> list[str]:
+        """Return their URLs, in order of arrival."""
+        return list(self._expected)
+
+    def reasons(self) -> list[str]:
+        """Return why each is not there; the first words are its URL."""
+        return [expected.why for expected in self._expected.values()]
+
+    def statistics(self) -> list[BackendStatistics]:
+        """Return them as backends that are down."""
+        return [
+            BackendStatistics(
+                url=expected.url,
+                state="down",
+                in_flight=0,
+                assigned_total=0,
+                weight=expected.weight or 1.0,
+                error=expected.why,
+            )
+            for expected in self._expected.values()
+        ]
+
+    async def run(self) -> None:
+        """Probe, for ever."""
+        async with open_single_nursery() as nursery:
+            self._nursery = nursery
+            try:
+                for expected in self._expected.values():
+                    nursery.start_soon(self._keep_trying, expected)
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None
+
+    async def _keep_trying(self, expected: _Expected) -> None:
+        attempt = 1
+        with expected.scope:
+            while expected.url in self._expected:
+                await trio.sleep(JOIN_DELAYS.delay_s(min(attempt, JOIN_DELAYS.max_attempts), self._random))
+                attempt += 1
+                try:
+                    await self._join(expected.url, expected.weight)
+                except BackendError as exc:
+                    expected.why = str(exc)
+                    logger.debug("backend %s is still down: %s", expected.url, exc)
+
+
+def require_named(info: EngineInfo, current: str) -> None:
+    """Raise BackendError if it could be told what its weights are called, and was not, and the policy's have a name."""
+    if info.pausable and info.label == UNNAMED and current != UNKNOWN_VERSION:
+        raise BackendError(
+            f"{info.url}: it is up, but its weights have no name, and the policy's are {current}: "
+            "move these there, then add it",
+            retryable=True,
+        )
+
+
+def require_version(info: EngineInfo, current: str, wanted: str) -> None:
+    """Raise BackendError if its weights are not of the version `wanted`, as far as anybody can tell.
+
+    Of weights that the engine has no name for, the caller knows the version. They would be recorded under `current`,
+    that of the node's policy: so that must be the same.
+    """
+    require_named(info, current)
+    if info.policy_version == UNKNOWN_VERSION:
+        found, whose = current, "the policy of this node is"
+    else:
+        found, whose = info.policy_version, "it says that its weights are"
+    if found != wanted:
+        raise BackendError(f"{info.url}: {whose} of version {found}, and not {wanted}", retryable=False)
 
 
 class Backends:
@@ -50,7 +193,7 @@ class Backends:
         probe_timeout_s: float = 60.0,
         max_backends: int = 1024,
         max_tasks_per_backend: int = 0,
-        strategy: Strategy = "least_in_flight",
+        placement: type[Placement] = Placement,
         health: HealthConfig | None = None,
         load: LoadConfig | None = None,
         random: Random | None = None,
@@ -63,10 +206,10 @@ class Backends:
             probe_timeout_s: for one probe, and for finding out which engine it is.
             max_backends: registered at once.
             max_tasks_per_backend: leases of one backend at once, 0 for no limit; more wait.
-            strategy: which backend is next; see `placement.Strategy`.
+            placement: decides which backend is next.
             health: when a backend that fails is given no more tasks, and its tasks move.
-            load: when a task moves off a backend that has too much to do (by `least_in_flight` only), and how many
-                tasks a backend with a full cache may have.
+            load: when a task moves off a backend that has too much to do, and how many tasks a backend with a full
+                cache may have.
             random: breaks ties between equally loaded backends.
             proof: compares each engine's tokenizer with the node's, at every probe; None: nothing is compared.
         """
@@ -80,7 +223,7 @@ class Backends:
         """Versions that resumes announced or engines came with, in their order."""
         self.admission = Admission()
         """The admission of every completion."""
-        self._placement = Placement(random, max_tasks_per_backend, strategy=strategy)
+        self._placement = placement(random, max_tasks_per_backend)
         self._balancer = LoadBalancer(
             self._placement, self.admission, self.versions, load or LoadConfig(), lambda: self._tell(updated=False)
         )
@@ -235,112 +378,46 @@ class Backends:
 
     @property
     def policy_version(self) -> str:
-        """The version that the trainer has: see `resume`."""
+        """The version that the last resume announced."""
         return self.versions.current
 
     def fresh(self, max_staleness: int) -> list[Backend]:
         """See `LoadBalancer.fresh`."""
         return self._balancer.fresh(max_staleness)
 
-    async def pause(
-        self, mode: PauseMode, timeout_s: float, holder: str = "", lease_s: float | None = None
-    ) -> UpdateReport:
-        """Let no completion begin until `resume`; return when those in flight are dealt with as `mode` says.
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """Carry out a request of a trainer or an operator: see its type for what it does, its errors and a cancel.
 
-        Jobs go on up to their next completion and wait there. Engines that can be paused are paused too. A paused pool
-        may be paused again, in another mode.
-
-        A pause by a `holder` is for an update of the policy, of which there is one at a time: no step of anybody else
-        changes the weights before that holder's `resume`. Unless a step of the holder's, or `renew_update`, comes every
-        `lease_s`, `watch` puts the former weights back and resumes. A pause without a holder, before it or meanwhile,
-        outlasts it.
-
-        Raises:
-            PauseTimeout: completions still run, or engines have not answered, after `timeout_s`; it says which. The
-                pause is undone, and so it is by a cancel: the pool is then as it was before.
-            BackendsBusy: another pause or resume is under way, or another holder's update.
+        An engine that fails in a policy update does not raise: it is in the report.
         """
-        return await self._updates.pause(mode, timeout_s, holder, lease_s)
+        answer: BackendList | UpdateReport
+        match request:
+            case ListBackends() | AddBackend() | DrainBackend() | WeighBackend() | RemoveBackends():
+                await self._register(request)
+                await trio.lowlevel.checkpoint()
+                answer = BackendList(urls=list(self.urls()), pool=self.statistics())
+            case _:
+                before = self.policy_version
+                answer = await self._updates.operate(cast("BackendRequest[UpdateReport]", request))
+                if isinstance(request, ResumeBackends):
+                    self._tell(updated=self.policy_version != before)
+                    self._judge_resumed()
+        return cast("AnswerT", answer)
 
-    async def renew_update(self, holder: str) -> UpdateReport:
-        """Let the lease of `holder`'s update begin anew.
-
-        Raises:
-            UpdateRefused: that update is over: its lease had run out.
-            BackendsBusy: another holder's update is under way.
-        """
-        return await self._updates.renew(holder)
-
-    async def expect_transfer(self, timeout_s: float, holder: str = "") -> UpdateReport:
-        """Note in a pause that the trainer moves the weights to the engines by means of its own.
-
-        They are on trial as those of `load_weights` are. A `resume` without a version loads the former ones from their
-        folder, where that is known; engines where it is not take no tasks then.
-
-        Raises:
-            UpdateRefused: the pool is not paused, or the update of `holder` is over.
-            BackendsBusy: another step is under way, or another holder's update.
-        """
-        return await self._updates.expect_transfer(timeout_s, holder)
-
-    async def confirm_weights(
-        self, policy_version: str, timeout_s: float, holder: str = "", *, tell: bool = True
-    ) -> UpdateReport:
-        """Have every engine say, in a pause, which weights it has; with `tell`, after it was told their version.
-
-        One that says otherwise, or fails to answer, is reported as `failed`. What they were told is taken back by a
-        `resume` without a version.
-
-        Raises:
-            UpdateRefused: the pool is not paused, or the update of `holder` is over.
-            BackendsBusy: another step is under way, or another holder's update.
-        """
-        return await self._updates.confirm_weights(policy_version, timeout_s, holder, tell=tell)
-
-    async def load_weights(self, folder: str, timeout_s: float, holder: str = "") -> UpdateReport:
-        """Have every engine that can load the weights in `folder`, a path as the engines see it, in a pause.
-
-        They are on trial until `resume` announces their version, or takes them back. A failure is reported, not raised.
-        After a cancel, each engine may have them or not.
-
-        Raises:
-            UpdateRefused: the pool is not paused, or the update of `holder` is over.
-            BackendsBusy: another step is under way, or another holder's update.
-        """
-        return await self._updates.load_weights(folder, timeout_s, holder)
-
-    async def load_adapter(self, name: str, folder: str, timeout_s: float, holder: str = "") -> UpdateReport:
-        """Have every engine that takes LoRA adapters load the one in `folder`, as the engines see it, in a pause.
-
-        It is on trial as weights are: from a `resume` with a version on, completions are sampled with it, and the one
-        before is unloaded. Whole weights that are loaded later are used without an adapter. A failure is reported.
-
-        Raises:
-            UpdateRefused: the pool is not paused, or completions were kept in engines; or the update of `holder` is
-                over.
-            BackendsBusy: another step is under way, or another holder's update.
-        """
-        return await self._updates.load_adapter(name, folder, timeout_s, holder)
-
-    async def resume(self, policy_version: str | None = None, holder: str = "") -> UpdateReport:
-        """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
-
-        Without a version, engines with weights on trial get their former ones back before.
-
-        Engines are told the version, and asked for it, and those that were paused are resumed, before; one that fails
-        to is reported, not raised, and takes no tasks until `watch` has resumed it. The pool stays paused if this is
-        cancelled, and after an update by a `holder` if somebody else asked for a pause.
-
-        Raises:
-            UpdateRefused: an engine failed to load the weights that the version is to be of, or says that it has
-                others; or the update of `holder` is over, and there is a version. The pool stays as it is.
-            BackendsBusy: another pause or resume is under way, or another holder's update.
-        """
-        before = self.policy_version
-        report = await self._updates.resume(policy_version, holder)
-        self._tell(updated=self.policy_version != before)
-        self._judge_resumed()
-        return report
+    async def _register(self, request: BackendRequest[BackendList]) -> None:
+        match request:
+            case AddBackend(when_up=True):
+                self.expect(request.url, request.weight)
+            case AddBackend():
+                await self.add(request.url, request.weight, request.policy_version)
+            case DrainBackend():
+                self.drain(request.url)
+            case WeighBackend():
+                self.weigh(request.url, request.weight)
+            case RemoveBackends(url=str(url)):
+                await self.remove(url)
+            case RemoveBackends():
+                await self.clear()
 
     def _judge_resumed(self) -> None:
         if self.admission.closed:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["MAX_VERSIONS_KEPT", "UNKNOWN_VERSION", "VersionOrder"]
-
 MAX_VERSIONS_KEPT: Final = 10_000
 """The most that are no integers; of the oldest the place is forgotten."""
 

@@ -7,23 +7,21 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.inference.engines.protocol import EnginePaused
-from prorl_trio.inference.pool.same_model import AnotherModel
+from prorl_trio.inference.pool.admission import AnotherModel
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.config import HealthConfig, LoadConfig
+    from prorl_trio.inference.pool.admission import ModelProof
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.balancer import LoadBalancer
     from prorl_trio.inference.pool.placement import Placement
-    from prorl_trio.inference.pool.same_model import ModelProof
 
     Look = Callable[[Backend], Awaitable[None]]
-
-__all__ = ["PoolWatch"]
 
 logger = logging.getLogger(__name__)
 

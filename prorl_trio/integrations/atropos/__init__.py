@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from prorl_trio.integrations.atropos.environment import AtroposEnvironment, open_environment
-from prorl_trio.integrations.atropos.scored_data import ScoredData, scored_data
+from prorl_trio.integrations.atropos.environment import AtroposEnvironment, ScoredData, open_environment, scored_data
 
 __all__ = ["AtroposEnvironment", "ScoredData", "open_environment", "scored_data"]

@@ -4,29 +4,117 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from prorl_trio.client.sampling import BlockingGroups, JobTemplate, reached_one
-from prorl_trio.integrations.trl.buffer import RolloutBuffer
 from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
 from prorl_trio.integrations.trl.model_check import check_tokenizer, model_facts
 from prorl_trio.integrations.trl.rows import advantages_of, placeholder, rows_of
-from prorl_trio.integrations.trl.steps import group_rules
 from prorl_trio.integrations.trl.weights import newest_version
+from prorl_trio.sampling import BlockingGroups, GroupRules, JobTemplate, reached_one
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from prorl_trio.client import BlockingClient
-    from prorl_trio.client.sampling import BatchStatistics, Group
     from prorl_trio.integrations.trl.rows import Row
+    from prorl_trio.sampling import BatchStatistics, Group
     from prorl_trio.types.models import Outcome, TaskInstance
 
-__all__ = ["RolloutWorker"]
 
 FETCH_S: Final = 5.0
 """Longest wait for a group in one call of `rollout_buffer.get`, where TRL names none."""
+
+
+# The arithmetic by which `AsyncGRPOTrainer` never has a reason to throw a row away.
+#
+# TRL takes R rows from the rollout buffer between two policy updates, whatever groups they are of, and some ahead of
+# time. A row may lie T updates behind when it is taken (`max_staleness`). A group of n rollouts gives n * M rows at
+# most, where rollouts have up to M segments. So updates do not come after a fixed number of groups, and the sampler
+# is given another clock: it is told of a "version" whenever B = R / n groups and all their rows were taken, and is
+# bound to S of those. A group that is begun in one of them is among the next (S + 1) * B that are taken, and until
+# its last row is, at most (S + 1) * B * n * M are. In that time there are at most (S + 1) * B * n * M / R updates,
+# rounded up: at most T for
+#
+#     S = T * R / (B * n * M) - 1, rounded down.
+
+
+def rows_per_update(args: Any) -> int:
+    """Return R, the rows between two policy updates.
+
+    Args:
+        args: an `AsyncGRPOConfig`.
+
+    Raises:
+        ConfigError: the arguments leave it open.
+    """
+    if args.token_budget is None or args.token_budget > 0:
+        raise ConfigError(
+            f"token_budget is {args.token_budget}: steps would take any number of rows, so that no admission can keep "
+            "max_staleness. Set token_budget=0, and per_device_train_batch_size and gradient_accumulation_steps "
+            "to the rows of a step"
+        )
+    micro_batch = args.per_device_train_batch_size * args.world_size
+    return int(micro_batch * args.gradient_accumulation_steps * args.weight_sync_steps)
+
+
+def group_rules(args: Any, rows_per_rollout: int, options: Mapping[str, Any]) -> GroupRules:
+    """Return the rules of sampling, in the sampler's own clock.
+
+    Args:
+        args: an `AsyncGRPOConfig`.
+        rows_per_rollout: M, the most rows that a rollout gives.
+        options: further fields of `GroupRules`.
+
+    Raises:
+        ConfigError: there are no such rules, or `options` has one that follows from `args`.
+    """
+    rows, size = rows_per_update(args), args.num_generations
+    groups = max(1, rows // size)
+    max_staleness = args.max_staleness * rows // (groups * size * rows_per_rollout) - 1
+    if max_staleness < 0:
+        least = -(-groups * size * rows_per_rollout // rows)
+        raise ConfigError(
+            f"max_staleness is {args.max_staleness}, and must be at least {least} with {rows} rows an update, groups "
+            f"of {size} and up to {rows_per_rollout} rows a rollout: AsyncGRPOTrainer takes rows ahead of its updates"
+        )
+    derived = {"size": size, "groups_per_step": groups, "max_staleness": max_staleness}
+    if clash := sorted(set(options) & set(derived)):
+        raise ConfigError(f"{', '.join(clash)}: follows from AsyncGRPOConfig; set it there")
+    try:
+        return GroupRules(**derived, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{type(args).__name__}: {error}") from error
+
+
+class RolloutBuffer:
+    """`RolloutWorkerProtocol.rollout_buffer`, for one consumer.
+
+    Args:
+        fetch: blocks for at most so many seconds (None: for ever) and returns further rows; raises TimeoutError.
+    """
+
+    def __init__(self, fetch: Callable[[float | None], Iterable[Any]]) -> None:
+        self._fetch = fetch
+        self._rows: deque[Any] = deque()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Return the next row. Raises queue.Empty: there was none in time; and what `fetch` raises."""
+        while not self._rows:
+            try:
+                self._rows.extend(self._fetch(timeout if block else 0.0))
+            except TimeoutError:
+                raise queue.Empty from None
+        return self._rows.popleft()
+
+    def put_nowait(self, row: Any) -> None:
+        """Put a row after those that are here."""
+        self._rows.append(row)
+
+    def qsize(self) -> int:
+        """Return the number of rows that are here already."""
+        return len(self._rows)
 
 
 class RolloutWorker:

@@ -13,8 +13,6 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from prorl_trio.types.models import Outcome, SamplingParams
 
-__all__ = ["LogprobsRefused", "check_arguments", "check_recorded", "check_sampling"]
-
 
 class LogprobsRefused(ConfigError):
     """Rollouts were, or would be, sampled in a way whose log-probabilities TRL cannot train with."""

@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from prorl_trio.chat.vocabulary import vocabulary_digest
-from prorl_trio.types.architecture import architecture_of, differing_field
+from prorl_trio.chat.codec import vocabulary_digest
 from prorl_trio.types.errors import ConfigError
-from prorl_trio.types.model_facts import ModelFacts
+from prorl_trio.types.model_facts import ModelFacts, architecture_of, differing_field
 
 if TYPE_CHECKING:
     from prorl_trio.client import BlockingClient
-
-__all__ = ["check_config", "check_embedding", "check_tokenizer", "model_facts"]
 
 
 def model_facts(client: BlockingClient) -> ModelFacts:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import TaskInstance
 
-__all__ = ["TaskLookup"]
-
 
 class TaskLookup:
     """The task instances of a dataset, by prompt.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome, Segment
 
-__all__ = ["Completion", "Row", "advantages_of", "completion_of", "placeholder", "rows_of"]
-
 STD_FLOOR = 1e-8
 """Added to the standard deviation of a group's rewards, as `AsyncGRPOTrainer`'s own worker does."""
 

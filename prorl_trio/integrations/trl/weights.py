@@ -13,11 +13,9 @@ if TYPE_CHECKING:
 
     from prorl_trio.client import BlockingClient
     from prorl_trio.client.blocking import BlockingPolicyUpdate
-    from prorl_trio.client.weights.check import WeightCheck
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.model_facts import ModelFacts
-
-__all__ = ["WeightTransfer", "newest_version"]
+    from prorl_trio.weights.check import WeightCheck
 
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "wte.weight", "lm_head.weight")
 

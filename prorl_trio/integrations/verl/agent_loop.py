@@ -17,19 +17,17 @@ try:
 except ImportError as exc:
     raise ImportError("this needs verl: pip install 'prorl-trio[verl]'") from exc
 
-from prorl_trio.client.sampling.opening import reached_one
 from prorl_trio.integrations.verl.jobs import JobTemplate, Sampling, loaded, sampling_of, task_of_row
 from prorl_trio.integrations.verl.node_address import NodeAddress
 from prorl_trio.integrations.verl.rollouts import rollouts_on
 from prorl_trio.integrations.verl.rows import Row, RowLimits, masked_row, rows_of, turns_of
+from prorl_trio.sampling.opening import reached_one
 from prorl_trio.types.errors import ConfigError, ProrlError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from prorl_trio.types.models import Outcome
-
-__all__ = ["NodeAgentLoop", "RolloutFailed", "builtin", "check_sampling", "run_name"]
 
 
 class RolloutFailed(ProrlError):

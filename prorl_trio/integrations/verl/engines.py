@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.blocking import BlockingClient, BlockingPolicyUpdate
 
-__all__ = ["NodeEngines"]
-
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S: Final = 2.0

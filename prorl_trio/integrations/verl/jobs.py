@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.integrations.verl.rows import RowLimits
 
-__all__ = ["JobTemplate", "Sampling", "loaded", "plain", "sampling_of", "task_of_row"]
-
 OURS: Final = ("job_id", "instance", "group_id")
 """Fields of a `JobSpec` that a configuration does not set: they come from the row."""
 ATTEMPTS: Final = 3

@@ -13,8 +13,6 @@ try:
 except ImportError as exc:
     raise ImportError("this needs verl: pip install 'prorl-trio[verl]'") from exc
 
-__all__ = ["NodeTaskRunner", "main"]
-
 _TaskRunner: Any = main_ppo.TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
 """verl's class, of which Ray has made an actor."""
 

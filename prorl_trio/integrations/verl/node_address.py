@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.client.client import RolloutClient
 
-__all__ = ["NodeAddress"]
-
 
 class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The address of a node, and how long its clients wait for it.

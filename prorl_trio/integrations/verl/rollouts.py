@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import trio
 from outcome import capture
 
-from ipc.nursery import open_single_nursery
-from ipc.session import Rejected
+from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.session import Rejected
 from prorl_trio.client.errors import ConnectionLost, SessionLost
 from prorl_trio.types.errors import ConfigError, Draining, ServiceError
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.integrations.verl.node_address import NodeAddress
     from prorl_trio.types.models import JobSpec, Outcome
-
-__all__ = ["JobRefused", "Rollouts", "close_all", "rollouts_on"]
 
 CANCEL_GRACE_S: Final = 10.0
 """Longest that a cancelled rollout waits until nothing of its job is left on the node."""

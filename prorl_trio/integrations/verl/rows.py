@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.types.models import Outcome, Segment, Trajectory
 
-__all__ = ["Row", "RowLimits", "masked_row", "rows_of", "sampled_row", "turns_of"]
-
 
 class RowLimits(NamedTuple):
     """The most tokens of a row's prompt and of its response: `rollout.prompt_length`, `rollout.response_length`."""

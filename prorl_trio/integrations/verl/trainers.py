@@ -20,7 +20,7 @@ try:
 except ImportError as exc:
     raise ImportError("this needs verl: pip install 'prorl-trio[verl]'") from exc
 
-from prorl_trio.chat.vocabulary import vocabulary_digest
+from prorl_trio.chat.codec import vocabulary_digest
 from prorl_trio.integrations.verl.agent_loop import NodeAgentLoop, builtin, check_sampling, run_name
 from prorl_trio.integrations.verl.engines import NodeEngines
 from prorl_trio.integrations.verl.node_address import NodeAddress
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from prorl_trio.client import BlockingClient
-
-__all__ = ["NodeTrainer", "check_tokenizer", "install", "node_of"]
 
 
 class NodeTrainer:
@@ -54,7 +52,7 @@ class NodeTrainer:
         check_sampling(self.config.actor_rollout_ref.rollout)
         client = node_of(self.config).connect_blocking()
         check_tokenizer(self.tokenizer, client)
-        client.cancel_on_node(tags={"verl": run_name(self.config)}, reason="its trainer was started again")
+        client.cancel(on_node=True, tags={"verl": run_name(self.config)}, reason="its trainer was started again")
         _hook(self, "on_init_end")()
         self._engines = NodeEngines(client)
         self._engines.register(self._servers().get_addresses(), self.global_steps)

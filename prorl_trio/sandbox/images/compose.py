@@ -26,8 +26,6 @@ from prorl_trio.sandbox.images.uses import store_lock
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["compose_image", "record_image"]
-
 
 def compose_image(name: str, base: str, layers: Sequence[str]) -> StoredImage:
     """Give a base and layers over it a name in the store, in the place of an image of that name. Blocks.

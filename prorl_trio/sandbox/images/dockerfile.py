@@ -6,8 +6,6 @@ import json
 import re
 from typing import Final, NamedTuple
 
-__all__ = ["Instruction", "json_words", "read_instructions"]
-
 _DIRECTIVE: Final = re.compile(r"#\s*escape\s*=\s*`", re.IGNORECASE)
 _SHOWN_CHARS: Final = 60
 

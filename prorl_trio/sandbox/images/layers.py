@@ -26,24 +26,6 @@ from prorl_trio.sandbox.cache import cache_dir
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "CONTENT_NAME",
-    "LAYER_RECORD_NAME",
-    "LayerRecord",
-    "StoredLayer",
-    "find_layer",
-    "folder_digest",
-    "is_digest",
-    "layer_folder",
-    "layers_dir",
-    "list_layers",
-    "measure_folder",
-    "place_layer",
-    "remove_tree",
-    "staged_layer",
-    "store_layer",
-]
-
 LAYER_RECORD_NAME: Final = "layer.json"
 CONTENT_NAME: Final = "upper"
 """Apptainer takes the folder of this name in a layer for what is in the layer."""

@@ -15,8 +15,6 @@ from prorl_trio.types.errors import SandboxUnavailable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["ImageRoot", "check_host_layers", "locate_image", "locate_root", "open_root"]
-
 HOST: Final = "host"
 _MAX_LOOKS: Final = 5
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["DOCKER", "SUITES", "Reference", "parse_reference", "swe_bench_image", "swe_gym_image", "swe_smith_image"]
-
 DOCKER: Final = "docker://"
 _DOCKER_HUB: Final = "docker.io"
 _DOCKER_HUB_API: Final = "registry-1.docker.io"

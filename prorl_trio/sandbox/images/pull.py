@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
     from prorl_trio.sandbox.images.store import StoredImage
 
-__all__ = ["PullError", "PullOrder", "PullReport", "PullRules", "pull_image"]
-
 ENV_SCRIPT: Final = ".singularity.d/env/10-docker2singularity.sh"
 """Run before an image's tools, as Apptainer has it, and by the other providers too."""
 

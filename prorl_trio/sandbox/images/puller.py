@@ -11,16 +11,14 @@ from typing import Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.sandbox.images.names import DOCKER
 from prorl_trio.sandbox.images.pull import PullOrder, PullReport, PullRules
 from prorl_trio.sandbox.images.store import find_image
 from prorl_trio.sandbox.runtime.interpreter import own_python
-from prorl_trio.sandbox.threads import run_blocking
 from prorl_trio.supervision import contained
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
-
-__all__ = ["ImagePuller", "PullLimits"]
 
 logger = logging.getLogger(__name__)
 

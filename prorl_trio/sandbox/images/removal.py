@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.images.layers import StoredLayer
     from prorl_trio.sandbox.images.store import StoredImage
 
-__all__ = ["DiskUse", "ImageDiskUse", "StoreFull", "evict", "measure_store", "prune", "remove_image"]
-
 STAGING: Final = ".new-"
 _TRASH: Final = ".old-"
 _BLOCK_BYTES: Final = 512

@@ -19,20 +19,6 @@ from prorl_trio.sandbox.cache import cache_dir
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "RECORD_NAME",
-    "ROOT_NAME",
-    "SIF_NAME",
-    "ImageRecord",
-    "StoredImage",
-    "find_image",
-    "image_folder",
-    "images_dir",
-    "is_reference",
-    "list_images",
-    "name_of_file",
-]
-
 RECORD_NAME: Final = "image.json"
 SIF_NAME: Final = "image.sif"
 ROOT_NAME: Final = "root"

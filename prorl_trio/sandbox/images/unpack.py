@@ -19,13 +19,11 @@ import tarfile
 import zlib
 from typing import IO, TYPE_CHECKING, Final, NamedTuple, cast
 
-from ipc.tree_writer import write_with_holes
+from prorl_ipc.tree_writer import write_with_holes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
-
-__all__ = ["UnpackError", "Unpacked", "unpack_layer", "whiteout"]
 
 _WHITEOUT: Final = ".wh."
 _OPAQUE: Final = ".wh..wh..opq"

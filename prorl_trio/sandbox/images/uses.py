@@ -24,8 +24,6 @@ from prorl_trio.sandbox.cache import cache_dir
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["exclusive", "hold", "image_use", "in_use", "layer_use", "store_lock"]
-
 _SUFFIX: Final = ".uses"
 _NOT_OURS: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import trio
 
 from prorl_trio.sandbox.reaper import CGROUP_PREFIX, remove_cgroup, write_cgroup_record
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from ipc.limits import Breach, SandboxLimits
-
-__all__ = ["Cgroup", "CgroupSite", "find_site", "open_cgroup", "own_site"]
+    from prorl_ipc.limits import Breach, SandboxLimits
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import threading
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
-from ipc.limits import NamespaceLimits
+from prorl_ipc.limits import NamespaceLimits
 from prorl_trio.sandbox.limits import pid_setter
 from prorl_trio.sandbox.reaper import identify
 from prorl_trio.sandbox.runtime.interpreter import own_python
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from prorl_trio.sandbox.reaper import ProcessId
-
-__all__ = ["MAX_INOTIFY_INSTANCES", "MAX_PTYS", "PidLimiter", "namespace_limits", "pid_limit_problem"]
 
 FIRST_REUSED_PID: Final = 300
 """The kernel uses pids from here on again. The lower ones go to the first processes of a namespace, once."""

@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MAX_ANSWER_BYTES", "NOTHING", "USER_LIMITS", "serve"]
-
 MAX_ANSWER_BYTES = 512
 NOTHING = b"-"
 """The answer when there is no problem."""

@@ -25,8 +25,8 @@ from prorl_trio.sandbox.providers.probe import (
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
-from prorl_trio.sandbox.runtime.runtime import LIB_DIR, Mount, host_runtime, image_runtime
-from prorl_trio.sandbox.runtime.skeleton import HOME, USER, host_mounts, proc_mounts
+from prorl_trio.sandbox.runtime.runtime import HOME, LIB_DIR, Mount, host_runtime, image_runtime
+from prorl_trio.sandbox.runtime.skeleton import USER, host_mounts, proc_mounts
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
-
-__all__ = ["ApptainerProvider", "find_apptainer"]
 
 _INSTALL: Final = "install it (`make apptainer` on Debian and Ubuntu), or use the bubblewrap provider"
 _OVERLAY_REMEDY: Final = (
@@ -53,7 +51,7 @@ _NO_FAKEROOT_AS_ROOT: Final = (
     "as another user, or use the image `host`"
 )
 _GUARD: Final = "CAP_SETPCAP"
-"""For the daemon, which keeps it to itself: see `sandbox_daemon.privileges`."""
+"""For the daemon, which keeps it to itself: see `prorl_daemon.limits`."""
 _IDENTITY_FILES: Final = ("passwd", "group")
 
 

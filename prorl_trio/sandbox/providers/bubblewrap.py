@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.sandbox.fork_server import HOLD, open_fork_server
 from prorl_trio.sandbox.images.locate import check_host_layers, locate_root, open_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
@@ -21,10 +21,10 @@ from prorl_trio.sandbox.providers.probe import FOLDER_REMEDY, REPLACE_IN_LAYER, 
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
 from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
-from prorl_trio.sandbox.runtime.runtime import LIB_DIR, host_runtime, image_runtime
-from prorl_trio.sandbox.runtime.skeleton import HOME, USER, host_mounts, proc_mounts
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.sandbox.runtime.runtime import HOME, LIB_DIR, host_runtime, image_runtime
+from prorl_trio.sandbox.runtime.skeleton import USER, host_mounts, proc_mounts
 from prorl_trio.supervision import service_task
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["BubblewrapProvider", "find_bubblewrap", "is_beyond_bubblewrap"]
-
 FORK_SERVER_DISK_BYTES: Final = 16 * 1024 * 1024
 """Size of each of its own file systems in memory, in which next to nothing is written."""
 _ISOLATION: Final = (
@@ -51,7 +49,7 @@ _ISOLATION: Final = (
     "--cap-drop",
     "ALL",
     "--cap-add",
-    "CAP_SETPCAP",  # for the daemon, which keeps it to itself: see `sandbox_daemon.privileges`
+    "CAP_SETPCAP",  # for the daemon, which keeps it to itself: see `prorl_daemon.limits`
     "--clearenv",
     "--hostname",
     "sandbox",
@@ -233,7 +231,7 @@ class BubblewrapProvider(SandboxProvider):
             argv += ["--ro-bind", mount.source, mount.target]
         return (
             (*argv, "--chdir", "/", "--", *HOLD),
-            (*runtime.python, "-P", "-m", "sandbox_daemon"),
+            (*runtime.python, "-P", "-m", "prorl_daemon"),
             {**runtime.env, **_FORK_SERVER_ENV},
         )
 

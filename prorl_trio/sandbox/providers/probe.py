@@ -13,16 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = [
-    "FOLDER_REMEDY",
-    "PROBE_DISK_BYTES",
-    "PROBE_TIMEOUT_S",
-    "REPLACE_IN_LAYER",
-    "make_probe_layer",
-    "report_of",
-    "run_probe",
-]
-
 FOLDER_REMEDY: Final = "make room there, or set sandbox.runtime_dir to a folder of this user's on a local disk or tmpfs"
 """The remedy where the folder for a probe cannot be used."""
 

@@ -12,35 +12,140 @@ and `sandbox.provider = "mine"` has it used. It is a subclass of `SandboxProvide
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from prorl_trio.plugins import load_plugins
-from prorl_trio.sandbox.provider import SandboxProvider
+from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider, is_beyond_bubblewrap
-from prorl_trio.sandbox.providers.by_image import ByImage
-from prorl_trio.sandbox.providers.process import ProcessProvider
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
+from prorl_trio.sandbox.run_dir import open_shared_run_dir
+from prorl_trio.sandbox.runtime.runtime import process_runtime
+from prorl_trio.threads import run_blocking
+from prorl_trio.types.errors import ConfigError, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from prorl_trio.config import SandboxConfig
-    from prorl_trio.sandbox.provider import ProviderReport
+    from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
+    from prorl_trio.sandbox.sandbox import Sandbox
 
-__all__ = ["PROVIDERS", "choose_provider", "probe_providers"]
-
-logger = logging.getLogger(__name__)
 
 GROUP: Final = "prorl_trio.providers"
 AUTO: Final = "auto"
+
+_reports: dict[tuple[str, str, bool], ProviderReport] = {}
+
+logger = logging.getLogger(__name__)
+
+
+class ByImage(SandboxProvider):
+    """Two providers, of which each sandbox is started by one.
+
+    Args:
+        folders: starts most sandboxes.
+        files: starts the others.
+        is_for_files: tells the others, for specs of anything but the image `host` alone. Blocks.
+    """
+
+    isolated: ClassVar[bool] = True
+
+    def __init__(
+        self, *, folders: SandboxProvider, files: SandboxProvider, is_for_files: Callable[[SandboxSpec], bool]
+    ) -> None:
+        self._folders, self._files, self._is_for_files = folders, files, is_for_files
+        self._by_files: set[tuple[str, tuple[str, ...]]] = set()
+        """The images, with layers, of sandboxes that `files` has opened."""
+        self.name = f"{folders.name}+{files.name}"  # type: ignore[misc]  # of these two, and not of the class
+        self.has_layers = folders.has_layers and files.has_layers  # type: ignore[misc]  # likewise
+
+    def serving(self, spec: SandboxSpec) -> SandboxProvider:
+        """Return the provider of a sandbox of `spec` that was opened; before that, the one that opens most."""
+        return (self._files if _root_of(spec) in self._by_files else self._folders).serving(spec)
+
+    async def probe(self) -> ProviderReport:
+        """Report both: the problem of either is one."""
+        reports = [await self._folders.probe(), await self._files.probe()]
+        return ProviderReport(
+            name=self.name,
+            usable=all(report.usable for report in reports),
+            version=", ".join(filter(None, (report.version for report in reports))),
+            problem="; ".join(filter(None, (report.problem for report in reports))),
+            images_problem="; ".join(filter(None, (report.images_problem for report in reports))),
+            remedy="; ".join(filter(None, (report.remedy for report in reports))),
+        )
+
+    @asynccontextmanager
+    async def open_shared(self) -> AsyncIterator[None]:
+        async with self._folders.open_shared(), self._files.open_shared():
+            yield
+
+    @asynccontextmanager
+    async def open_sandbox(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        if spec.image != "host" or spec.layers:
+            # Each time: an image may have been unpacked, or pulled anew, since.
+            if await run_blocking(self._is_for_files, spec):
+                self._by_files.add(_root_of(spec))
+            else:
+                self._by_files.discard(_root_of(spec))
+        async with self.serving(spec).open_sandbox(spec) as sandbox:
+            yield sandbox
+
+
+def _root_of(spec: SandboxSpec) -> tuple[str, tuple[str, ...]]:
+    return spec.image, spec.layers
+
+
+class ProcessProvider(SandboxProvider):
+    """Runs agents' code as the user of this process, with its files and its network. Only for code you trust.
+
+    What it does promise: a clean environment, a home directory of its own that is removed, and that its processes end.
+    """
+
+    name: ClassVar[str] = "process"
+    isolated: ClassVar[bool] = False
+
+    def __init__(self, runtime_dir: Path | None = None) -> None:
+        """`runtime_dir`: see `run_dir.open_run_dir`."""
+        self._runtime_dir = runtime_dir
+        logger.warning("the sandbox provider `process` isolates NOTHING: agents' code runs as you, with your files")
+
+    @classmethod
+    def configured(cls, config: SandboxConfig) -> Self:
+        return cls(config.run_path)
+
+    async def probe(self) -> ProviderReport:
+        return ProviderReport(name=self.name, usable=True, version="no isolation")
+
+    def open_shared(self) -> AbstractAsyncContextManager[None]:
+        return open_shared_run_dir(self._runtime_dir)
+
+    def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        return open_daemon_sandbox(spec, self._runtime_dir, lambda run_dir, folder: _plan(spec, run_dir, folder))
+
+
 PROVIDERS: Final[Mapping[str, type[ApptainerProvider | BubblewrapProvider | ProcessProvider]]] = {
     provider.name: provider for provider in (ApptainerProvider, BubblewrapProvider, ProcessProvider)
 }
 """The built-in ones by name."""
 
-_reports: dict[tuple[str, str, bool], ProviderReport] = {}
+
+def _plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
+    if spec.image != "host":
+        raise SandboxUnavailable(f"image {spec.image}: the provider `process` has no images; use `host`")
+    if spec.layers:
+        raise SandboxUnavailable(
+            f"layer {spec.layers[0]}: the provider `process` has no layers; use apptainer or bubblewrap"
+        )
+    runtime = process_runtime(str(run_dir.lib))
+    tool_env = {**runtime.tool_env, "HOME": str(folder.home)}
+    env = {**runtime.env, **tool_env}
+    return Launch((*runtime.daemon_argv(), "--guard"), env, tool_env, str(folder.home), isolated=False)
 
 
 async def choose_provider(config: SandboxConfig) -> SandboxProvider:

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 import trio
 
-from ipc.channel import connect_unix, listen_unix
-from ipc.errors import IpcError
-from ipc.rpc import open_rpc_client
+from prorl_ipc.channel import connect_unix, listen_unix
+from prorl_ipc.client import open_rpc_client
+from prorl_ipc.errors import IpcError
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.limits.cgroup import open_cgroup, own_site
 from prorl_trio.sandbox.process_tree import open_process_tree, start_program
 from prorl_trio.sandbox.run_dir import open_run_dir
 from prorl_trio.sandbox.silence import Silence
-from prorl_trio.sandbox.threads import run_blocking
+from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.process_tree import Leader, ProcessTree, StartLeader
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
-
-__all__ = ["Launch", "open_daemon_sandbox"]
 
 TOKEN_BYTES: Final = 16
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-__all__ = ["user_namespace_remedy"]
-
 _FORBIDDING: Final = {
     "kernel/unprivileged_userns_clone": ("0", "sysctl -w kernel.unprivileged_userns_clone=1"),
     "user/max_user_namespaces": ("0", "sysctl -w user.max_user_namespaces=15000"),

@@ -25,21 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from prorl_trio.sandbox.cache import cache_dir
-from prorl_trio.sandbox.runtime.distributions import closure, installed_files
+from prorl_trio.sandbox.runtime.bundle import closure, installed_files
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-__all__ = [
-    "HOST_PYTHON_DIR",
-    "PROMISED",
-    "PROMISED_IF_INSTALLED",
-    "has_host_python",
-    "interpreter_libraries",
-    "package_folders",
-    "require_host_python",
-]
 
 HOST_PYTHON_DIR: Final = "/opt/prorl/python"
 """Its folder inside."""

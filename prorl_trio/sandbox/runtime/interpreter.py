@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-__all__ = ["own_python"]
-
 
 def own_python() -> str:
     """The absolute path of this interpreter, in its environment's `bin` folder if it is there.

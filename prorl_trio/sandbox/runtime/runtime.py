@@ -19,17 +19,6 @@ from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, require_host
 from prorl_trio.sandbox.runtime.interpreter import own_python
 from prorl_trio.types.errors import InternalError
 
-__all__ = [
-    "HOME",
-    "LIB_DIR",
-    "Mount",
-    "Runtime",
-    "host_runtime",
-    "image_runtime",
-    "install_daemon",
-    "process_runtime",
-]
-
 HOME: Final = "/home/agent"
 """The home directory, inside."""
 
@@ -38,7 +27,7 @@ LIB_DIR: Final = "/opt/prorl/lib"
 
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-_DAEMON_PACKAGES: Final = ("ipc", "sandbox_daemon")
+_DAEMON_PACKAGES: Final = ("prorl_ipc", "prorl_daemon")
 
 
 class Mount(NamedTuple):
@@ -66,7 +55,7 @@ class Runtime(NamedTuple):
 
     def daemon_argv(self) -> tuple[str, ...]:
         """The daemon's command line."""
-        return (*self.python, "-m", "sandbox_daemon")
+        return (*self.python, "-m", "prorl_daemon")
 
 
 def host_runtime(packages: tuple[str, ...] = ()) -> Runtime:

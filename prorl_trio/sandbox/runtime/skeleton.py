@@ -9,12 +9,10 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from ipc.proc_files import READ_ONLY_PROC, hidden_proc
+from prorl_ipc.proc_files import READ_ONLY_PROC, hidden_proc
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.runtime.host_python import HOST_PYTHON_DIR, interpreter_libraries, package_folders
 from prorl_trio.sandbox.runtime.runtime import HOME, LIB_DIR, Mount, install_daemon
-
-__all__ = ["HOME", "USER", "build_skeleton", "covered", "host_mounts", "proc_mounts"]
 
 USER: Final = "agent"
 

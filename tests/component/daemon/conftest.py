@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.channel import connect_unix
-from ipc.rpc import open_rpc_client
-from sandbox_daemon.limits import hold_proc
-from sandbox_daemon.processes import read_process_table
+from prorl_daemon.limits import hold_proc
+from prorl_daemon.processes import read_process_table
+from prorl_ipc.channel import connect_unix
+from prorl_ipc.client import open_rpc_client
 
 hold_proc()  # as a daemon does at its start: tests that use its parts here do not leave it behind then
 
@@ -26,13 +26,13 @@ SECRET = "planted-secret-of-the-node"
 
 
 class DaemonProcess:
-    """`python -m sandbox_daemon`, started and owned by a test."""
+    """`python -m prorl_daemon`, started and owned by a test."""
 
     def __init__(self, *options, home, start_line=None, **fields):
         self._folder = tempfile.TemporaryDirectory(prefix="daemon-", ignore_cleanup_errors=True)
         self.socket_path = str(Path(self._folder.name, "s"))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sandbox_daemon", "--socket", self.socket_path, *options],
+            [sys.executable, "-m", "prorl_daemon", "--socket", self.socket_path, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import trio
 
-from ipc.errors import CallFailed, CallTimedOut
-from ipc.file_calls import (
+from prorl_ipc.errors import CallFailed, CallTimedOut
+from prorl_ipc.file_calls import (
     DownloadBegin,
     DownloadParts,
     EditFile,
@@ -25,7 +25,7 @@ from ipc.file_calls import (
     UploadEnd,
     UploadParts,
 )
-from ipc.sandbox_calls import (
+from prorl_ipc.sandbox_calls import (
     BashInput,
     BashRestart,
     BashRun,

@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 import trio
 
-from ipc.errors import CallFailed
-from ipc.file_calls import FileData, FileRead
-from ipc.sandbox_calls import BashInput, BashResult, BashRun, Ping, Pong
-from sandbox_daemon.processes import read_process_table
+from prorl_daemon.processes import read_process_table
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.file_calls import FileData, FileRead
+from prorl_ipc.sandbox_calls import BashInput, BashResult, BashRun, Ping, Pong
 from support.cancel_sweep import cancel_sweep
 
 CALL_TIMEOUT_S = 30

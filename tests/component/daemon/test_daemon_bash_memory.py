@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.sandbox_calls import BashResult, BashRun
+from prorl_ipc.sandbox_calls import BashResult, BashRun
 
 OUTPUT_BYTES = 100_000_000
 MAX_GROWTH_KIB = 16 * 1024

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import trio
 
-from ipc.sandbox_calls import BashRestart, BashRestarted, BashResult, BashRun
+from prorl_ipc.sandbox_calls import BashRestart, BashRestarted, BashResult, BashRun
 
 CALL_TIMEOUT_S = 30
 LETTERS = "abefhkmnptuvxBCEHPT"

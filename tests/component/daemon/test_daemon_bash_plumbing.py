@@ -10,12 +10,12 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.limits import SandboxLimits
-from ipc.sandbox_calls import BashResult, BashRun
-from sandbox_daemon.bash_protocol import Bash
-from sandbox_daemon.children import ChildReaper
-from sandbox_daemon.plain_text import CommandOutput
-from sandbox_daemon.shell import RunningCommand, open_shell
+from prorl_daemon.bash_protocol import Bash
+from prorl_daemon.children import ChildReaper
+from prorl_daemon.plain_text import CommandOutput
+from prorl_daemon.shell import RunningCommand, open_shell
+from prorl_ipc.limits import SandboxLimits
+from prorl_ipc.sandbox_calls import BashResult, BashRun
 
 CALL_TIMEOUT_S = 30
 SETTLED_S = 0.05

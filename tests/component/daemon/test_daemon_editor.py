@@ -8,8 +8,8 @@ import stat
 import pytest
 import trio
 
-from ipc.errors import CallFailed
-from ipc.file_calls import EditFile, FileEdited
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.file_calls import EditFile, FileEdited
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.errors import CallFailed
-from ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult, Ping, Pong
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult, Ping, Pong
 
 CALLS = 8
 """A call that leaks a file descriptor is told by so many of them: a young daemon's own number varies by a few."""

@@ -8,10 +8,10 @@ import stat
 import pytest
 import trio
 
-from ipc.errors import CallFailed
-from ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
-from ipc.sandbox_calls import Exec, ExecResult
-from sandbox_daemon import paths
+from prorl_daemon import paths
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.file_calls import FileData, FileRead, FileWrite, FileWritten
+from prorl_ipc.sandbox_calls import Exec, ExecResult
 
 
 async def read(sandbox, path, **options):

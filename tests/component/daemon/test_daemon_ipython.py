@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import trio
 
-from ipc.errors import CallFailed
-from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
-from sandbox_daemon.child_wire import NO_MEMORY_EXIT
-from sandbox_daemon.processes import read_process_table
+from prorl_daemon.child_wire import NO_MEMORY_EXIT
+from prorl_daemon.processes import read_process_table
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
 from support.cancel_sweep import cancel_sweep
 
 CALL_TIMEOUT_S = 60
@@ -156,7 +156,7 @@ async def test_the_traceback_shows_the_users_code_and_none_of_ours(sandbox):
     result = await cell(sandbox, "inner()")
     assert "return 1 / 0" in result.error.traceback
     assert "ZeroDivisionError: division by zero" in result.error.traceback
-    assert "sandbox_daemon" not in result.error.traceback
+    assert "prorl_daemon" not in result.error.traceback
 
 
 async def test_standard_error_is_apart(sandbox):

@@ -8,9 +8,9 @@ import zlib
 import pytest
 import trio
 
-from ipc.sandbox_calls import CellResult, Display, IpythonRun
+from prorl_daemon.displays import MAX_DISPLAY_BYTES, MAX_DISPLAYS, Displays
+from prorl_ipc.sandbox_calls import CellResult, Display, IpythonRun
 from prorl_trio.tools.builtin import render_cell
-from sandbox_daemon.displays import MAX_DISPLAY_BYTES, MAX_DISPLAYS, Displays
 
 CALL_TIMEOUT_S = 60
 
@@ -92,7 +92,7 @@ async def test_a_failing_repr_is_shown_and_the_cell_is_no_failure(sandbox):
     result = await cell(sandbox, "class Bad:\n    def __repr__(self): raise ValueError('of mine')\nBad()")
     assert result.error is None
     assert "ValueError: of mine" in result.stderr
-    assert "sandbox_daemon" not in result.stderr
+    assert "prorl_daemon" not in result.stderr
     assert "\x1b" not in result.stderr
 
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 import pytest
 import trio
 
-from ipc.errors import CallFailed
-from ipc.sandbox_calls import CellResult, IpythonRun
-from sandbox_daemon.processes import read_process_table
+from prorl_daemon.processes import read_process_table
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.sandbox_calls import CellResult, IpythonRun
 
 CALL_TIMEOUT_S = 60
 GONE_TIMEOUT_S = 20
@@ -172,7 +172,7 @@ async def test_what_forks_for_good_reasons_works_on(sandbox, code):
 async def test_a_copy_made_while_python_starts_is_no_kernel(start_daemon, tmp_path, monkeypatch):
     """A module that Python imports at its start, if the sandbox has one, is the agent's."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'sandbox_daemon.ipython_child' in sys.orig_argv: os.fork()\n"
+        "import os, sys\nif 'prorl_daemon.ipython_child' in sys.orig_argv: os.fork()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     daemon = start_daemon()
@@ -188,7 +188,7 @@ async def test_an_answer_to_another_cell_is_not_taken(sandbox):
     await cell(sandbox, "1")
     forged = """
 import sys
-from sandbox_daemon.child_wire import CellDone
+from prorl_daemon.child_wire import CellDone
 
 def control():
     frame = sys._getframe()

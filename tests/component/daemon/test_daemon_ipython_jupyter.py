@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from ipc.errors import CallFailed
-from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
-from sandbox_daemon.jupyter_cell import without_control_codes
-from sandbox_daemon.processes import read_process_table
+from prorl_daemon.jupyter_kernel import without_control_codes
+from prorl_daemon.processes import read_process_table
+from prorl_ipc.errors import CallFailed
+from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRestart, IpythonRestarted, IpythonRun
 
 pytest.importorskip("ipykernel")
 CALL_TIMEOUT_S = 100

@@ -10,9 +10,9 @@ import sys
 import pytest
 import trio
 
-from ipc.channel import connect_unix
-from ipc.errors import ChannelBroken, HandshakeRefused
-from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
+from prorl_ipc.channel import connect_unix
+from prorl_ipc.errors import ChannelBroken, HandshakeRefused
+from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun, Ping, Pong
 from support.skips import because
 
 ESCAPING = """
@@ -59,9 +59,9 @@ async def test_a_killed_client_ends_the_daemon_in_the_middle_of_a_command(start_
     daemon.wait_ready()
     client = f"""
 import sys, trio
-from ipc.channel import connect_unix
-from ipc.rpc import open_rpc_client
-from ipc.sandbox_calls import BashRun, BashResult
+from prorl_ipc.channel import connect_unix
+from prorl_ipc.client import open_rpc_client
+from prorl_ipc.sandbox_calls import BashRun, BashResult
 async def main():
     stream = await connect_unix({daemon.socket_path!r}, connect_timeout_s=5)
     async with open_rpc_client(stream, token="the token of the tests") as client:
@@ -141,7 +141,7 @@ async def test_a_wrong_start_line_is_an_error(start_daemon, line, complaint):
     exit_code, said = await daemon.wait_ended()
     assert exit_code == 2
     assert complaint in said
-    assert said.startswith("sandbox_daemon: ")
+    assert said.startswith("prorl_daemon: ")
     assert len(said.splitlines()) == 1
 
 
@@ -222,14 +222,14 @@ async def test_it_works_as_the_first_process_of_a_pid_namespace(tmp_path):
     """There signals without a handler are ignored, and orphans come to it without asking."""
     client = f"""
 import json, os, subprocess, sys, trio
-from ipc.channel import connect_unix
-from ipc.rpc import open_rpc_client
-from ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun
+from prorl_ipc.channel import connect_unix
+from prorl_ipc.client import open_rpc_client
+from prorl_ipc.sandbox_calls import BashResult, BashRun, CellResult, IpythonRun
 async def main():
     os.makedirs({str(tmp_path / "s")!r}, mode=0o700)
     path = {str(tmp_path / "s" / "s")!r}
     command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", sys.executable, "-m",
-               "sandbox_daemon", "--socket", path]
+               "prorl_daemon", "--socket", path]
     daemon = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     daemon.stdin.write(json.dumps({{"token": "t"}}).encode() + b"\\n"); daemon.stdin.flush()
     assert daemon.stdout.readline() == b"READY\\n"
@@ -252,7 +252,7 @@ trio.run(main)
 
 def test_the_daemon_imports_neither_the_node_nor_ipython():
     heavy = {"IPython", "prorl_trio", "numpy", "ptyprocess"}
-    code = f"import sys, sandbox_daemon.daemon; print([m for m in sys.modules if m.split('.')[0] in {heavy}])"
+    code = f"import sys, prorl_daemon.daemon; print([m for m in sys.modules if m.split('.')[0] in {heavy}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -261,7 +261,7 @@ def test_a_socket_that_cannot_be_made_is_one_clear_line(tmp_path):
     os.chmod(tmp_path, 0o700)
     for path in (tmp_path / "missing" / "s", tmp_path / ("x" * 200)):
         done = subprocess.run(
-            [sys.executable, "-m", "sandbox_daemon", "--socket", str(path)],
+            [sys.executable, "-m", "prorl_daemon", "--socket", str(path)],
             input='{"token": "t"}\n',
             capture_output=True,
             text=True,

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from sandbox_daemon.keeper import Keeper, StartFailed
+from prorl_daemon.keeper import Keeper, StartFailed
 
 
 class Process:

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import trio
 
-from ipc.limits import SandboxLimits
-from sandbox_daemon.children import ChildReaper
-from sandbox_daemon.keeper import StartFailed
-from sandbox_daemon.kernel import open_kernel
+from prorl_daemon.children import ChildReaper
+from prorl_daemon.keeper import StartFailed
+from prorl_daemon.kernels import open_kernel
+from prorl_ipc.limits import SandboxLimits
 from support.cancel_sweep import cancel_sweep
 
 NOWHERE = "/nowhere/python"
@@ -54,7 +54,7 @@ async def test_our_own(left, monkeypatch):
 
 
 async def test_jupyters(left):
-    jupyter_kernel = pytest.importorskip("sandbox_daemon.jupyter_kernel")
+    jupyter_kernel = pytest.importorskip("prorl_daemon.jupyter_kernel")
     reaper, limiter = ChildReaper(SandboxLimits(), isolated=False), trio.CapacityLimiter(1)
     spec = SimpleNamespace(name="k", argv=[NOWHERE], env={}, resource_dir="", interrupt_mode="signal")
 

@@ -5,7 +5,7 @@ import subprocess
 import msgspec
 import trio
 
-from sandbox_daemon.processes import kill_until_gone, read_process_table, wait_until_gone
+from prorl_daemon.processes import kill_until_gone, read_process_table, wait_until_gone
 
 
 async def test_a_pid_with_another_start_time_is_neither_killed_nor_waited_for():

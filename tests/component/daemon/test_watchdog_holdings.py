@@ -10,11 +10,11 @@ import sys
 import pytest
 import trio
 
-from ipc.limits import SandboxLimits
-from ipc.sandbox_calls import OWN_ERROR_EXIT
-from sandbox_daemon import run, watchdog
-from sandbox_daemon.holdings import measure_holdings
-from sandbox_daemon.watchdog import Watchdog
+from prorl_daemon import run, watchdog
+from prorl_daemon.holdings import measure_holdings
+from prorl_daemon.watchdog import Watchdog
+from prorl_ipc.limits import SandboxLimits
+from prorl_ipc.sandbox_calls import OWN_ERROR_EXIT
 
 MIB = 1024 * 1024
 HOLD = """

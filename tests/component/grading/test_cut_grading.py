@@ -12,15 +12,15 @@ import msgspec
 import pytest
 import trio
 
-from ipc.sandbox_calls import Exec
+from prorl_ipc.sandbox_calls import Exec
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.handlers.code import CodeHandler
-from prorl_trio.handlers.shell.handler import ShellHandler
-from prorl_trio.handlers.swe import SweHandler
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.tasks.handlers.code import CodeHandler
+from prorl_trio.tasks.handlers.shell.handler import ShellHandler
+from prorl_trio.tasks.handlers.swe import SweHandler
 from prorl_trio.types.errors import EvaluationError, SandboxLost, SandboxUnavailable
 from prorl_trio.types.models import JobSpec
 from support.known_verdicts import SOLUTIONS, known_task, swe_patch

@@ -8,7 +8,10 @@ import trio
 
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.grading import (
+from prorl_trio.sandbox.host import open_sandbox_host
+from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.tasks.grading import (
     AssertTests,
     FunctionCase,
     FunctionTests,
@@ -18,9 +21,6 @@ from prorl_trio.grading import (
     UnitTests,
     grade_code,
 )
-from prorl_trio.sandbox.host import open_sandbox_host
-from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.types.errors import EvaluationError
 from prorl_trio.types.models import JobSpec, TaskInstance
 

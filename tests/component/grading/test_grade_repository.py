@@ -11,9 +11,9 @@ import trio
 
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.handlers.swe import SweHandler
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.tasks.handlers.swe import SweHandler
 from prorl_trio.types.errors import EvaluationError
 from prorl_trio.types.models import JobSpec, TaskInstance
 

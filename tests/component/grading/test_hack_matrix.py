@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from prorl_trio.grading.repository import end_of_run, results_of
-from prorl_trio.grading.repository_tests import DjangoTests, PytestTests, SympyTests, verdict_on
-from prorl_trio.grading.runners import RUNNERS
-from prorl_trio.grading.verdict import Verdict
-from prorl_trio.grading.verifier import Run
+from prorl_trio.tasks.grading.repository import end_of_run, results_of
+from prorl_trio.tasks.grading.repository_tests import DjangoTests, PytestTests, SympyTests, verdict_on
+from prorl_trio.tasks.grading.runners import RUNNERS
+from prorl_trio.tasks.grading.verdict import Verdict
+from prorl_trio.tasks.grading.verifier import Run
 from support.driver_runs import KEY, job_line
 
-DRIVERS = Path(str(files("prorl_trio.grading") / "drivers"))
+DRIVERS = Path(str(files("prorl_trio.tasks.grading") / "drivers"))
 
 CODE = "import sys\n\n\ndef answer():\n    {body}\n\n\ndef same():\n    {other}\n"
 WRONG, RIGHT, SAME = "return 41", "return 42", "return 1"

@@ -9,12 +9,12 @@ import pytest
 import trio
 
 from prorl_trio.agent.context import Resources, RolloutContext
-from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.grading import CodeTests, grade_code
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.tasks.grading import CodeTests, grade_code
+from prorl_trio.tasks.sets import load_task_set
 from prorl_trio.types.models import JobSpec
 
 pytestmark = pytest.mark.xdist_group("sandboxes")

@@ -9,13 +9,13 @@ import pytest
 import trio
 
 from prorl_trio.agent.context import Resources, RolloutContext
-from prorl_trio.client.task_sets import load_task_set
 from prorl_trio.config import ModelConfig, NodeConfig
-from prorl_trio.handlers.shell import artifacts
-from prorl_trio.handlers.shell import handler as module
-from prorl_trio.handlers.shell.handler import ShellHandler
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.providers.registry import choose_provider
+from prorl_trio.tasks.handlers.shell import artifacts
+from prorl_trio.tasks.handlers.shell import handler as module
+from prorl_trio.tasks.handlers.shell.handler import ShellHandler
+from prorl_trio.tasks.sets import load_task_set
 from prorl_trio.types.errors import NotRestorable, SandboxUnavailable
 from prorl_trio.types.models import JobSpec, Recorded, TaskInstance
 from support.own_cache import use_own_cache

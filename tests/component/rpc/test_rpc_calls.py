@@ -10,12 +10,12 @@ import pytest
 import trio
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from ipc import client as rpc_client
-from ipc.envelope import decode_envelope, encode_body, encode_envelope
-from ipc.errors import CallFailed, FrameTooLarge
-from ipc.rpc import open_rpc_client, serve_rpc
-from ipc.sandbox_calls import Ping, Pong
-from ipc.wire import Failure, Request
+from prorl_ipc import client as rpc_client
+from prorl_ipc.client import open_rpc_client
+from prorl_ipc.errors import CallFailed, FrameTooLarge
+from prorl_ipc.sandbox_calls import Ping, Pong
+from prorl_ipc.server import serve_rpc
+from prorl_ipc.wire import Failure, Request, decode_envelope, encode_body, encode_envelope
 from support.scripted_rpc import TOKEN, Actions, Do, Done, call, raw_client, serving
 
 both_kinds = pytest.mark.parametrize("kind", ["memory", "socket"])

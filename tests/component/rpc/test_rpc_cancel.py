@@ -6,11 +6,11 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from ipc import client as rpc_client
-from ipc.envelope import decode_envelope, encode_body, encode_envelope
-from ipc.errors import CallFailed, CallTimedOut, ChannelBroken
-from ipc.rpc import open_rpc_client, serve_rpc
-from ipc.wire import Cancel, Chunk, Failure, Request, Result
+from prorl_ipc import client as rpc_client
+from prorl_ipc.client import open_rpc_client
+from prorl_ipc.errors import CallFailed, CallTimedOut, ChannelBroken
+from prorl_ipc.server import serve_rpc
+from prorl_ipc.wire import Cancel, Chunk, Failure, Request, Result, decode_envelope, encode_body, encode_envelope
 from support.cancel_sweep import CancelledRun, cancel_sweep
 from support.scripted_rpc import (
     TOKEN,

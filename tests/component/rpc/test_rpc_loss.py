@@ -6,11 +6,20 @@ import pytest
 import trio
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from ipc.channel import Channel
-from ipc.envelope import decode_envelope, encode_body, encode_envelope
-from ipc.errors import ChannelBroken
-from ipc.rpc import open_rpc_client, serve_rpc
-from ipc.wire import PROTOCOL_VERSION, Cancel, Failure, HelloOk, Request
+from prorl_ipc.channel import Channel
+from prorl_ipc.client import open_rpc_client
+from prorl_ipc.errors import ChannelBroken
+from prorl_ipc.server import serve_rpc
+from prorl_ipc.wire import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Failure,
+    HelloOk,
+    Request,
+    decode_envelope,
+    encode_body,
+    encode_envelope,
+)
 from support.scripted_rpc import (
     TOKEN,
     Actions,

@@ -9,12 +9,23 @@ import pytest
 import trio
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from ipc.channel import Channel
-from ipc.envelope import decode_envelope, encode_body, encode_envelope
-from ipc.errors import ChannelBroken, HandshakeRefused, ProtocolViolation
-from ipc.rpc import open_rpc_client, serve_rpc
-from ipc.sandbox_calls import Ping, Pong
-from ipc.wire import PROTOCOL_VERSION, Cancel, Chunk, Hello, Refused, Request, Result
+from prorl_ipc.channel import Channel
+from prorl_ipc.client import open_rpc_client
+from prorl_ipc.errors import ChannelBroken, HandshakeRefused, ProtocolViolation
+from prorl_ipc.sandbox_calls import Ping, Pong
+from prorl_ipc.server import serve_rpc
+from prorl_ipc.wire import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Chunk,
+    Hello,
+    Refused,
+    Request,
+    Result,
+    decode_envelope,
+    encode_body,
+    encode_envelope,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,9 +9,9 @@ import pytest
 import trio
 import trio.testing
 
-from ipc.client import CANCEL_GRACE_S, SILENCE_S
-from ipc.errors import CallTimedOut
-from ipc.rpc import open_rpc_client, serve_rpc
+from prorl_ipc.client import CANCEL_GRACE_S, SILENCE_S, open_rpc_client
+from prorl_ipc.errors import CallTimedOut
+from prorl_ipc.server import serve_rpc
 
 
 class Do(msgspec.Struct, tag=True):

@@ -6,11 +6,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from launch.learning.demonstrations import demonstrations
+from prorl_launch.learning.demonstrations import demonstrations
 from prorl_trio.chat.format import ChatFormat
-from prorl_trio.client.word_problems import demonstrated
 from prorl_trio.learn.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from prorl_trio.learn.trainer import Recipe, Trainer
+from prorl_trio.tasks.sets.word_problems import demonstrated
 from prorl_trio.testing.tiny_model import make_tiny_model
 from support.learn_checks.made_up import (
     LONGEST,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from launch.learning.curriculum import Curriculum
-from launch.learning.record import EVENTS, RunRecord, Settings, StepRecord
-from launch.learning.train import Run
+from prorl_launch.learning.curriculum import Curriculum
+from prorl_launch.learning.record import EVENTS, RunRecord, Settings, StepRecord
+from prorl_launch.learning.train import Run
 from support.learn_checks.made_up import refused
 
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from launch.learning.policy import set_learning_rate
+from prorl_launch.learning.policy import set_learning_rate
 from prorl_trio.learn.objectives import (
     OBJECTIVES,
     advantages,

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from prorl_trio.testing.fake_engine import FakeEngine
     from prorl_trio.types.models import FinishReason
 
-__all__ = ["OUTPUT", "TURN_S", "open_backend"]
-
 OUTPUT: Final = "bash-said-42"
 TURN_S: Final = 0.02
 MAX_MODEL_LEN: Final = 4096

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
     from support.soak.kept_process import KeptProcess
 
-__all__ = ["SandboxDaemons"]
-
-_MARK: Final = "sandbox_daemon"
+_MARK: Final = "prorl_daemon"
 
 
 class SandboxDaemons:

@@ -19,8 +19,6 @@ from support.faulty_disk import FaultyDisk
 from support.soak.node import run_node
 from support.soak.parent import end_with_parent
 
-__all__ = ["DyingDisk", "DyingLoop"]
-
 
 class _Steps:
     def __init__(self, last: int) -> None:

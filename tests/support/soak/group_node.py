@@ -15,9 +15,9 @@ import trio
 
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.config import load_config
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.serve import serve_node
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.tools import FinishTool, ToolSet
 from prorl_trio.types.errors import SandboxUnavailable
 from prorl_trio.types.models import ChatMessage
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from prorl_trio.agent.context import RolloutContext
-
-__all__ = ["FAILS_ONE_IN", "DiceHandler"]
 
 FAILS_ONE_IN: Final = 20
 LONGEST_S: Final = 0.05

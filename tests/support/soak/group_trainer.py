@@ -16,11 +16,9 @@ import msgspec
 import trio
 
 from prorl_trio.client import connect
-from prorl_trio.client.sampling import Batch, GroupRules, open_groups
+from prorl_trio.sampling import Batch, GroupRules, open_groups
 from prorl_trio.types.models import TaskInstance
 from support.soak.parent import end_with_parent
-
-__all__ = ["RULES", "Checkpoint", "TakenLine", "checkpoints"]
 
 RULES: Final = GroupRules(size=8, groups_per_step=8, max_staleness=1, max_tries=20)
 TASKS: Final = 50

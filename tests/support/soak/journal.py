@@ -10,8 +10,6 @@ import msgspec
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Entry", "Journal", "JournalLength", "read_entries"]
-
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One outcome taken: `cursor` of the session, what became of the job in which attempt, and how many tokens it

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from random import Random
 
-__all__ = ["KeptProcess", "Victim", "kill_at_random", "rig_environment"]
-
 KILL_TIMEOUT_S: Final = 10.0
 PROGRESS_LOOK_INTERVAL_S: Final = 0.02
 """How often the journal, which another process writes, is looked at."""

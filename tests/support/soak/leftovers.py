@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Leftovers", "adopted_orphans", "descendants"]
-
 SHARED_MEMORY: Final = Path("/dev/shm")
 PR_SET_CHILD_SUBREAPER: Final = 36
 

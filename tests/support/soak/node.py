@@ -11,10 +11,10 @@ import trio
 
 from prorl_trio.agent.loop import run_agent
 from prorl_trio.config import load_config
-from prorl_trio.handlers.base import AgentHandler, Evaluation
-from prorl_trio.handlers.registry import HandlerRegistry
 from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.provider import SandboxSpec
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.tools import BashTool, FinishTool, ToolSet
 from prorl_trio.types.errors import MalformedJob
 from prorl_trio.types.models import ChatMessage
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from prorl_trio.agent.context import RolloutContext
-
-__all__ = ["SoakHandler", "run_node"]
 
 
 class SoakHandler(AgentHandler):

@@ -7,8 +7,6 @@ import signal
 import sys
 import threading
 
-__all__ = ["end_with_parent"]
-
 
 def end_with_parent() -> None:
     """From now on, be killed when standard input ends: the parent holds the other end, and says nothing."""

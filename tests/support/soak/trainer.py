@@ -13,13 +13,11 @@ from typing import Final
 
 import trio
 
-from ipc.session import Rejected
+from prorl_ipc.session import Rejected
 from prorl_trio.client import RolloutClient, connect
 from prorl_trio.types.models import JobSpec, Outcome, RetryPolicy, SamplingParams, TaskInstance
 from support.soak.journal import Entry, Journal
 from support.soak.parent import end_with_parent
-
-__all__ = ["SESSION_ID", "is_retried", "job_id", "soak_spec", "work"]
 
 SESSION_ID: Final = "soak"
 CONNECT_TIMEOUT_S: Final = 120.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import trio
 
-from ipc.nursery import open_single_nursery
+from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.testing.tiny_model import make_tiny_model
 from support.soak.backend import TURN_S
 from support.soak.daemons import SandboxDaemons
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from support.soak.journal import Entry
-
-__all__ = ["SoakWorld", "open_world"]
 
 _CONNECT_INTERVAL_S: Final = 0.05
 _PACKAGE: Final = "support.soak"

@@ -1,0 +1,176 @@
+"""Calls of a sandbox daemon about files: single ones, transfers of whole trees, edits. Text: PROTOCOL.md.
+
+A part of `sandbox_calls.SandboxCall`. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
+    """Base of every struct here: immutable, tagged with its class name, strict."""
+
+
+class FileRead(_Wire, frozen=True):
+    """Read up to `max_bytes` of the file at the absolute `path`, from `offset`."""
+
+    path: str
+    offset: int = 0
+    max_bytes: int = 1024 * 1024
+
+
+class FileData(_Wire, frozen=True):
+    """A part of a file. `size_bytes` is the whole file's."""
+
+    data: bytes
+    size_bytes: int
+    eof: bool
+
+
+class FileWrite(_Wire, frozen=True):
+    """Write `data` to the absolute `path` (parents are made). `append` adds to the end instead of replacing."""
+
+    path: str
+    data: bytes
+    append: bool = False
+    mode: int = 0o644
+
+
+class FileWritten(_Wire, frozen=True):
+    """Answer to `FileWrite`. `size_bytes` is the whole file's afterwards."""
+
+    size_bytes: int
+
+
+# ---------------------------------------------------------------- transfers of files and folders
+
+
+class TreeEntry(_Wire, frozen=True):
+    """A member of a tree. `path` is relative, `/` between names, empty for the root, which comes first.
+
+    A folder comes before what is in it. `mode` has permission bits only. `target` is a symbolic link's text, or the
+    path of the file in the tree of which a hard link is a second name. A file's content follows it.
+    """
+
+    path: bytes
+    kind: Literal["folder", "file", "symlink", "hardlink"]
+    mode: int
+    target: bytes = b""
+
+
+class TreeContent(_Wire, frozen=True):
+    """The next bytes, at least one, of the file whose entry came last."""
+
+    data: bytes
+
+
+TreePart = TreeEntry | TreeContent
+
+
+class UploadBegin(_Wire, frozen=True):
+    """Begin to make the file or folder at the absolute `path`, which must lie below one of `roots` (`~`: the home).
+
+    Without `overwrite` nothing may be there. It appears with `UploadEnd`, whole. The caller chooses `transfer_id`. It
+    must differ from those of the transfers that are open. At most four may be open.
+    """
+
+    transfer_id: int
+    path: str
+    roots: list[str]
+    overwrite: bool
+    max_bytes: int
+    max_entries: int
+
+
+class DownloadBegin(_Wire, frozen=True):
+    """Begin to read the file or folder at the absolute `path`, which must lie below one of `roots` or be one."""
+
+    transfer_id: int
+    path: str
+    roots: list[str]
+    max_bytes: int
+    max_entries: int
+
+
+class TransferBegun(_Wire, frozen=True):
+    """Answer to `UploadBegin` and `DownloadBegin`."""
+
+
+class UploadParts(_Wire, frozen=True):
+    """The next parts of an upload: about 1 MiB at most."""
+
+    transfer_id: int
+    parts: list[TreePart]
+
+
+class UploadTaken(_Wire, frozen=True):
+    """Answer to `UploadParts`: they are written."""
+
+
+class UploadEnd(_Wire, frozen=True):
+    """The tree is complete: give it its name."""
+
+    transfer_id: int
+
+
+class UploadEnded(_Wire, frozen=True):
+    """Answer to `UploadEnd`: the tree is there."""
+
+
+class DownloadParts(_Wire, frozen=True):
+    """Ask for the next parts of a download."""
+
+    transfer_id: int
+
+
+class TreeParts(_Wire, frozen=True):
+    """Answer to `DownloadParts`: at least one part, unless `done`, which ends the transfer.
+
+    With `done`, `left_out` names the first 100 of what was left out, and `left_out_total` counts all of it: links that
+    lead out of the tree, devices, pipes, sockets, what vanished meanwhile.
+    """
+
+    parts: list[TreePart]
+    done: bool
+    left_out: list[bytes] = []
+    left_out_total: int = 0
+
+
+class TransferAbort(_Wire, frozen=True):
+    """Forget a transfer; nothing of it is left. An unknown or ended one is fine."""
+
+    transfer_id: int
+
+
+class TransferAborted(_Wire, frozen=True):
+    """Answer to `TransferAbort`."""
+
+
+# ---------------------------------------------------------------- editor
+
+
+class EditFile(_Wire, frozen=True):
+    """A call of an agent's `str_replace_editor`. The editor checks, and says, which fields a `command` needs.
+
+    `command` is `view` (`view_range`), `create` (`file_text`), `str_replace` (`old_str`, `new_str`), `insert`
+    (`insert_line`, `new_str`) or `undo_edit`. Of numbered lines at most `max_output_bytes` are shown.
+    """
+
+    command: str
+    path: str
+    file_text: str | None = None
+    old_str: str | None = None
+    new_str: str | None = None
+    insert_line: int | None = None
+    view_range: list[int] | None = None
+    max_output_bytes: int = 16 * 1024
+
+
+class FileEdited(_Wire, frozen=True):
+    """Answer to `EditFile`: what the agent reads. `ok` is False if nothing was done; `output` says why."""
+
+    output: str
+    ok: bool

@@ -1,0 +1,57 @@
+"""Limits of a sandbox. Set by the node, enforced inside the sandbox by its daemon and by the kernel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Breach = Literal["", "memory", "processes", "cpu", "file_size", "disk", "descriptors", "wall"]
+"""The limit that an action ran into; empty if none.
+
+`descriptors`: what all open files of the sandbox hold in the kernel, for which the user or the machine has one number:
+the files, files that epoll watches, files in flight, locks.
+"""
+
+_MIB = 1024 * 1024
+_MAX_BYTES = 2**50
+"""1 PiB. The other bounds are the kernel's own: its most pids, and its usual `fs.nr_open`."""
+
+
+class SandboxLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The limits of one sandbox. There is no way to have none: give a large number instead.
+
+    Attributes:
+        memory_bytes: memory of all processes together; also private memory of each, where more is refused to it.
+        max_processes: processes and threads, all together, without those of the sandbox itself.
+        max_open_files: files that a process may have open.
+        cpu_s: CPU time of each process. The shells are processes too.
+        max_file_bytes: size of a file.
+        disk_bytes: size of what can be written: /tmp, the home directory, /dev/shm and the image's writable layer.
+            Where they are separate file systems, of each.
+        wall_s: time of one action, whatever time-out it asked for.
+    """
+
+    memory_bytes: Annotated[int, msgspec.Meta(ge=64 * _MIB, le=_MAX_BYTES)] = 2048 * _MIB
+    max_processes: Annotated[int, msgspec.Meta(ge=16, le=4 * 1024 * 1024)] = 512
+    max_open_files: Annotated[int, msgspec.Meta(ge=1024, le=1024 * 1024)] = 4096
+    cpu_s: Annotated[int, msgspec.Meta(ge=1, le=366 * 24 * 3600)] = 3600
+    max_file_bytes: Annotated[int, msgspec.Meta(ge=32 * _MIB, le=_MAX_BYTES)] = 1024 * _MIB
+    disk_bytes: Annotated[int, msgspec.Meta(ge=_MIB, le=_MAX_BYTES)] = 256 * _MIB
+    wall_s: Annotated[float, msgspec.Meta(gt=0, le=7 * 24 * 3600)] = 3600.0
+
+
+class NamespaceLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """The limits of a sandbox's namespaces, whoever asks inside. Set by the kernel's files, before there is a sandbox.
+
+    Attributes:
+        pid_max: `kernel.pid_max` of its PID namespace; 0 where the machine has only one, which is then left alone.
+        max_user_namespaces, max_inotify_instances, max_inotify_watches: as below /proc/sys/user.
+        max_ptys: terminals.
+    """
+
+    pid_max: int
+    max_user_namespaces: int
+    max_inotify_instances: int
+    max_inotify_watches: int
+    max_ptys: int

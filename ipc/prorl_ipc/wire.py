@@ -1,0 +1,153 @@
+"""The envelope: the structs of the RPC on the Unix socket between a node and a sandbox daemon. Text: PROTOCOL.md.
+
+Msgpack by msgspec, a tagged union that refuses unknown fields. It is what the RPC understands; its bodies are opaque
+`msgspec.Raw`. What travels in them is in `sandbox_calls` and `file_calls`.
+
+Sizes are bytes, times are seconds. Times on the wire are relative (a budget, not a clock reading).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from prorl_ipc.errors import ProtocolViolation, Unencodable
+from prorl_ipc.portable_text import portable
+
+PROTOCOL_VERSION = 1
+"""Changes with every incompatible change of a struct below. Peers of different versions refuse each other."""
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+"""Default maximum of one frame's payload."""
+
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Exceptions of msgspec for bytes that are not what they should be: also text that is not UTF-8, and endless
+nesting."""
+
+_NO_WIRE_FORM = (ValueError, OverflowError, RecursionError)
+"""Exceptions of msgspec for values beyond msgpack's: integers of more than 64 bits, text with lone surrogates
+(`UnicodeEncodeError`), deep nesting, and sizes beyond 32 bits."""
+
+
+def encode_body(body: msgspec.Struct) -> msgspec.Raw:
+    """`body` as the opaque part of an envelope.
+
+    Raises:
+        TypeError: it holds a value that msgpack has no form for.
+        Unencodable: it holds a value that does not fit: an integer beyond 64 bits, or text that UTF-8 has no form for.
+    """
+    return msgspec.Raw(_encode(body))
+
+
+def encode_reply(body: msgspec.Struct) -> msgspec.Raw:
+    """Encode a body as `encode_body` does, but spell out text that UTF-8 has no form for.
+
+    Such texts are paths and errors: the system has bytes for them that are no text. Errors as `encode_body`.
+    """
+    try:
+        return encode_body(body)
+    except Unencodable as exc:
+        if not isinstance(exc.__cause__, UnicodeEncodeError):
+            raise
+        # Rare, so only now is every text looked at.
+        return msgspec.Raw(_encode(portable(msgspec.to_builtins(body, builtin_types=(bytes, bytearray)))))
+
+
+def _encode(value: object) -> bytes:
+    try:
+        return _encoder.encode(value)
+    except _NO_WIRE_FORM as exc:
+        raise Unencodable(f"a value that cannot be sent: {exc}") from exc
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    """The payload of one frame."""
+    return _encoder.encode(envelope)
+
+
+def decode_envelope(payload: bytes) -> Envelope:
+    """Decode the payload of a frame.
+
+    Raises:
+        ProtocolViolation: it is not msgpack, no known envelope, or has a wrong or unknown field (named by its path).
+    """
+    try:
+        return _decoder.decode(payload)
+    except UNDECODABLE as exc:
+        raise ProtocolViolation(f"not an envelope of this protocol: {exc}") from exc
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
+    """Base of every struct here: immutable, tagged with its class name, strict."""
+
+
+class Hello(_Wire, frozen=True):
+    """First frame of a connection, client to server."""
+
+    version: int
+    token: str
+
+
+class HelloOk(_Wire, frozen=True):
+    """The server accepts. `pid` is the server's, in its own PID namespace."""
+
+    version: int
+    pid: int
+
+
+class Refused(_Wire, frozen=True):
+    """The server refuses and closes. `code` is `version`, `token` or `protocol`."""
+
+    code: Literal["version", "token", "protocol"]
+    message: str
+
+
+class Request(_Wire, frozen=True):
+    """A call. `id` is unique on this connection and never reused; `timeout_s` is what is left of its budget.
+
+    After `timeout_s` the server cancels the handler and answers `Failure(code="timeout")`.
+    """
+
+    id: int
+    timeout_s: float
+    body: msgspec.Raw
+
+
+class Cancel(_Wire, frozen=True):
+    """Stop call `id`.
+
+    It is still answered, by `Failure(code="cancelled")` unless its result was already sent. A cancel for an unknown or
+    answered id is ignored.
+    """
+
+    id: int
+
+
+class Chunk(_Wire, frozen=True):
+    """A piece of streamed output of call `id`, before its answer. `stream` names which."""
+
+    id: int
+    stream: str
+    data: bytes
+
+
+class Result(_Wire, frozen=True):
+    """Call `id` succeeded. Its last frame."""
+
+    id: int
+    body: msgspec.Raw
+
+
+class Failure(_Wire, frozen=True):
+    """Call `id` failed. Its last frame. `code` is machine-readable (`timeout`, `cancelled`, `bad_request`, ...)."""
+
+    id: int
+    code: str
+    message: str
+
+
+Envelope = Hello | HelloOk | Refused | Request | Cancel | Chunk | Result | Failure
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Envelope] = msgspec.msgpack.Decoder(Envelope)

@@ -1,0 +1,56 @@
+"""`prorl-trio doctor`: what is installed, and what is missing."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import click
+import trio
+from rich.table import Table
+
+from prorl_ipc.portable_text import printable
+from prorl_launch.doctor import Report, examine
+from prorl_launch.paths import default_engine
+from prorl_launch.slurm.doctor import examine_slurm
+from prorl_trio.client.terminal import Console, say_json
+
+_MARKS: Final = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "missing": "[red]missing[/red]"}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--no-engine", is_flag=True, help="Backends run elsewhere: do not ask for an engine and a model here.")
+@click.option("--slurm", is_flag=True, help="Look as well at what a fleet by Slurm needs, here or in a job.")
+def doctor(as_json: bool, no_engine: bool, slurm: bool) -> None:
+    """Say what is installed, what is missing, and what to do.
+
+    Exit code 0 if a rollout can run on this machine, 1 otherwise.
+    """
+    report = trio.run(lambda: examine(default_engine(), with_engine=not no_engine))
+    if slurm:
+        more = examine_slurm()
+        usable = report.usable and all(check.state != "missing" for check in more)
+        report = Report(usable=usable, checks=[*report.checks, *more])
+    if as_json:
+        say_json(report)
+    else:
+        _print(report)
+    sys.exit(0 if report.usable else 1)
+
+
+def _print(report: Report) -> None:
+    table = Table("what", "state")
+    table.add_column("found", overflow="fold")
+    for check in report.checks:
+        table.add_row(check.name, _MARKS[check.state], _escape(check.detail))
+    console = Console()
+    console.print(table)
+    for check in report.checks:
+        if check.remedy:
+            console.print(f"{_MARKS[check.state]} {check.name}. What to do: {_escape(check.remedy)}", soft_wrap=True)
+    console.print("a rollout can run here" if report.usable else "[red]no rollout can run here yet[/red]")
+
+
+def _escape(text: str) -> str:
+    return printable(text).replace("[", r"\[")

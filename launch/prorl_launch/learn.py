@@ -1,0 +1,200 @@
+"""A policy learns on one machine: vLLM, a node, sandboxes and a trainer. `prorl-trio learn`, or `make learn`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import trio
+
+from prorl_ipc.nursery import single_exception
+from prorl_launch.learning.progress import POLL_S, follow
+from prorl_launch.learning.record import (
+    CHECKPOINTS,
+    EVENTS,
+    SETTINGS,
+    Settings,
+    read_record,
+    read_settings,
+    write_atomically,
+)
+from prorl_launch.node import open_node_process
+from prorl_launch.paths import engine_python, import_path, model_dir, trainer_python
+from prorl_launch.supervised import open_supervised
+from prorl_launch.vllm import default_dtype, open_vllm
+from prorl_trio.client.terminal import Console
+from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.runs.recording import run_folder
+from prorl_trio.types.errors import ConfigError, ServiceError
+
+if TYPE_CHECKING:
+    from prorl_launch.vllm import VllmProcess
+
+QUICK: dict[str, Any] = {
+    "steps": 2,
+    "groups": 2,
+    "rollouts": 4,
+    "demonstration_steps": 8,
+    "demonstrations": 4,
+    "held_out": 12,
+    "evaluate_every": 2,
+}
+"""The settings with which everything happens, and little is learned, in three minutes."""
+
+TRAINER_GRACE_S = 10.0
+LOAD_TIMEOUT_S = 60.0
+LOG_TAIL_BYTES = 3000
+MAX_MODEL_TOKENS = 512
+RUN_WORKERS = 64
+BLOCK_TOKENS = 32
+"""Tokens of a block of the engine's cache. Prompts have 50 to 100; of blocks of 128, the default, none is shared."""
+MAX_OBSERVATION_CHARS = 160
+"""A traceback has no more: every token of it is read by the engine, and again by the trainer."""
+SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
+"""Engine and trainer take turns on the same cores: a thread that waits for another must not keep it from running."""
+console = Console(highlight=False)
+
+
+class TrainingFailed(ServiceError):
+    """The trainer's process ended with an error, which its log has."""
+
+
+@click.command()
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the demonstrations and problems.")
+@click.option("--steps", type=click.IntRange(1), help="Policy updates (30; with --quick 2).")
+@click.option(
+    "--no-dynamic", is_flag=True, help="Train on every group, also where all or none are right: for comparison."
+)
+@click.option("--quick", is_flag=True, help="In three minutes: all parts work, little is learned.")
+@click.option(
+    "--objective", type=click.Choice(["dapo", "grpo", "dr-grpo", "rloo", "ppo"]), default="dapo", show_default=True
+)
+@click.option("--provider", type=click.Choice(["auto", "apptainer", "bubblewrap"]), default="auto", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record here.")
+@click.option("--resume", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Go on with this run.")
+def learn(
+    seed: int,
+    steps: int | None,
+    no_dynamic: bool,
+    quick: bool,
+    objective: str,
+    provider: str,
+    out: Path,
+    resume: Path | None,
+) -> None:
+    """Watch a real policy learn to use a tool.
+
+    SmolLM2-135M is shown Python cells with operations drawn at random, and then learns by GRPO with dynamic sampling to
+    solve word problems: vLLM samples, each rollout has a sandbox, and the weights change while rollouts run. On two
+    cores that takes about an hour. The folder of the run gets curve.png, curve.json and trajectories before and after.
+
+    Ctrl-C ends everything; --resume goes on from the last checkpoint.
+    """
+    for python, target in ((engine_python(), "make setup"), (trainer_python("train"), "make trainers")):
+        if not python.exists():
+            raise ConfigError(f"{python} is not set up; run: {target}")
+    if resume is not None:
+        folder = resume
+    else:
+        chosen: dict[str, Any] = {**(QUICK if quick else {}), **({"steps": steps} if steps else {})}
+        settings = Settings(
+            model=str(model_dir()),
+            seed=seed,
+            dynamic=not no_dynamic,
+            objective=objective,
+            dtype=default_dtype(),
+            **chosen,
+        )
+        folder = run_folder(out)
+        write_atomically(folder / SETTINGS, settings)
+    console.print(f"the run is in {folder}", markup=False, soft_wrap=True)
+    try:
+        trio.run(_run, folder.resolve(), provider)
+    except* KeyboardInterrupt:
+        console.print(f"to go on: prorl-trio learn --resume {folder}", markup=False, soft_wrap=True)
+        raise
+    for name, figure in read_record(folder).summary.items():
+        shown = f"{figure:.3f}" if isinstance(figure, float) else figure
+        console.print(f"  {name:24} {shown}", markup=False)
+    console.print(f"the curve: {folder / 'curve.png'}", markup=False, soft_wrap=True)
+
+
+async def _run(folder: Path, provider: str) -> None:
+    """Start all parts, wait until the run has its steps, and end all parts."""
+    settings, events = read_settings(folder), folder / EVENTS
+    seen = events.stat().st_size if events.exists() else 0
+    console.print("starting vLLM on the CPU, and showing the policy some sums: a minute or two ...")
+    with single_exception():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(follow, events, console, seen)
+            shown = trio.Event()
+            nursery.start_soon(_show, folder, shown)
+            engine = open_vllm(
+                engine_python(),
+                Path(settings.model),
+                log_file=folder / "vllm.log",
+                dtype=settings.dtype,
+                max_model_len=MAX_MODEL_TOKENS,
+                extra_args=["--enable-scale-out", "--block-size", str(BLOCK_TOKENS)],
+                env={"VLLM_SERVER_DEV_MODE": "1", **SHARED_CORES},
+            )
+            async with engine as server:
+                await shown.wait()
+                await _give_weights(server, max((folder / CHECKPOINTS).glob("step-*")))
+                config = _node_config(folder, settings, server.url, provider)
+                async with open_node_process(config, folder=folder, log_file=folder / "node.log") as node:
+                    console.print("a node is up; now the policy learns by its own rollouts")
+                    env = {"PRORL_URL": node.url, "PRORL_TOKEN": node.token, "PRORL_ENGINE_URL": server.url}
+                    await _run_trainer("train", folder, env)
+            await trio.sleep(2 * POLL_S)  # for the last lines
+            nursery.cancel_scope.cancel()
+
+
+async def _show(folder: Path, shown: trio.Event) -> None:
+    """Make the run's first checkpoint, if it has none."""
+    if not any((folder / CHECKPOINTS).glob("step-*")):
+        await _run_trainer("warm_up", folder, {})
+    shown.set()
+
+
+async def _give_weights(engine: VllmProcess, checkpoint: Path) -> None:
+    """Load a checkpoint into the engine, under the name of its version, before any node asks for that."""
+    client = VllmClient(engine.url)
+    try:
+        await client.probe(timeout_s=LOAD_TIMEOUT_S)
+        loaded = await client.load_weights(str(checkpoint), timeout_s=LOAD_TIMEOUT_S)
+        version = str(int(checkpoint.name.rpartition("-")[2]))
+        if not (loaded and await client.label_weights(version, timeout_s=LOAD_TIMEOUT_S)):
+            raise ServiceError(f"vLLM at {engine.url} loads no weights: is it in development mode?")
+    finally:
+        client.http.close()
+
+
+def _node_config(folder: Path, settings: Settings, engine_url: str, provider: str) -> dict[str, object]:
+    return {
+        "node_id": "learn",
+        "model": {"path": settings.model},
+        "backends": {"urls": [engine_url], "required": True},
+        "sandbox": {"provider": provider},
+        "stages": {"run_workers": RUN_WORKERS},
+        "agent": {"max_nudges": 0, "max_observation_chars": MAX_OBSERVATION_CHARS},
+        "ledger": {"dir": str(folder / "ledger")},  # so that a run that goes on finds its session
+    }
+
+
+async def _run_trainer(module: str, folder: Path, env: dict[str, str]) -> None:
+    """Run `prorl_launch.learning.MODULE` in the trainers' environment until it ends.
+
+    Raises:
+        TrainingFailed: with an error.
+    """
+    log_file = folder / "trainer.log"
+    command = [str(trainer_python("train")), "-m", f"prorl_launch.learning.{module}", str(folder)]
+    env = {**os.environ, "PYTHONPATH": import_path(), "HF_HUB_OFFLINE": "1", **SHARED_CORES, **env}
+    async with open_supervised(command, env=env, log_file=log_file, grace_s=TRAINER_GRACE_S) as process:
+        code = await process.wait()
+    if code != 0:
+        tail = (await trio.Path(log_file).read_bytes())[-LOG_TAIL_BYTES:].decode(errors="replace")
+        raise TrainingFailed(f"{module} ended with exit code {code}. The end of {log_file}:\n{tail}")

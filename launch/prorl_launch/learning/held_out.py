@@ -1,0 +1,61 @@
+"""The measure of progress: problems that share no wording and no number with those that are trained on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+from prorl_launch.learning.prompt import PAYLOAD
+from prorl_trio.tasks.sets.word_problems import word_problems
+from prorl_trio.types.models import JobSpec, Outcome, SamplingParams
+
+if TYPE_CHECKING:
+    from prorl_launch.learning.record import Settings
+    from prorl_trio.client.blocking import BlockingClient
+
+RESULT_TIMEOUT_S = 300.0
+HELD_OUT_SEED = 3
+"""The seed of problems that nobody had looked at when the families, the demonstrations and the recipe were chosen."""
+
+
+class HeldOut(NamedTuple):
+    """The outcomes of an evaluation, by job id, in the order of the problems."""
+
+    greedy: list[Outcome]
+    sampled: list[Outcome]
+
+    @property
+    def by_family(self) -> dict[str, float]:
+        """Return the mean reward of each family, over both ways of sampling."""
+        rewards = defaultdict(list)
+        for outcome in (*self.greedy, *self.sampled):
+            if outcome.reward is not None:
+                rewards[outcome.tags["family"]].append(outcome.reward)
+        return {family: sum(each) / len(each) for family, each in rewards.items()}
+
+
+def solve_held_out(client: BlockingClient, settings: Settings, name: str) -> HeldOut:
+    """Have the policy as it is solve the held-out problems, once greedily and once at temperature 1.
+
+    They go ahead of rollouts to train on. `client` has a session of its own; `name` is part of the jobs' ids.
+
+    Raises:
+        TimeoutError: no outcome came for `RESULT_TIMEOUT_S`.
+    """
+    problems = word_problems(settings.held_out, split="held_out", seed=HELD_OUT_SEED)
+    specs = [
+        JobSpec(
+            job_id=f"{name}-{way}-{number}",
+            instance=problem.instance(**PAYLOAD),
+            sampling=SamplingParams(temperature=temperature, max_output_tokens=settings.max_output_tokens),
+            max_turns=settings.max_turns,
+            priority="eval",
+            tags={"family": problem.family, "way": way},
+        )
+        for way, temperature in (("greedy", 0.0), ("sampled", 1.0))
+        for number, problem in enumerate(problems)
+    ]
+    client.submit(specs)
+    outcomes = {outcome.job_id: outcome.detached() for outcome in client.results(timeout_s=RESULT_TIMEOUT_S)}
+    ordered = [outcomes[spec.job_id] for spec in specs]
+    return HeldOut(ordered[: len(problems)], ordered[len(problems) :])

@@ -1,0 +1,209 @@
+"""The package index that pip is set to, as far as source archives are concerned. Blocks on the network."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import re
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import unquote, urljoin, urlsplit
+
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+MAX_ARCHIVE_BYTES: Final = 32 * 1024 * 1024
+MAX_PAGE_BYTES: Final = 64 * 1024 * 1024
+TIMEOUT_S: Final = 60.0
+ATTEMPTS: Final = 3
+_ACCEPT: Final = "application/vnd.pypi.simple.v1+json, text/html;q=0.1"
+_ENDINGS: Final = (".tar.gz", ".zip")
+_FINAL: Final = re.compile(r"\d+(\.\d+)*(\.post\d+)?")
+_ASK_PIP: Final = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+
+
+class IndexSettings(NamedTuple):
+    """The addresses of the indexes, in pip's order, and the file of certificates; empty is the system's."""
+
+    urls: tuple[str, ...]
+    certificates: str = ""
+
+
+class IndexFile(NamedTuple):
+    """A source archive of an index. `sha256` is empty where the index does not say it."""
+
+    name: str
+    version: str
+    url: str
+    sha256: str
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """Return the numbers of its version, for sorting; `.post1` is one more number."""
+        numbers = [int(number) for number in re.findall(r"\d+", self.version.partition(".post")[0])]
+        while numbers and numbers[-1] == 0:
+            numbers.pop()
+        post = self.version.partition(".post")[2]
+        return (*numbers, -1, int(post)) if post else tuple(numbers)
+
+
+def normal_name(name: str) -> str:
+    """Return the name of a distribution as indexes spell it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@functools.cache
+def pip_settings() -> IndexSettings:
+    """Return what pip is set to, by its files and variables.
+
+    Raises:
+        ConfigError: there is no pip beside this Python.
+    """
+    listed = _ask([sys.executable, "-m", "pip", "config", "list"])
+    found: dict[str, str] = {}
+    for line in listed.splitlines():
+        key, _, value = line.partition("=")
+        option = key.rpartition(".")[2]
+        # Variables are the last of pip's sources, and win; a command's own section is not ours.
+        if key.startswith(("global.", ":env:.")):
+            found[option] = str(ast.literal_eval(value))
+    main = found.get("index-url") or _ask([sys.executable, "-c", _ASK_PIP]).strip()
+    return IndexSettings((main, *found.get("extra-index-url", "").split()), found.get("cert", ""))
+
+
+def _ask(argv: list[str]) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode:
+        raise ConfigError(
+            f"mining asks the index that pip is set to, but `{' '.join(argv)}` failed: {done.stderr.strip()}"
+        )
+    return done.stdout
+
+
+def list_sdists(package: str, settings: IndexSettings) -> list[IndexFile]:
+    """Return a package's source archives of final releases, oldest first, of the first index that has any.
+
+    Raises:
+        ConfigError: no index has one; with what each of them said.
+    """
+    said = []
+    for index in settings.urls:
+        url = f"{index.rstrip('/')}/{normal_name(package)}/"
+        try:
+            content, kind = _get(url, settings, MAX_PAGE_BYTES)
+        except OSError as exc:
+            said.append(f"{_shown(url)}: {exc}")
+            continue
+        if found := read_page(package, content, kind, url):
+            return found
+        said.append(f"{_shown(url)}: no source archive of a final release")
+    raise ConfigError(f"{package}: {'; '.join(said)}")
+
+
+def read_page(package: str, content: bytes, kind: str, url: str) -> list[IndexFile]:
+    """Return the source archives that a page of the simple API lists, oldest release first; `kind` is its media type.
+
+    A release with several has the first of them. What was yanked is left out.
+    """
+    links: Iterable[tuple[str, str, str]]
+    if "json" in kind:
+        files: list[dict[str, Any]] = json.loads(content)["files"]
+        links = [
+            (each["filename"], each["url"], each.get("hashes", {}).get("sha256", ""))
+            for each in files
+            if not each.get("yanked")
+        ]
+    else:
+        page = _Page()
+        page.feed(content.decode(errors="replace"))
+        links = page.links
+    found: dict[str, IndexFile] = {}
+    for file, link, sha256 in links:
+        version = _version(package, file)
+        if version and version not in found:
+            found[version] = IndexFile(file, version, urljoin(url, link), sha256)
+    return sorted(found.values(), key=lambda each: each.release)
+
+
+def _version(package: str, file: str) -> str:
+    """Return the version that the name of a package's source archive says; empty if it is none of a final release."""
+    stem = next((file.removesuffix(ending) for ending in _ENDINGS if file.endswith(ending)), "")
+    name, _, version = stem.rpartition("-")
+    return version if normal_name(name) == normal_name(package) and _FINAL.fullmatch(version) else ""
+
+
+class _Page(HTMLParser):
+    """A page of links."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[tuple[str, str, str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Take the link of an anchor."""
+        found = dict(attrs)
+        if tag == "a" and (link := found.get("href")) and "data-yanked" not in found:
+            address, _, fragment = link.partition("#")
+            sha256 = fragment.removeprefix("sha256=") if fragment.startswith("sha256=") else ""
+            self.links.append((unquote(urlsplit(address).path.rpartition("/")[2]), address, sha256))
+
+
+def download(file: IndexFile, folder: Path, settings: IndexSettings) -> tuple[Path, str]:
+    """Have a source archive in a folder, and return its path and its SHA-256. What is there already is checked only.
+
+    Raises:
+        ConfigError: it cannot be fetched, is longer than 32 MiB, or is not what the index says it is.
+    """
+    target = folder / file.name
+    if not target.is_file():
+        try:
+            content, _ = _get(file.url, settings, MAX_ARCHIVE_BYTES)
+        except OSError as exc:
+            raise ConfigError(f"{file.name}: {_shown(file.url)}: {exc}") from exc
+        folder.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.part")
+        part.write_bytes(content)
+        part.replace(target)
+    found = hashlib.sha256(target.read_bytes()).hexdigest()
+    if file.sha256 and found != file.sha256:
+        target.unlink()
+        raise ConfigError(f"{file.name}: its SHA-256 is {found}, and the index says {file.sha256}; it was removed")
+    return target, found
+
+
+def _get(url: str, settings: IndexSettings, max_bytes: int) -> tuple[bytes, str]:
+    """Return what is at an address, and its media type. Raises OSError."""
+    context = ssl.create_default_context(cafile=settings.certificates or None)
+    request = urllib.request.Request(url, headers={"Accept": _ACCEPT, "User-Agent": "prorl-trio"})
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as reply:
+                content = reply.read(max_bytes + 1)
+                if len(content) > max_bytes:
+                    raise OSError(f"it is longer than {max_bytes} bytes")
+                return content, reply.headers.get("Content-Type", "")
+        except urllib.error.HTTPError as exc:
+            if (exc.code < 500 and exc.code != 429) or attempt == ATTEMPTS:
+                raise
+        except urllib.error.URLError:
+            if attempt == ATTEMPTS:
+                raise
+        time.sleep(attempt)  # seconds of back-off, in a thread or a command of its own
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _shown(url: str) -> str:
+    """Return an address without the credentials that it may have."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,0 +1,1 @@
+"""`python -m prorl_launch.relock` resolves the locks again."""

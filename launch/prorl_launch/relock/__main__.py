@@ -1,0 +1,42 @@
+"""Make the locks again from `pyproject.toml` and what the package index has today: `make lock`.
+
+`python -m prorl_launch.relock NAME ...` makes those alone, and leaves the versions of the others as they are.
+
+What does it has an environment of its own in the cache folder. uv asks the index that its settings name (`UV_*`, by
+default PyPI). Standard library only.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Final
+
+from prorl_launch import paths, venv
+from prorl_launch.locks import WHEELS_ONLY
+from prorl_launch.progress import SetupError, say
+
+TOOLS: Final = ("uv==0.13.9", "packaging==26.0")
+
+
+def main() -> int:
+    """Write every lock. The exit code of `prorl_launch.relock.resolve`, or 1 if its environment cannot be made."""
+    folder = paths.cache_dir() / "lock-tools"
+    steps = [("uv", ["-m", "pip", "install", *WHEELS_ONLY, *TOOLS])]
+    try:
+        venv.install(folder, repr(TOOLS), steps, log_file=paths.cache_dir() / "logs" / "setup-lock.log")
+    except SetupError as error:
+        say(f"ERROR\n{error}")
+        return 1
+    argv = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "prorl_launch.relock.resolve",
+        str(folder / "bin" / "uv"),
+        *sys.argv[1:],
+    ]
+    return subprocess.run(argv, cwd=paths.checkout_dir(), check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

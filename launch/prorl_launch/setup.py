@@ -1,0 +1,161 @@
+"""`make setup`: everything between a bare Debian or Ubuntu and the first rollout. Standard library only.
+
+Run as `python -m prorl_launch.setup [dev] [engine] [train] [--engine cpu|gpu]` in the checkout, by the Python that the
+environments are to have. Each part is a no-op when it is done, and is done again when what it depends on changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from typing import TYPE_CHECKING, get_args
+
+from prorl_launch import environments, model, paths, venv
+from prorl_launch.locks import lock_path, locked_pip
+from prorl_launch.progress import SetupError, run_step, say
+from prorl_launch.userns import user_namespace_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+_RECIPE = 2
+_PARTS = ("dev", "engine", *get_args(environments.TrainerKind))
+
+_COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+"""On all cores. Sandboxes see these modules read-only, so none of them could keep what it compiled."""
+
+_OFFLINE_HINT = "Nothing is lost: with the network back, the same make goes on from here."
+_TORCH_HINT = (
+    "If pip found no such torch: PyTorch publishes its CPU builds in a package index of their own, which its page "
+    "'Get Started' names (Linux, Pip, CPU). Set PIP_EXTRA_INDEX_URL to it, or PIP_FIND_LINKS to a folder of wheels."
+)
+
+
+def setup_dev(checkout: Path) -> None:
+    """Make `checkout/.venv` with this project (editable) and all that tests and the demo need. 1 to 2 minutes."""
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())
+    facts = [_RECIPE, project["project"], project["build-system"], lock_path("dev").read_text()]
+    facts += [sys.implementation.cache_tag, str(checkout)]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    editable = ["--no-deps", "--no-build-isolation", "--no-index", "--editable", str(checkout)]
+    steps = [
+        ("what the project and its tools need", locked_pip("dev", environments.dev_requirements(checkout))),
+        ("compiling", ["-c", _COMPILE]),
+        ("the project", ["-m", "pip", "install", *editable]),
+    ]
+    venv.install(checkout / ".venv", key, steps, log_file=_log_file("dev"), hint=_OFFLINE_HINT)
+
+
+def setup_runtime(checkout: Path) -> None:
+    """Make the runtime of images other than `host` from what `checkout/.venv` has. Some seconds; without it, a warning.
+
+    The node works without: only such images do not start then.
+    """
+    argv = [str(checkout / ".venv/bin/python"), "-m", "prorl_launch.bundle"]
+    if subprocess.run([*argv, "--is-made"], cwd=checkout, stdout=subprocess.DEVNULL, check=False).returncode == 0:
+        return
+    try:
+        run_step("the runtime for sandbox images", argv, log_file=_log_file("runtime"))
+    except SetupError as error:
+        say(f"WARNING: sandboxes can have the image `host` only.\n{error}")
+
+
+def setup_environment(environment: environments.Environment, checkout: Path) -> None:
+    """Make an environment in the cache folder. Says first what time, with fast downloads, and what space it takes."""
+    folder = paths.environment_dir(environment)
+    key = environment.key(checkout)
+    if venv.is_complete(folder, key):
+        return
+    paths.cache_dir().mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(paths.cache_dir()).free
+    need = f"{environment.disk_bytes / 1e9:.0f} GB"
+    if free < environment.disk_bytes:
+        raise SetupError(
+            f"{environment.lock} needs {need} free in {paths.cache_dir()}, "
+            f"which has {free / 1e9:.1f} GB; set PRORL_CACHE_DIR to a folder on a larger disk"
+        )
+    say(f"{environment.lock}: about {environment.minutes:g} minutes and up to {need} in {folder}")
+    hint = f"{_TORCH_HINT}\n{_OFFLINE_HINT}" if environment.torch_cpu else _OFFLINE_HINT
+    venv.install(folder, key, environment.install_steps(checkout), log_file=_log_file(environment.lock), hint=hint)
+
+
+def setup_model(kind: environments.EngineKind) -> None:
+    """Convert the default policy with the engine's torch and transformers. About 20 s."""
+    folder = paths.model_dir()
+    if model.is_converted(folder):
+        return
+    with venv.exclusive(folder.parent) as lock:
+        if model.is_converted(folder):
+            return
+        argv = [str(paths.engine_python(kind)), "-I", model.__file__, str(folder)]
+        run_step(f"converting {folder.name}", argv, log_file=_log_file("model"), keep_open=[lock])
+        if broken := model.broken_files(folder):
+            raise SetupError(f"the converted model in {folder} is not whole: {', '.join(broken)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts asked for. Exit code 0 when all are complete, 1 with a message otherwise, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="python -m prorl_launch.setup", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="|".join(_PARTS), help="what to set up (default: dev engine)")
+    parser.add_argument("--engine", choices=get_args(environments.EngineKind), default=paths.default_engine())
+    options = parser.parse_args(argv)
+    parts = options.parts or ["dev", "engine"]
+    if unknown := set(parts) - set(_PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    started = time.monotonic()
+    checkout = paths.checkout_dir()
+    try:
+        if "dev" in parts:
+            setup_dev(checkout)
+            setup_runtime(checkout)
+        if "engine" in parts:
+            setup_environment(environments.engine_environment(options.engine), checkout)
+            setup_model(options.engine)
+        for trainer in get_args(environments.TrainerKind):
+            if trainer in parts:
+                _setup_trainer(environments.trainer_environment(trainer, options.engine), checkout)
+    except SetupError as error:
+        say(f"ERROR\n{error}")
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        say(f"ERROR\n{error.filename}: {error.strerror}; the cache folder is {paths.cache_dir()} (PRORL_CACHE_DIR)")
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; the same make goes on from here")
+        return 130
+    _warn_without_user_namespaces()
+    say(f"{' and '.join(parts)} ready ({time.monotonic() - started:.1f} s)")
+    return 0
+
+
+def _setup_trainer(environment: environments.Environment, checkout: Path) -> None:
+    newest, here = environment.newest_python, sys.version_info[:2]
+    if newest is not None and here > newest:
+        say(f"{environment.lock}: not published for a Python after {newest[0]}.{newest[1]}; what needs it is skipped")
+        return
+    setup_environment(environment, checkout)
+
+
+def _warn_without_user_namespaces() -> None:
+    if problem := user_namespace_problem():
+        from prorl_trio.sandbox.providers.userns import user_namespace_remedy  # imports the standard library only
+
+        say(f"WARNING: no rootless sandbox can start here ({problem}). What to do: {user_namespace_remedy()}")
+        say("WARNING: `make doctor` tells whether a sandbox works all the same")
+
+
+def _log_file(part: str) -> Path:
+    return paths.cache_dir() / "logs" / f"setup-{part}.log"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

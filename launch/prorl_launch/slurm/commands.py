@@ -1,0 +1,505 @@
+"""`prorl-trio slurm`: a fleet of nodes, started and ended by Slurm."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import msgspec
+import trio
+
+from prorl_ipc.clock import RunningClock
+from prorl_launch.slurm import queue
+from prorl_launch.slurm.engine_port import DEFAULT_PORT, PORT_VARIABLE, EnginePort, find_ports, take_port, tell_port
+from prorl_launch.slurm.fleet_folder import (
+    find_local_folder,
+    open_fleet_folder,
+    read_job,
+    remove_ended,
+    sole_up,
+    write_job,
+)
+from prorl_launch.slurm.leash import run_leashed
+from prorl_launch.slurm.node_file import (
+    MachineFacts,
+    address_of_machine,
+    check_secrets,
+    head_config,
+    node_config,
+    read_config,
+)
+from prorl_launch.slurm.pulse import JobRun, Pulse, PulseRules, with_times
+from prorl_launch.slurm.script import EnginePlan, FleetPlan, batch_script, sbatch_groups
+from prorl_trio.client.terminal import say, say_json
+from prorl_trio.config import load_head_config
+from prorl_trio.config.secrets import TOKEN_VARIABLE
+from prorl_trio.rendezvous.report import look_at_fleet
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+
+_POLL_S = 1.0
+_SCRIPT = "job.sh"
+_ENGINES_BEGIN_S = 120.0
+"""Longest time between the starts of nodes and of engines, which one script makes."""
+_FLEET = click.option(
+    "--fleet",
+    "fleet_dir",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The fleet's folder, on a disk that all machines share.",
+)
+_CONFIG = click.option(
+    "--config",
+    "config_file",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="node.toml of every node.",
+)
+_HEAD_CONFIG = click.option(
+    "--head-config",
+    "head_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Settings of the head, as of `prorl-trio fleet --config`; where it is silent, those of the nodes.",
+)
+_LOCAL = click.option("--local-dir", default="", help="Folder on each machine's own disk, for sockets; else found.")
+_PULSE = click.option(
+    "--pulse-timeout-s", type=click.FloatRange(min=1), help="End the command without a pulse so long."
+)
+
+_PREFIX: Final = "SBATCH_"
+_LONG: Final = {
+    "A": "account",
+    "C": "constraint",
+    "G": "gpus",
+    "J": "job-name",
+    "M": "clusters",
+    "W": "wait",
+    "a": "array",
+    "c": "cpus-per-task",
+    "k": "no-kill",
+    "o": "output",
+    "p": "partition",
+    "q": "qos",
+    "t": "time",
+}
+_FLAGS: Final = frozenset("hHIkOQsuvVW")
+"""Short options without a value: others may follow in the same word, as in `-HW`."""
+_VARIABLES: Final = {
+    "array": ("ARRAY_INX",),
+    "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
+    "no-requeue": ("REQUEUE",),
+    "requeue": ("NO_REQUEUE",),
+    "time": ("TIMELIMIT",),
+}
+"""Variables with other names than the options that they overrule."""
+
+
+def check_options(groups: Sequence[Sequence[str]], env: Mapping[str, str]) -> None:
+    """Refuse what would not give the fleet that was asked for.
+
+    A job of one group is submitted with its options on the command line, which overrule the environment. sbatch mixes
+    up the groups of several there (seen in 22.05: a time limit of the second holds for the first), so theirs are in the
+    script alone, which the environment overrules.
+
+    Args:
+        groups: the options of each group of the job.
+        env: that of sbatch.
+
+    Raises:
+        ConfigError: an option, or a variable, is refused.
+    """
+    names = [name for group in groups for name in _names(group)]
+    if "wait" in names or f"{_PREFIX}WAIT" in env:
+        said = "--wait" if "wait" in names else f"{_PREFIX}WAIT"
+        raise ConfigError(f"{said}: a fleet runs until it is ended; `prorl-trio slurm status` tells of it")
+    if "clusters" in names or f"{_PREFIX}CLUSTERS" in env:
+        said = "--clusters" if "clusters" in names else f"{_PREFIX}CLUSTERS"
+        raise ConfigError(f"{said}: the other commands would ask this cluster; run them all on a machine of that one")
+    if len(groups) == 1:
+        return
+    for name in names:
+        same = name.upper().replace("-", "_")
+        for variable in (f"{_PREFIX}{each}" for each in _VARIABLES.get(name, (same,))):
+            if variable in env:
+                raise ConfigError(
+                    f"{variable} is set, and sbatch would let it overrule --{name} in a job of several groups; unset it"
+                )
+
+
+def _names(options: Sequence[str]) -> Iterator[str]:
+    """Yield the long names of options, without their values."""
+    for word in options:
+        if word.startswith("--"):
+            yield word[2:].partition("=")[0]
+        elif word.startswith("-"):
+            for letter in word[1:]:
+                yield _LONG.get(letter, letter)
+                if letter not in _FLAGS:
+                    break  # the rest is its value
+
+
+def engines_of_node(engines: Sequence[str], machines: Sequence[str], machine: str) -> list[str]:
+    """Return the machines whose engines the node on `machine` uses.
+
+    First each node takes the engine of its own machine. The others go, one after the other, to the node that has
+    fewest, the first of several. A node for which none is left shares one: it takes that of its number, counted round.
+
+    Args:
+        engines: the machines with an engine, the same list for every node.
+        machines: those with a node, the same list for every node.
+        machine: one of `machines`.
+    """
+    shares = {node: [engine for engine in engines if engine == node] for node in machines}
+    for engine in engines:
+        if engine not in shares:
+            min(shares.values(), key=len).append(engine)
+    if engines and not shares[machine]:
+        return [engines[machines.index(machine) % len(engines)]]
+    return shares[machine]
+
+
+class _Group(click.Group):
+    """Says a `ConfigError` in its own words instead of a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Group)
+def slurm() -> None:
+    """Start, watch and end a fleet of nodes by Slurm.
+
+    `up` submits a batch script of ordinary srun lines; `up --print` shows it. `run`, `pulse` and `node` are what those
+    lines execute.
+    """
+
+
+@slurm.command(context_settings={"ignore_unknown_options": True})
+@_FLEET
+@_CONFIG
+@click.option("--nodes", type=click.IntRange(min=1), required=True, help="Machines, with one node each.")
+@click.option("--print", "only_print", is_flag=True, help="Print the batch script, and submit nothing.")
+@click.option(
+    "--drain-s", type=click.IntRange(1, 65535), default=300, show_default=True, help="Drain before the limit, so long."
+)
+@click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="See `run`.")
+@_HEAD_CONFIG
+@_LOCAL
+@click.option("--engine", "engine_command", default="", help="Start an engine on each machine by this command line.")
+@click.option(
+    "--engine-port",
+    type=click.IntRange(1, 65535),
+    help=f"Where it serves; else a free one if the command has ${PORT_VARIABLE}, or {DEFAULT_PORT}.",
+)
+@click.option(
+    "--engine-nodes", type=click.IntRange(min=0), default=0, help="Machines for engines alone; 0: the nodes'."
+)
+@click.option("--engine-sbatch", multiple=True, metavar="OPTION", help="Of sbatch's, for these machines; many times.")
+@click.argument("sbatch", nargs=-1, type=click.UNPROCESSED, metavar="[OPTION OF SBATCH]...")
+def up(
+    fleet_dir: Path,
+    config_file: Path,
+    head_file: Path | None,
+    only_print: bool,
+    sbatch: tuple[str, ...],
+    engine_command: str,
+    engine_port: int | None,
+    engine_nodes: int,
+    engine_sbatch: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Submit a fleet.
+
+    Every option that is not ours is sbatch's: --partition, --account, --time, --gres and all others pass through.
+    """
+    if (engine_nodes or engine_sbatch) and not (engine_command and engine_nodes):
+        raise ConfigError(
+            "--engine-nodes and --engine-sbatch are of engines on machines of their own: give --engine, too"
+        )
+    check_secrets(read_config(config_file), os.environ)
+    port = engine_port or (0 if PORT_VARIABLE in engine_command else DEFAULT_PORT)
+    engine = EnginePlan(command=engine_command, port=port, machines=engine_nodes, sbatch=engine_sbatch)
+    folder = Path(os.path.abspath(fleet_dir))
+    if head_file is not None:
+        load_head_config(head_file)
+    plan = FleetPlan(
+        fleet_dir=str(folder),
+        config_file=os.path.abspath(config_file),
+        head_file=os.path.abspath(head_file) if head_file is not None else "",
+        program=_program(),
+        sbatch=sbatch,
+        engine=engine if engine_command else None,
+        **options,
+    )
+    check_options(sbatch_groups(plan), os.environ)
+    script = batch_script(plan)
+    if only_print:
+        click.echo(script, nl=False)
+        return
+    files = open_fleet_folder(folder)
+    with sole_up(folder):
+        if before := _living(folder, files / _SCRIPT):
+            raise ConfigError(f"job {before} is the fleet in {folder} already; `prorl-trio slurm down` ends it")
+        remove_ended(folder, queue.live)
+        (files / _SCRIPT).write_text(script, encoding="utf-8")
+        job_id = _submit(files / _SCRIPT, sbatch_groups(plan))
+        if not job_id:  # --test-only
+            return
+        write_job(folder, job_id)
+    say(f"job {job_id}; its script is {files / _SCRIPT}, its log {files / job_id}.log")
+
+
+@slurm.command()
+@_FLEET
+def status(fleet_dir: Path) -> None:
+    """Print the job, the head and the nodes of a fleet as JSON."""
+    job_id = _job_of(fleet_dir)
+    jobs = queue.find_jobs([job_id])
+    found = look_at_fleet(fleet_dir)
+    say_json({"job_id": job_id, "job": jobs[0] if jobs else None, **msgspec.structs.asdict(found)})
+
+
+@slurm.command()
+@_FLEET
+def drain(fleet_dir: Path) -> None:
+    """Let the nodes end the jobs that they have, take no more, and end. Returns at once.
+
+    They have until the end of their allocation. `down` cuts it short.
+    """
+    job_id = _job_of(fleet_dir)
+    jobs = queue.find_jobs([job_id])
+    if not jobs or jobs[0].state == "PENDING":
+        state = "waits for machines; `prorl-trio slurm down` takes it back" if jobs else "has ended"
+        raise ConfigError(f"there is nothing to drain: job {job_id} {state}")
+    queue.drain(job_id)
+
+
+@slurm.command()
+@_FLEET
+@click.option("--drain-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Drain first, so long.")
+@click.option("--timeout-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Longest wait.")
+def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
+    """End a fleet, wait until its job is gone, and remove the entries of nodes that were killed."""
+    job_id = _job_of(fleet_dir)
+    drained = bool(drain_s) and _until_gone(job_id, drain_s, queue.drain)
+    if not drained and not _until_gone(job_id, timeout_s, queue.cancel):
+        raise ConfigError(f"job {job_id} has not ended within {timeout_s:g} s; see `squeue -j {job_id}`")
+    remove_ended(fleet_dir, queue.live)
+
+
+@slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@_LOCAL
+@_PULSE
+@click.option("--grace-s", type=click.FloatRange(0, 3600), default=3.0, show_default=True, help="SIGTERM to SIGKILL.")
+@click.option("--ignore-term", is_flag=True, help="Do not pass SIGTERM on: for what others need while they drain.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
+    """Run a command of which nothing outlives this task.
+
+    SIGTERM is passed on. However this task ends, the command's whole process tree is ended with it, and its TMPDIR, a
+    folder of its own on a local disk, and its shared memory are removed. Exit code: that of the command.
+
+    Give srun --task-epilog with the path of `prorl-trio-sweep`, which is beside this program: it removes what is left
+    where Slurm kills all processes of the task at once. It finds a folder of --local-dir's by PRORL_LOCAL_DIR.
+    """
+    folder = find_local_folder(local_dir)
+    sys.exit(trio.run(lambda: run_leashed(command, local_folder=folder, **rules), clock=RunningClock()))
+
+
+@slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--folder", required=True, type=click.Path(path_type=Path), help="On the shared disk, for small files.")
+@click.option("--name", default="tasks", show_default=True, help="Of the step, among those of the job.")
+@click.option("--job", "job_id", help="With the machines of this step; default: SLURM_JOB_ID.")
+@click.option("--tasks", required=True, type=click.IntRange(min=1), help="Tasks of srun.")
+@click.option("--drain-file", type=click.Path(path_type=Path), help="Once it is there, the tasks get SIGTERM, once.")
+@click.option("--again-after-s", type=click.FloatRange(min=0), help="Start srun again if it ends, after so long.")
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two beats.")
+@click.option("--query-s", type=click.FloatRange(min=1), default=10.0, show_default=True, help="Between two questions.")
+@click.option("--controller-timeout-s", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Of them.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def pulse(
+    folder: Path,
+    name: str,
+    job_id: str | None,
+    tasks: int,
+    drain_file: Path | None,
+    again_after_s: float | None,
+    command: tuple[str, ...],
+    **rules: float,
+) -> None:
+    """Run srun, and tell all its tasks every second that the job goes on.
+
+    Tasks that run `prorl-trio slurm run --pulse-timeout-s` end when they hear it no more.
+    """
+    # It comes to all processes of a job at once, and tasks that drain need their pulse until they have ended.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    job_run = JobRun(job_id or _of_slurm("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    ended = folder / f"ended-{name}-{job_run.job_id}-{job_run.restarts}"
+    beats = Pulse(job_run, PulseRules(**rules), ended=ended, tasks=tasks, drain=drain_file)
+
+    async def keep() -> int:
+        env = await with_times(job_run.job_id, os.environ)
+        return await beats.keep(command, env, again_after_s=again_after_s)
+
+    sys.exit(trio.run(keep, clock=RunningClock()))
+
+
+@slurm.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--folder", required=True, type=click.Path(path_type=Path), help="In which the nodes look for its port.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: one that is free.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def engine(folder: Path, port: int, command: tuple[str, ...]) -> None:
+    """Become an engine that serves at the port in PRORL_ENGINE_PORT, which no other one on this machine gets."""
+    machine = _of_slurm("SLURMD_NODENAME")
+    try:
+        taken, holder = take_port(port)
+    except ConfigError as error:
+        tell_port(folder, machine, EnginePort(problem=str(error)))
+        raise
+    holder.set_inheritable(True)  # for as long as the engine runs
+    tell_port(folder, machine, EnginePort(port=taken))
+    os.execvpe(command[0], command, {**os.environ, PORT_VARIABLE: str(taken)})
+
+
+@slurm.command()
+@_FLEET
+@_CONFIG
+@click.option("--engines", default="", metavar="MACHINES", help="Those with an engine, with commas between them.")
+@click.option("--machines", default="", metavar="MACHINES", help="Those with a node, with commas between them.")
+@click.option("--engine-ports", type=click.Path(path_type=Path), help="Folder in which engines tell their ports.")
+@click.option("--drain-s", type=click.FloatRange(min=0), help="Drain so long where Slurm tells no end of the job.")
+def node(
+    fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_ports: Path | None, drain_s: float | None
+) -> None:
+    """Become the node of this task's machine."""
+    shared = (
+        [] if not engines else engines_of_node(engines.split(","), machines.split(","), _of_slurm("SLURMD_NODENAME"))
+    )
+    facts = MachineFacts(
+        fleet_dir=str(fleet_dir),
+        address=address_of_machine(socket.gethostname()),
+        folder=_of_slurm("TMPDIR"),
+        engines=_urls(engine_ports, shared) if engine_ports else [],
+        drain_s=drain_s,
+    )
+    common = read_config(config_file)
+    config = node_config(common, facts, os.environ)
+    path = Path(facts.folder) / "node.toml"
+    path.write_bytes(msgspec.toml.encode(config))
+    if not check_secrets(common, os.environ):
+        os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
+    os.execv(sys.executable, [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(path)])
+
+
+@slurm.command()
+@_FLEET
+@_CONFIG
+@_HEAD_CONFIG
+def head(fleet_dir: Path, config_file: Path, head_file: Path | None) -> None:
+    """Become the head of the fleet, on this task's machine."""
+    facts = MachineFacts(
+        fleet_dir=str(fleet_dir), address=address_of_machine(socket.gethostname()), folder=_of_slurm("TMPDIR")
+    )
+    common = read_config(config_file)
+    tables = head_config(common, {} if head_file is None else read_config(head_file), facts)
+    path = Path(facts.folder) / "fleet.toml"
+    path.write_bytes(msgspec.toml.encode(tables))
+    if not check_secrets(tables, os.environ):
+        os.environ.setdefault(TOKEN_VARIABLE, secrets.token_urlsafe(32))
+    os.execv(sys.executable, [sys.executable, "-m", "prorl_trio.cli", "fleet", "--config", str(path)])
+
+
+def _living(folder: Path, script: Path) -> str:
+    """Return the job that the fleet in this folder is now, empty if none; note one that nobody has noted."""
+    before = read_job(folder)
+    if before and queue.live([before]):
+        return before
+    if unnoted := queue.submitted_as(script):
+        write_job(folder, unnoted)
+    return unnoted
+
+
+def _submit(script: Path, groups: list[list[str]]) -> str:
+    """Submit the script; return the job's id, empty with `--test-only`, whose words are printed."""
+    try:
+        job_id, said = queue.submit(script, groups)
+    except queue.SlurmFailed:
+        with suppress(queue.SlurmFailed):  # it does not answer now; the next `up` looks again
+            if job_id := queue.submitted_as(script):
+                return job_id
+        raise
+    if not job_id:
+        say(said)
+    return job_id
+
+
+def _job_of(fleet_dir: Path) -> str:
+    job_id = read_job(fleet_dir)
+    if not job_id:
+        raise ConfigError(f"no fleet was started in {fleet_dir} by `prorl-trio slurm up`")
+    return job_id
+
+
+def _urls(ports: Path, machines: list[str]) -> list[str]:
+    """Return the addresses of the engines on these machines; those that have no port are told."""
+    found = find_ports(ports, machines, _ENGINES_BEGIN_S)
+    problems = [told.problem for told in found.values() if told.problem]
+    if problems and len(problems) == len(found):
+        raise ConfigError(f"there is no engine for this node: {'; '.join(problems)}")
+    for problem in problems:
+        say(f"one engine less: {problem}", err=True)
+    return [f"http://{machine}:{found[machine].port}" for machine in machines if not found[machine].problem]
+
+
+def _of_slurm(name: str) -> str:
+    value = os.environ.get(name, "")
+    if not value:
+        raise ConfigError(f"{name} is not set: this runs in a job of Slurm's, as `prorl-trio slurm up --print` shows")
+    return value
+
+
+def _program() -> str:
+    beside = Path(sys.executable).with_name("prorl-trio")
+    found = str(beside) if beside.exists() else shutil.which("prorl-trio")
+    if found is None:
+        raise ConfigError(f"there is no prorl-trio beside {sys.executable}, nor in PATH")
+    return found
+
+
+def _until_gone(job_id: str, timeout_s: float, end: Callable[[str], None]) -> bool:
+    """Have the job end, and return whether it has in time.
+
+    What slurmctld does not answer is asked again until then. A job that waits for machines has nothing to drain.
+    """
+    deadline = time.monotonic() + timeout_s
+    asked = False
+    while True:
+        try:
+            jobs = queue.find_jobs([job_id])
+            if not jobs:
+                return True
+            if end is queue.drain and jobs[0].state == "PENDING":
+                return False
+            if not asked:
+                end(job_id)
+                asked = True
+        except queue.SlurmFailed as error:
+            say(f"{error}; trying again", err=True)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)  # a command without a loop; Slurm tells nobody

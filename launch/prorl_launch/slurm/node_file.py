@@ -1,0 +1,136 @@
+"""The node.toml of one task: that of the fleet, with what only the machine knows."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tomllib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from prorl_launch.node import head_tables
+from prorl_trio.config import ListenConfig
+from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
+from prorl_trio.edges.tcp import load_tls
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the tables of a node.toml.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+
+
+def check_secrets(common: Mapping[str, Any], env: Mapping[str, str]) -> bool:
+    """Check the token and the TLS files that the tables of a node.toml name, as far as they are on this machine.
+
+    Return whether they name a token. Blocks on the disk.
+
+    Raises:
+        ConfigError: one cannot be used, others can read its file, or `PRORL_TOKEN` is another token.
+    """
+    try:
+        listen = msgspec.convert(common.get("listen", {}), ListenConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"listen: {error}") from error
+    named = bool(listen.token or listen.token_file)
+    files = [name for name in (listen.token_file, listen.tls_cert, listen.tls_key) if name]
+    if all(os.path.exists(name) for name in files):
+        agreed_token(listen, env.get(TOKEN_VARIABLE, ""))
+        load_tls(listen)
+    return named
+
+
+class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts that only a machine, or its task, knows.
+
+    Attributes:
+        fleet_dir: the folder of the fleet, absolute.
+        address: by which other machines reach this one.
+        folder: on the machine's own disk; removed when the task ends.
+        engines: addresses of the engines that the node uses, besides those that the fleet's node.toml has.
+        drain_s: `drain_timeout_s` of the node, unless the fleet's node.toml has one; None: the default of nodes.
+    """
+
+    fleet_dir: str
+    address: str
+    folder: str
+    engines: Sequence[str] = ()
+    drain_s: float | None = None
+
+
+def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the configuration of the node of this task: `common`, the fleet, a name, an address and a free port.
+
+    The name is the job's, or the `node_id` that `common` sets, with the machine's number in the job: the same after a
+    requeue. Of `common`, what is one node's alone on a machine or a shared disk (`listen.endpoint_file`,
+    `listen.unix_socket`) is left out. An address that `common` sets, other than the loopback's, stays. The ledger ends
+    with the task, for other nodes take over what it had, unless `common` says that they wait for the next start of a
+    node (`fleet.restart_within_s`), or names a folder: in that one each node has one of its own, with its name.
+    """
+    fleet = {**common.get("fleet", {}), "dir": machine.fleet_dir}
+    name = common.get("node_id") or f"slurm-{env.get('SLURM_JOB_ID', '0')}"
+    made = {
+        **common,
+        "node_id": f"{name}-{env.get('SLURM_NODEID', '0')}",
+        "listen": {"port": 0, **_listen(common, machine.address)},
+        "fleet": fleet,
+    }
+    if machine.drain_s is not None:
+        made.setdefault("drain_timeout_s", machine.drain_s)
+    ledger = common.get("ledger", {})
+    if ledger.get("dir", "auto") not in ("", "auto"):
+        made["ledger"] = {**ledger, "dir": f"{ledger['dir']}/{made['node_id']}"}
+    elif not fleet.get("restart_within_s"):
+        made["ledger"] = {"dir": f"{machine.folder}/ledger", **ledger}
+    if machine.engines:
+        backends = common.get("backends", {})
+        made["backends"] = {**backends, "urls": [*backends.get("urls", []), *machine.engines]}
+    return made
+
+
+def head_config(common: Mapping[str, Any], own: Mapping[str, Any], machine: MachineFacts) -> dict[str, Any]:
+    """Return the configuration of the fleet's head, on this machine. See `head_tables`.
+
+    Unless `own` names another, its ledger is in the fleet's folder, where its next start finds it, on whatever machine.
+    """
+    tables = head_tables(common, own, fleet_dir=machine.fleet_dir, ledger=f"{machine.fleet_dir}/head")
+    return {**tables, "listen": _listen(tables, machine.address)}
+
+
+def _listen(common: Mapping[str, Any], address: str) -> dict[str, Any]:
+    listen = {**common.get("listen", {}), "unix_socket": ""}
+    listen.pop("endpoint_file", None)
+    if listen.get("host", _LOOPBACK[0]) in _LOOPBACK:
+        listen["host"] = address
+    return listen
+
+
+def address_of_machine(name: str) -> str:
+    """Return the IPv4 address by which other machines know this one. Blocks, for the name service.
+
+    Raises:
+        ConfigError: the machine's own name has no address.
+    """
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise ConfigError(
+            f"the name of this machine, {name}, has no address ({error}); mend /etc/hosts or the name service"
+        ) from error

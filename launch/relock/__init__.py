@@ -1,1 +1,0 @@
-"""`python -m launch.relock` resolves the locks again."""

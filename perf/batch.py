@@ -1,0 +1,383 @@
+"""A training batch, and the strategies that place its rollouts, for `perf.balance` and `perf.balance_vllm`.
+
+The batch runs through the node's own backend pool, on whatever engines and clock there are. The pool places by the
+fewest tasks in flight; the other strategies of the paper's comparison are here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from contextlib import AsyncExitStack
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import msgspec
+import numpy as np
+import trio
+import trio.testing
+
+from perf.harness import Rows, rows_of
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.config import LoadConfig
+from prorl_trio.inference.engines.protocol import CompletionRequest, EngineClient, made_by
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.inference.pool.placement import Placement
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.types.models import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from random import Random
+
+    from prorl_trio.inference.pool.backend import Backend
+    from prorl_trio.inference.pool.lease import Lease
+    from prorl_trio.inference.pool.placement import Rank
+
+CALL_TIMEOUT_S: Final = 1e6
+SAMPLING: Final = SamplingParams()
+TOKENS: Final = 8
+"""Tokens are counted in eights here: placing does not see the difference, and prompts are shorter to copy."""
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """The distributions that the work of a batch is drawn from.
+
+    All are lognormal: `p50` and the standard deviation of the logarithm, `sigma`. Tokens are in units of `TOKENS`.
+
+    Attributes:
+        instances, rollouts: the batch has `rollouts` of each of the `instances`.
+        instance_sigma: of the work of an instance, which all its rollouts share: a task that is hard is hard each time.
+        turns_p50, turns_sigma: turns of a rollout beside what is shared; at most `max_turns`.
+        prompt_tokens, turn_tokens_p50, turn_tokens_sigma: first prompt; completion of a turn.
+        observation_tokens_p50, tool_s_p50, tool_sigma: what a tool gives back, and how long it takes.
+    """
+
+    name: str
+    instances: int = 64
+    rollouts: int = 8
+    instance_sigma: float = 0.0
+    turns_p50: float = 15.0
+    turns_sigma: float = 0.0
+    max_turns: int = 60
+    prompt_tokens: int = 4000 // TOKENS
+    turn_tokens_p50: float = 150 / TOKENS
+    turn_tokens_sigma: float = 0.0
+    observation_tokens_p50: float = 400 / TOKENS
+    tool_s_p50: float = 1.0
+    tool_sigma: float = 0.0
+
+
+HEAVY: Final = Work(name="heavy", instance_sigma=0.8, turns_sigma=0.4, turn_tokens_sigma=0.8, tool_sigma=1.0)
+LIGHT: Final = Work(name="light", turns_sigma=0.1, turn_tokens_sigma=0.1, tool_sigma=0.1)
+
+REASONING: Final = Work(
+    name="reasoning",
+    instances=256,
+    instance_sigma=2.0,
+    turns_p50=1.0,
+    turns_sigma=0.4,
+    max_turns=20,
+    turn_tokens_p50=1500 / TOKENS,
+    turn_tokens_sigma=0.8,
+    observation_tokens_p50=8 / TOKENS,
+    tool_s_p50=0.05,
+    tool_sigma=1.0,
+)
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A turn of a rollout."""
+
+    completion_tokens: int
+    observation_tokens: int
+    tool_s: float
+
+
+def draw_batch(work: Work, seed: int) -> list[list[list[Turn]]]:
+    """The turns of each rollout of each instance: the same for all strategies."""
+    random = np.random.default_rng(seed)
+
+    def lognormal(p50: float, sigma: float) -> float:
+        return float(p50 * np.exp(sigma * random.standard_normal()))
+
+    batch = []
+    for _ in range(work.instances):
+        hardness = lognormal(1.0, work.instance_sigma)
+        batch.append(
+            [
+                [
+                    Turn(
+                        max(1, round(lognormal(work.turn_tokens_p50, work.turn_tokens_sigma))),
+                        round(lognormal(work.observation_tokens_p50, work.turn_tokens_sigma)),
+                        lognormal(work.tool_s_p50, work.tool_sigma),
+                    )
+                    for _ in range(
+                        min(work.max_turns, max(1, round(lognormal(work.turns_p50 * hardness, work.turns_sigma))))
+                    )
+                ]
+                for _ in range(work.rollouts)
+            ]
+        )
+    return batch
+
+
+# ---------------------------------------------------------------- strategies
+
+Strategy = Literal["least_in_flight", "round_robin", "assignments_ever", "static_split"]
+"""`least_in_flight`: the pool's own. The others are there to be compared with, and blind to what runs: `round_robin`
+takes the backend that was taken longest ago, `assignments_ever` the one with the fewest tasks so far (which sends
+everything to one that was added late), and `static_split` gives each an equal share in order of arrival, full or
+not."""
+STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
+BOUND_AT_SUBMISSION: Final = ("static_split", "assignments_ever")
+"""A static split is made of the batch, and the reference's code gives a job its backend when it is submitted."""
+NO_MOVES: Final = LoadConfig(skew_margin_s=1e9)
+
+
+class Turns(Placement):
+    """Counts assignments; a subclass places by them."""
+
+    def __init__(self, random: Random, max_tasks_per_backend: int = 0) -> None:
+        super().__init__(random, max_tasks_per_backend)
+        self._turn = 0
+        self._latest: dict[Backend, int] = {}
+
+    def _count(self, backend: Backend, change: Literal[-1, 1]) -> None:
+        if change > 0:
+            with self._reranked(backend):
+                self._turn += 1
+                self._latest[backend] = self._turn
+        super()._count(backend, change)
+
+
+class RoundRobin(Turns):
+    """Places by `round_robin`."""
+
+    def _rank(self, backend: Backend) -> Rank:
+        return backend.full, float(self._latest.get(backend, 0))
+
+
+class AssignmentsEver(Placement):
+    """Places by `assignments_ever`."""
+
+    def _rank(self, backend: Backend) -> Rank:
+        return backend.full, (backend.assigned_total + 1) / backend.weight
+
+
+class StaticSplit(Turns):
+    """Places by `static_split`."""
+
+    def _next(self) -> Backend | None:
+        accepting = [backend for backend in self._backends.values() if backend.accepting]
+        return accepting[self._turn % len(accepting)] if accepting else None
+
+
+PLACEMENTS: Final[dict[Strategy, type[Placement]]] = {
+    "least_in_flight": Placement,
+    "round_robin": RoundRobin,
+    "assignments_ever": AssignmentsEver,
+    "static_split": StaticSplit,
+}
+
+
+def pool_of(client_of: Callable[[str], EngineClient], strategy: Strategy, random: Random) -> Backends:
+    """Return an empty pool that places by `strategy`. Only the pool's own moves tasks off a backend with too many."""
+    load = None if strategy == "least_in_flight" else NO_MOVES
+    return Backends(made_by(client_of), placement=PLACEMENTS[strategy], load=load, random=random)
+
+
+# ---------------------------------------------------------------- the batch
+
+
+class Batch:
+    """The rollouts of one batch on their way through `backends`. Prompts of two rollouts differ from their first token.
+
+    Attributes:
+        completed: rollouts. `moved`: those that changed their backend.
+        in_flight: rows of seconds and rollouts on each backend, by its place in `urls`: one at each change.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        seed: int,
+        *,
+        backends: Backends,
+        urls: list[str],
+        strategy: Strategy,
+        first_token_id: int = 1000,
+        ended: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            work: the distributions to draw from.
+            seed: of what is drawn.
+            backends: the pool, with what it has so far.
+            urls: all backends that there will be.
+            strategy: the pool's.
+            first_token_id: of the first rollout's prompts; each has one of its own, which its prompts consist of.
+            ended: called with the id of each task that has ended.
+        """
+        self.completed = self.moved = 0
+        self._first_token_id = first_token_id
+        self.in_flight: list[list[float]] = []
+        self._work, self._turns = work, draw_batch(work, seed)
+        self._backends, self._urls, self._strategy, self._ended = backends, urls, strategy, ended
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._bound: dict[tuple[int, int], Lease] = {}
+        self._count: Counter[str] = Counter()
+        self._ratio_s = self._saturated_s = self._since_s = 0.0
+
+    @property
+    def max_over_mean(self) -> float:
+        """Rollouts in flight on the fullest backend over the mean of all, in time average while others wait."""
+        return self._ratio_s / self._saturated_s if self._saturated_s else 1.0
+
+    async def run(self, workers: int) -> None:
+        """Run all rollouts in the order they are drawn, `workers` at once; return when the last one has ended.
+
+        The first of each worker has asked its engine before the next one begins: which of them comes first decides how
+        full the caches are later on, and so the makespan.
+
+        Raises:
+            BackendError: a rollout found no backend that would have it.
+        """
+        async with AsyncExitStack() as stack:
+            if self._strategy in BOUND_AT_SUBMISSION:
+                for name in self._binding_order():
+                    self._bound[name] = await stack.enter_async_context(self._backends.lease(_task_id(*name)))
+            self._waiting.extend(sorted(self._binding_order()))
+            async with open_single_nursery() as nursery:
+                for _ in range(workers):
+                    nursery.start_soon(self._run_waiting)
+                    await trio.testing.wait_all_tasks_blocked()
+
+    def _binding_order(self) -> list[tuple[int, int]]:
+        """So that in turns each backend gets an instance with all its rollouts, where placement goes in turns."""
+        work, count = self._work, len(self._backends.urls())
+        return [
+            (instance, rollout)
+            for first in range(0, work.instances, count)
+            for rollout in range(work.rollouts)
+            for instance in range(first, min(first + count, work.instances))
+        ]
+
+    async def _run_waiting(self) -> None:
+        """Work until no rollout waits: each runs on the backend that it has, or takes one as it starts."""
+        while self._waiting:
+            name = self._waiting.popleft()
+            if (bound := self._bound.get(name)) is not None:
+                await self._rollout(*name, bound)
+                continue
+            async with self._backends.lease(_task_id(*name)) as lease:
+                await self._rollout(*name, lease)
+
+    async def _rollout(self, instance: int, rollout: int, lease: Lease) -> None:
+        turns = self._turns[instance][rollout]
+        token_id = self._first_token_id + instance * self._work.rollouts + rollout
+        context = self._work.prompt_tokens
+        self._note(lease.url, 1)
+        try:
+            for number, turn in enumerate(turns):
+                await self._sample(number, [token_id] * context, turn, lease)
+                context += turn.completion_tokens + turn.observation_tokens
+                if number < len(turns) - 1:
+                    await trio.sleep(turn.tool_s)
+            if self._ended is not None:
+                await self._ended(lease.task_id)
+            self.completed += 1
+        finally:
+            self._note(lease.url, -1)
+
+    async def _sample(self, number: int, prompt_token_ids: list[int], turn: Turn, lease: Lease) -> None:
+        home = lease.url
+        asked = CompletionRequest(
+            prompt_token_ids=prompt_token_ids,
+            sampling=SAMPLING,
+            max_tokens=turn.completion_tokens,
+            request_id=f"{lease.task_id}-t{number}",
+            timeout_s=CALL_TIMEOUT_S,
+        )
+        await lease.complete(PartialCompletion(asked))
+        if lease.url != home:
+            self.moved += 1
+            self._note(home, -1)
+            self._note(lease.url, 1)
+
+    def _note(self, url: str, change: int) -> None:
+        now_s = trio.current_time()
+        listed = [self._count[other] for other in self._backends.urls()]
+        if self._waiting and any(listed):
+            self._saturated_s += now_s - self._since_s
+            self._ratio_s += (now_s - self._since_s) * max(listed) * len(listed) / sum(listed)
+        self._since_s = now_s
+        self._count[url] += change
+        self.in_flight.append([now_s, *(float(self._count[other]) for other in self._urls)])
+
+
+def _task_id(instance: int, rollout: int) -> str:
+    return f"{instance:03}.{rollout}"
+
+
+# ---------------------------------------------------------------- what came out
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a batch under one strategy.
+
+    Attributes:
+        makespan_s: of the batch. `completed`: rollouts.
+        tokens_per_s: sampled, over the makespan.
+        max_over_mean: rollouts in flight on the fullest backend over the mean of all, in time average while others wait
+            for a worker; where that is not seen, tokens sampled by the engine with most, over the mean of all.
+        prefix_hit_rate: share of prompt tokens that an engine had in its cache.
+    """
+
+    makespan_s: float
+    completed: int
+    tokens_per_s: float
+    max_over_mean: float
+    prefix_hit_rate: float
+
+    @property
+    def rollouts_per_s(self) -> float:
+        """Return the throughput of the step."""
+        return self.completed / self.makespan_s
+
+
+MEANS: Final = ("makespan_s", "tokens_per_s", "max_over_mean", "prefix_hit_rate")
+
+
+def gains_of(ours: Sequence[Figures], others: Sequence[Figures]) -> list[float]:
+    """Return the throughput of ours over that of others, by seed."""
+    return [mine.rollouts_per_s / other.rollouts_per_s for mine, other in zip(ours, others, strict=True)]
+
+
+def strategy_rows(title: str, runs: Mapping[Any, Sequence[Figures]], ours: Sequence[Figures]) -> Rows:
+    """Return a table with the means over seeds of each strategy, and by how much `ours` is faster."""
+
+    def mean(strategy: str, figure: str) -> float:
+        return fmean(getattr(run, figure) for run in runs[strategy])
+
+    def gain(strategy: str) -> str:
+        gains = gains_of(ours, runs[strategy])
+        return f"{fmean(gains):.2f} x ({min(gains):.2f} to {max(gains):.2f})"
+
+    return rows_of(
+        title,
+        runs,
+        {
+            "strategy": str,
+            "makespan": lambda strategy: f"{mean(strategy, 'makespan_s'):.0f} s",
+            "tokens/s": lambda strategy: f"{mean(strategy, 'tokens_per_s'):.0f}",
+            "busiest/mean": lambda strategy: f"{mean(strategy, 'max_over_mean'):.2f}",
+            "prefix hits": lambda strategy: f"{mean(strategy, 'prefix_hit_rate'):.1%}",
+            "least_in_flight is faster by (min to max)": gain,
+        },
+    )
+
+
+def means_of(prefix: str, runs: Sequence[Figures]) -> dict[str, float]:
+    """Return the means over seeds as metrics."""
+    return {f"{prefix}.{name}": fmean(getattr(run, name) for run in runs) for name in MEANS}

@@ -1,0 +1,312 @@
+"""The cost of a fleet's head by the number of its nodes, measured over real connections to nodes without work.
+
+The head, with its ledger on a disk, is in one process, the nodes are in another, and this one is the trainer.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import msgspec
+import numpy as np
+import trio
+
+from perf.harness import tell
+from perf.processes import open_child, raise_file_limit
+from perf.rollouts import TOKEN, submit_all
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.client import connect
+from prorl_trio.config import HeadConfig, ListenConfig
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.serve import serve_edges
+from prorl_trio.fleet.serve import serve_fleet
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.ledger import MemoryLedger
+from prorl_trio.rendezvous.entry import Capacity, NodeEntry, this_process
+from prorl_trio.rendezvous.folder import claim_folder, renew_entry, write_entry
+from prorl_trio.rendezvous.watch import FleetWatch
+from prorl_trio.sessions.journal import Journal
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.node_api import Room
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.types.errors import BackendError
+from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from prorl_trio.client import RolloutClient
+    from prorl_trio.inference.engines.protocol import EngineClient
+    from prorl_trio.pipeline.observer import JobView
+    from prorl_trio.sessions.node_api import SessionSink
+    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.models import ToolCall, ToolSchema
+
+HANDLER: Final = "nothing"
+PLACES: Final = 64
+TOKENS: Final = 64
+HEARTBEAT_S: Final = 5.0
+MEMBERS_TIMEOUT_S: Final = 60.0
+POLL_S: Final = 0.1
+MIB: Final = 1024 * 1024
+
+
+class At(msgspec.Struct, frozen=True):
+    """The address of a first node, or of a head."""
+
+    url: str
+
+
+async def _no_engine(url: str, _timeout_s: float) -> EngineClient:
+    await trio.lowlevel.checkpoint()
+    raise BackendError(f"{url}: there are no engines here", retryable=False)
+
+
+class _Node:
+    """A `NodeApi` whose jobs end inside `take`."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+        self.backends = Backends(_no_engine)
+
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        return await self.backends.operate(request)
+
+    def validate(self, spec: JobSpec) -> None:
+        """It takes everything."""
+
+    def check(self, spec: JobSpec, sink: SessionSink, ahead: int) -> None:
+        """It takes everything."""
+
+    def is_unexamined(self, spec: JobSpec) -> bool:
+        """It examines nothing."""
+        return False
+
+    async def examine(self, specs: Sequence[JobSpec]) -> None:
+        """It examines nothing."""
+
+    def take(self, spec: JobSpec, sink: SessionSink, attempt: int) -> None:
+        sink.deliver(_outcome(spec))
+
+    def room(self, session_id: str, ahead: int) -> Room:
+        return Room(room=PLACES - ahead, free=PLACES - ahead, run_workers=PLACES)
+
+    async def cancel(self, job_id: str, reason: str) -> None:
+        """No job is ever live."""
+        await trio.lowlevel.checkpoint()
+
+    def cancel_soon(self, job_id: str, reason: str) -> None:
+        """No job is ever live."""
+
+    def statistics(self) -> dict[str, object]:
+        return {"node_id": self.node_id}
+
+    def find_jobs(self, matches: object, limit: int) -> tuple[int, list[JobView]]:
+        del matches, limit
+        return 0, []
+
+    def find_job(self, job_id: str) -> JobView | None:
+        del job_id
+        return None
+
+    def unreadiness(self) -> str:
+        return ""
+
+    def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
+        """It has no tokenizer."""
+        del tools
+        return str(token_ids), []
+
+
+def _outcome(spec: JobSpec) -> Outcome:
+    segment = Segment.from_arrays(
+        np.arange(TOKENS, dtype="<i4"),
+        np.full(TOKENS, -0.5, dtype="<f4"),
+        np.ones(TOKENS, dtype="u1"),
+        [PolicySpan(start=0, end=TOKENS, policy_version="0", engine="none")],
+    )
+    return Outcome(
+        job_id=spec.job_id,
+        instance_id=spec.instance.instance_id,
+        group_id="",
+        status="completed",
+        reward=1.0,
+        cause=None,
+        error="",
+        trajectory=Trajectory(segments=[segment], turns=[], stop_reason="finished"),
+        details={},
+        timing=Timing(),
+    )
+
+
+async def _serve(
+    folder: Path, number: int, nursery: trio.Nursery, *, task_status: trio.TaskStatus[NodeEntry]
+) -> NoReturn:
+    """Serve a node, and keep its entry fresh."""
+    node = _Node(f"node-{number:02d}")
+    sessions = SessionTable(Journal(MemoryLedger(), nursery, sys.maxsize), SessionLimits())
+    serve = partial(serve_edges, node, ListenConfig(port=0), Door(TOKEN.encode()), sessions=sessions)
+    host, port = await nursery.start(serve)
+    entry = NodeEntry(
+        node_id=node.node_id,
+        url=f"ws://{host}:{port}",
+        token=TOKEN,
+        host=node.node_id,
+        process=this_process(),
+        model="none",
+        version="perf",
+        capacity=Capacity(run_workers=PLACES, max_live=PLACES, live=0),
+        heartbeat_interval_s=HEARTBEAT_S,
+        stale_after_s=600.0,
+    )
+    await trio.to_thread.run_sync(write_entry, folder, entry)
+    task_status.started(entry)
+    while True:
+        await trio.sleep(HEARTBEAT_S)
+        await trio.to_thread.run_sync(renew_entry, folder, entry)
+
+
+@asynccontextmanager
+async def serve_fakes(path: str, count: int) -> AsyncIterator[At]:
+    """Serve nodes without agents, whose jobs end as soon as they are taken, in a process of their own.
+
+    Each has a real WebSocket edge, sessions in memory, and an entry in the folder of its fleet.
+    """
+    folder = claim_folder(Path(path))
+    async with open_single_nursery() as nursery:
+        entries = [await nursery.start(_serve, folder, number, nursery) for number in range(count)]
+        yield At(entries[0].url)
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def serve_head(folder: str) -> AsyncIterator[At]:
+    """Serve the head of a fleet, with its ledger in a folder beside the fleet's."""
+    fleet = {"dir": folder, "heartbeat_interval_s": HEARTBEAT_S}
+    listen = {"port": 0, "token": TOKEN}
+    ledger = {"dir": f"{folder}.ledger", "reserve_bytes": MIB}
+    config = msgspec.convert({"listen": listen, "fleet": fleet, "ledger": ledger}, HeadConfig)
+    async with open_single_nursery() as nursery:
+        host, port = await nursery.start(serve_fleet, config)
+        yield At(f"ws://{host}:{port}")
+        nursery.cancel_scope.cancel()
+
+
+READS: Final = 50
+BATCH: Final = 50
+
+
+class FleetCost(msgspec.Struct, frozen=True, kw_only=True):
+    """The cost of a fleet of `nodes`, in seconds.
+
+    Attributes:
+        job_s: CPU of the head for a job, from its submission to its outcome, with its share of what the head does at
+            intervals.
+        client_job_s: CPU of the trainer's client for a job that it gives to the head; `plain_job_s`: to a node.
+        delay_s: median time of a job that is there alone, through the head; `plain_delay_s`: of one node alone. It is
+            over as soon as a node takes it, so this is the time of the way.
+        read_s: CPU for a look at the fleet's folder, which the head takes every second.
+        idle_busy: share of a core that the head takes while there are no jobs.
+    """
+
+    nodes: int
+    job_s: float
+    client_job_s: float
+    plain_job_s: float
+    delay_s: float
+    plain_delay_s: float
+    read_s: float
+    idle_busy: float
+
+
+async def measure_fleet_cost(nodes: int, *, rounds: int, idle_s: float) -> FleetCost:
+    """Give so many batches of jobs to the head of a fleet of so many nodes, and then to one node alone."""
+    tell(f"{rounds * BATCH} jobs through the head of {nodes} nodes that do nothing, for what they cost it")
+    raise_file_limit()
+    with tempfile.TemporaryDirectory(prefix="prorl-perf-") as name:
+        folder = Path(name) / "fleet"
+        async with (
+            open_child(serve_fakes, str(folder), nodes, ready=At) as (_, node),
+            open_child(serve_head, str(folder), ready=At) as (head, at),
+        ):
+            async with connect(at.url, TOKEN) as client:
+                await _wait_members(client, nodes)
+                await _batch(client, "warm-up")
+                cpu_s, began_s = head.cpu_s(), time.process_time()
+                for number in range(rounds):
+                    await _batch(client, str(number))
+                client_s, head_s = time.process_time() - began_s, head.cpu_s() - cpu_s
+                delay_s = await _delay(client, rounds)
+                cpu_s = head.cpu_s()
+                await trio.sleep(idle_s)
+                idle_busy = (head.cpu_s() - cpu_s) / idle_s
+            read_s = await trio.to_thread.run_sync(time_reads, folder)
+            async with connect(node.url, TOKEN) as client:
+                await _batch(client, "warm-up")
+                began_s = time.process_time()
+                for number in range(rounds):
+                    await _batch(client, str(number))
+                plain_s = time.process_time() - began_s
+                plain_delay_s = await _delay(client, rounds)
+    jobs = rounds * BATCH
+    return FleetCost(
+        nodes=nodes,
+        job_s=head_s / jobs,
+        client_job_s=client_s / jobs,
+        plain_job_s=plain_s / jobs,
+        delay_s=delay_s,
+        plain_delay_s=plain_delay_s,
+        read_s=read_s,
+        idle_busy=idle_busy,
+    )
+
+
+async def _wait_members(client: RolloutClient, nodes: int) -> None:
+    """Return when all nodes get jobs.
+
+    Raises:
+        trio.TooSlowError: they do not within `MEMBERS_TIMEOUT_S`.
+    """
+    with trio.fail_after(MEMBERS_TIMEOUT_S):
+        while _places(await client.status()) < nodes * PLACES:  # noqa: ASYNC110 - the head asks by a timer
+            await trio.sleep(POLL_S)
+
+
+def _places(status: dict[str, Any]) -> int:
+    return sum(member["free_places"] for member in status["members"].values())
+
+
+async def _delay(client: RolloutClient, rounds: int) -> float:
+    """Return the median time of a job that is there alone."""
+    waits_s = []
+    for number in range(rounds):
+        began_s = time.perf_counter()
+        await _batch(client, f"alone-{number}", jobs=1)
+        waits_s.append(time.perf_counter() - began_s)
+    return sorted(waits_s)[rounds // 2]
+
+
+async def _batch(client: RolloutClient, name: str, *, jobs: int = BATCH) -> None:
+    specs = [
+        JobSpec(job_id=job_id, instance=TaskInstance(instance_id=job_id, handler=HANDLER, payload={}))
+        for job_id in [f"{name}-{number}" for number in range(jobs)]
+    ]
+    await submit_all(client, specs)
+    async for _ in client.results(jobs):
+        pass
+
+
+def time_reads(folder: Path) -> float:
+    """Return the CPU of this thread for a look at the folder, as a head takes it every second."""
+    watch = FleetWatch(folder)
+    watch.read()  # the first one asks the disk for its time
+    began_s = time.thread_time()
+    for _ in range(READS):
+        watch.read()
+    return (time.thread_time() - began_s) / READS

@@ -1,0 +1,207 @@
+"""The processes of a benchmark: children that serve it, and the CPU that each process takes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import trio
+
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.sandbox.reaper import stat_fields
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+    from contextlib import AbstractAsyncContextManager
+
+START_TIMEOUT_S: Final = 60.0
+END_TIMEOUT_S: Final = 20.0
+MAX_LINE_BYTES: Final = 64 * 1024
+KIB: Final = 1024
+TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
+IDLE_FIELDS: Final = (3, 4)
+"""Places, in the first line of /proc/stat, of the time that is idle, or waits for a disk."""
+PARENT_FIELD: Final = 1
+TIME_FIELDS: Final = slice(11, 15)
+"""Places of a process's parent and times, in /proc/PID/stat from the state on."""
+
+ReadyT = TypeVar("ReadyT")
+
+
+# ---------------------------------------------------------------- CPU time
+
+
+class ProcessTime(NamedTuple):
+    """Seconds of CPU: of living processes themselves, and of those of their children that they have waited for."""
+
+    own_s: float
+    ended_s: float
+
+    @property
+    def all_s(self) -> float:
+        """Return both together."""
+        return self.own_s + self.ended_s
+
+    def since(self, before: ProcessTime) -> ProcessTime:
+        """Return the seconds since `before`."""
+        return ProcessTime(self.own_s - before.own_s, self.ended_s - before.ended_s)
+
+
+class MachineTime(msgspec.Struct, frozen=True):
+    """Seconds of all processors since the machine's start: busy with anybody's work, and in all."""
+
+    busy_s: float
+    all_s: float
+
+    def busy_share_since(self, before: MachineTime) -> float:
+        """Return the share of the processors' time since `before` in which they were busy."""
+        return (self.busy_s - before.busy_s) / max(TICK_S, self.all_s - before.all_s)
+
+
+def machine_time(stat: Path = Path("/proc/stat")) -> MachineTime:
+    """Return the times of all processors now, to 10 ms. Guests' time is in the time of their host."""
+    ticks = [int(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
+    idle = sum(ticks[field] for field in IDLE_FIELDS)
+    return MachineTime((sum(ticks) - idle) * TICK_S, sum(ticks) * TICK_S)
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of a process.
+
+    Raises:
+        ProcessLookupError: there is none of that id.
+    """
+    if (fields := stat_fields(pid)) is None:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return int(fields[PARENT_FIELD])
+
+
+def process_time(pid: int) -> ProcessTime:
+    """Return the seconds of CPU of a process without its living children; none if there is no such process."""
+    return ProcessTime(0.0, 0.0) if (fields := stat_fields(pid)) is None else _time_in(fields)
+
+
+def tree_time(*roots: int) -> ProcessTime:
+    """Return the seconds of CPU of processes and all their living descendants, to 10 ms each.
+
+    The root of a tree has to be its sub-reaper, or nothing of the tree may lose its parent: what has neither is missed.
+    """
+    stats = {pid: fields for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if (fields := stat_fields(pid))}
+    times = [_time_in(stats[pid]) for pid in _tree_of(roots, {pid: int(fields[1]) for pid, fields in stats.items()})]
+    return ProcessTime(sum(time.own_s for time in times), sum(time.ended_s for time in times))
+
+
+def tree_cpu(root: int) -> tuple[float, float]:
+    """Return the seconds of a process, and those of all that it started, whether they have ended or not."""
+    own_s = process_time(root).own_s
+    return own_s, tree_time(root).all_s - own_s
+
+
+def _tree_of(roots: Iterable[int], parents: Mapping[int, int]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found, pending = [], [pid for pid in roots if pid in parents]
+    while pending:
+        found.append(pending.pop())
+        pending += children.get(found[-1], [])
+    return found
+
+
+def _time_in(fields: list[str]) -> ProcessTime:
+    user, system, ended_user, ended_system = (int(field) * TICK_S for field in fields[TIME_FIELDS])
+    return ProcessTime(user + system, ended_user + ended_system)
+
+
+# ---------------------------------------------------------------- children
+
+
+class Child:
+    """A running process, looked at from outside."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self.process = process
+
+    def cpu_s(self) -> float:
+        """Return the seconds of CPU of all its threads, children not included, to 10 ms."""
+        return process_time(self.process.pid).own_s
+
+    def rss_bytes(self) -> int:
+        """Return its resident memory."""
+        lines = Path("/proc", str(self.process.pid), "status").read_text().splitlines()
+        return KIB * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+@asynccontextmanager
+async def open_child(
+    service: Callable[..., AbstractAsyncContextManager[Any]],
+    *arguments: object,
+    ready: type[ReadyT],
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> AsyncIterator[tuple[Child, ReadyT]]:
+    """Enter `service(*arguments)` in a process of its own; yield that with what the service yields, a `ready`.
+
+    The service ends with the block. It is a function of a module, and its arguments are plain values. `env` is added to
+    this process's environment.
+
+    Raises:
+        RuntimeError: it did not get ready in time, or ended.
+        subprocess.CalledProcessError: it failed.
+    """
+    module, name = sys.modules[service.__module__].__spec__, service.__name__  # of what `python -m` runs, too
+    assert module is not None
+    argv = [sys.executable, "-m", __name__, module.name, name, msgspec.json.encode(arguments).decode()]
+    async with open_single_nursery() as nursery:
+        run = partial(
+            trio.run_process, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **(env or {})}
+        )
+        process: trio.Process = await nursery.start(run)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        async with process.stdin, process.stdout:  # trio closes them with none of its ways to end a process
+            yield Child(process), await _hear_ready(process.stdout, name, ready, timeout_s)
+            await process.stdin.aclose()
+            with trio.move_on_after(END_TIMEOUT_S):
+                await process.wait()
+            nursery.cancel_scope.cancel()
+
+
+async def _hear_ready(stdout: trio.abc.ReceiveStream, name: str, ready: type[ReadyT], timeout_s: float) -> ReadyT:
+    said = bytearray()
+    with trio.move_on_after(timeout_s):
+        while True:
+            piece = await stdout.receive_some()
+            said += piece
+            if not piece or said.endswith(b"\n") or len(said) >= MAX_LINE_BYTES:
+                break
+    if not said.endswith(b"\n"):
+        raise RuntimeError(f"{name} did not get ready within {timeout_s:g} s")
+    return msgspec.json.decode(said, type=ready)
+
+
+async def _serve(service: Callable[..., AbstractAsyncContextManager[Any]], arguments: list[Any]) -> None:
+    """Be the child: say on a line what the service yields, and end with standard input."""
+    raise_file_limit()
+    async with service(*arguments) as ready:
+        sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
+        sys.stdout.flush()
+        await trio.to_thread.run_sync(sys.stdin.read)
+
+
+def raise_file_limit() -> None:
+    """Allow this process as many open files as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+if __name__ == "__main__":
+    trio.run(_serve, getattr(importlib.import_module(sys.argv[1]), sys.argv[2]), msgspec.json.decode(sys.argv[3]))

@@ -1,0 +1,67 @@
+"""Jobs and engines that benchmarks of nodes and fleets have in common."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from prorl_ipc.session import Accepted
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.tiny_model import make_tiny_model
+from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from prorl_trio.client import RolloutClient
+    from prorl_trio.testing.fake_engine import FakeEngine
+    from prorl_trio.testing.fake_sampling import Script
+
+TOKEN: Final = "a-token-of-the-benchmark"
+VOCABULARY: Final = 259
+LOGPROB: Final = -0.25
+SAMPLING: Final = SamplingParams(max_output_tokens=200)
+
+
+def math_job(job_id: str, *, max_turns: int = 8, question: str = "6 * 7?", answer: str = "42") -> JobSpec:
+    """Return a job of the mathematics handler."""
+    instance = TaskInstance(instance_id=job_id, handler="math", payload={"question": question, "answer": answer})
+    return JobSpec(job_id=job_id, instance=instance, sampling=SAMPLING, max_turns=max_turns)
+
+
+async def submit_all(client: RolloutClient, jobs: Sequence[JobSpec]) -> None:
+    """Submit jobs.
+
+    Raises:
+        RuntimeError: one was rejected.
+    """
+    for answer in await client.submit(jobs):
+        if not isinstance(answer, Accepted):
+            raise RuntimeError(f"job {answer.job_id} was rejected: {answer.message}")
+
+
+def engine_of(
+    folder: Path, text: str, *, first_token_s: float = 0.0, max_model_len: int = 32_768
+) -> tuple[FakeEngineConfig, Script]:
+    """Write a tiny model to `folder`; return the configuration and script of an engine that answers `text`. Blocks."""
+    tiny = make_tiny_model(folder)
+    ids = tiny.turn(text)
+    logprobs = [LOGPROB] * len(ids)
+    config = FakeEngineConfig(
+        vocab_size=VOCABULARY,
+        end_of_turn_id=tiny.end_of_turn_id,
+        max_model_len=max_model_len,
+        first_token_s=first_token_s,
+    )
+    return config, lambda _: (ids, logprobs, "stop")
+
+
+@asynccontextmanager
+async def open_engine(folder: Path, text: str, *, first_token_s: float = 0.0) -> AsyncIterator[FakeEngine]:
+    """Serve a fake engine of a tiny model, which is written to `folder`. Every turn of it is `text`."""
+    config, script = await trio.to_thread.run_sync(lambda: engine_of(folder, text, first_token_s=first_token_s))
+    async with open_fake_engine(script=script, config=config) as engine:
+        yield engine

@@ -1,0 +1,251 @@
+"""The turns of a dialogue: what was said is rendered, an answer is sampled through the lease, both are recorded.
+
+Whoever decides what is said to the policy uses this: our own loop (`agent/loop.py`), or a program that speaks for an
+agent of its own.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import trio
+
+from prorl_ipc.nursery import only_cancelled
+from prorl_trio.inference.engines.protocol import CompletionRequest
+from prorl_trio.inference.pool.partial import PartialCompletion
+from prorl_trio.threads import run_sync
+from prorl_trio.types.errors import BackendError, ContextLengthExceeded, StaleTrajectory
+from prorl_trio.types.models import PRIORITY, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AsyncExitStack
+
+    from prorl_trio.agent.budget import AgentBudget
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.chat.conversation import Conversation, ParsedTurn
+    from prorl_trio.inference.engines.protocol import Completion
+    from prorl_trio.inference.pool.lease import Lease
+    from prorl_trio.tools.base import Observation
+    from prorl_trio.types.models import ChatMessage, SegmentReason, StopReason, ToolCall
+
+MAX_PAUSE_S = 3600.0
+"""A pause of the backends is charged to no budget, up to this."""
+MIN_TURN_TOKENS = 16
+"""A turn with less room than this in the context is not begun."""
+LONG_TURN_TOKENS = 4096
+"""A turn of so many tokens is read in a thread: the loop would stand still for 5 ms and more."""
+KEEP_S = 30.0
+"""For reading a turn, also when the agent is cancelled meanwhile: what was sampled is recorded."""
+
+
+class SampledTurn(NamedTuple):
+    """A turn that was sampled and is in the dialogue, and not recorded yet.
+
+    `heard` is what the policy was told before it; the times are trio's clock, at the request and at the answer.
+    """
+
+    completion: Completion
+    parsed: ParsedTurn
+    heard: Sequence[ChatMessage]
+    started_s: float
+    sampled_s: float
+
+
+@dataclass(slots=True)
+class Turns:
+    """The turns of one dialogue of a rollout. Not for concurrent use.
+
+    Attributes:
+        context: the rollout, in whose trajectory they are recorded.
+        lease: the backend that samples them.
+        budget: charged for the time in which it does.
+        conversation: the tokens. It grows by `sample`, `say` and `go_on_from`.
+        said: what the policy was told since its last turn, besides what its tools returned.
+        dialogue: the number of the dialogue in the rollout.
+    """
+
+    context: RolloutContext
+    lease: Lease
+    budget: AgentBudget
+    conversation: Conversation
+    said: Sequence[ChatMessage] = ()
+    dialogue: int = 0
+
+    @property
+    def limit(self) -> int:
+        """Tokens that the dialogue may have, and with it each segment of the trajectory."""
+        context = self.context
+        return context.resources.max_trajectory_tokens(context.spec, self.lease.info.max_model_len)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still follow the dialogue so far."""
+        return self.limit - len(self.conversation)
+
+    def begin(self, asker: int | None = None) -> None:
+        """Record the dialogue from now on. Raises ContextLengthExceeded: there is no room in it for a single token."""
+        if self.room < 1:
+            raise ContextLengthExceeded(len(self.conversation), self.limit)
+        self.dialogue = self.context.begin_dialogue(self.conversation, asker)
+
+    def say(self, messages: Sequence[ChatMessage]) -> int:
+        """Say to the policy what came of its turn; return how many tokens too many that is, for another turn to fit.
+
+        Where it is any, nothing was said. Errors as `Conversation.add_messages`.
+        """
+        at_most = self.limit - MIN_TURN_TOKENS
+        return max(0, self.conversation.add_messages(messages, at_most=at_most) - at_most)
+
+    def go_on_from(self, messages: Sequence[ChatMessage], reason: SegmentReason) -> None:
+        """Go on with another dialogue, in a new segment. Errors as `Conversation.continue_from`."""
+        self.conversation.continue_from(messages, reason, at_most=self.limit - 1)
+        self.said = messages
+
+    async def sample(self, turn: int) -> SampledTurn:
+        """Sample the turn of that number, and add it to the dialogue; nobody is charged for a pause.
+
+        What was sampled when the agent's budget ended is recorded as a turn that was cut.
+
+        Raises:
+            StaleTrajectory: its tokens would not go with those before, or with the weights that the trainer has.
+            BackendError, TokenDrift: infrastructure failed.
+        """
+        context, started_s, so_far = self.context, trio.current_time(), self._completion(turn)
+        heard, self.said = self.said, ()
+        try:
+            completion = await self.lease.complete(
+                so_far,
+                waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
+                calling=partial(context.waiting, charge="inference"),
+                produced=self.budget.produced,
+            )
+            context.activity.progress()
+        except BaseException as exc:
+            if only_cancelled(exc) and self.budget.used_up and len(so_far):
+                cut = so_far.whole("abort")
+                parsed = await self._keep(cut)  # noqa: ASYNC102 - it shields itself
+                self.record(SampledTurn(cut, parsed, heard, started_s, trio.current_time()))
+            raise
+        sampled_s = trio.current_time()
+        return SampledTurn(completion, await self._keep(completion), heard, started_s, sampled_s)
+
+    def record(
+        self, turn: SampledTurn, calls: list[ToolCall] | None = None, observations: Sequence[Observation] = ()
+    ) -> None:
+        """Record a turn, with what its calls returned. None: the calls that it was read to have made."""
+        completion, place = turn.completion, self.conversation.completion_ranges[-1]
+        self.context.record(
+            Turn(
+                segment=place.segment,
+                completion_start=place.start,
+                completion_end=place.end,
+                text=turn.parsed.text,
+                finish_reason=completion.finish_reason,
+                tool_calls=turn.parsed.tool_calls if calls is None else calls,
+                observations=[observation.text for observation in observations],
+                inference_s=turn.sampled_s - turn.started_s,
+                tools_s=trio.current_time() - turn.sampled_s,
+                dropped_tokens=completion.dropped_tokens,
+                messages=list(turn.heard),
+                tool_results=[observation.result for observation in observations],
+            ),
+            self.dialogue,
+        )
+
+    def cut_short(self, turn: SampledTurn) -> StopReason | None:
+        """Return why nothing can follow a turn without a call: it was cut, by the context or by its own length."""
+        if turn.completion.finish_reason != "length":
+            return None
+        return "context_budget" if self.room < MIN_TURN_TOKENS else "no_end_of_turn"
+
+    def check_staleness(self, newest: str, sampled_under: Sequence[str] = ()) -> None:
+        """Raise StaleTrajectory if tokens of version `newest` do not go with those that were sampled before.
+
+        Raise it as well if any of them do not go with the weights that the trainer has announced.
+        """
+        bound = self.context.resources.config.agent.staleness_bound(self.context.spec)
+        if bound is None:
+            return
+        backends = self.context.resources.backends
+        for older in (*self.context.dialogues.policy_versions, *sampled_under, newest):
+            for newer in (newest, backends.policy_version):
+                updates = backends.versions.updates(older, newer)
+                if updates > bound:
+                    is_agents = updates - self.budget.updates_in_tools <= bound
+                    raise StaleTrajectory(older, newer, updates, bound, is_agents=is_agents)
+
+    def has_stale_tokens(self, bound: int) -> bool:
+        """Return whether more than `bound` updates lie between two tokens that were sampled."""
+        versions, sampled = self.context.resources.backends.versions, self.context.dialogues.policy_versions
+        return any(versions.updates(older, newer) > bound for older in sampled for newer in sampled)
+
+    def _completion(self, turn: int) -> PartialCompletion:
+        """The completion that is to follow, of which nothing is sampled yet."""
+        spec, config = self.context.spec, self.context.resources.config
+        stops = [*spec.sampling.stop_token_ids, *self.context.resources.chat_format.stop_token_ids]
+        who = f"{spec.job_id}-s{self.dialogue}" if self.dialogue else spec.job_id
+        return PartialCompletion(
+            CompletionRequest(
+                prompt_token_ids=self.conversation.prompt_array(),
+                sampling=msgspec.structs.replace(spec.sampling, stop_token_ids=stops),
+                max_tokens=min(spec.sampling.max_output_tokens, self.room),
+                request_id=f"{who}-t{turn}",
+                timeout_s=config.backends.request_timeout_s,
+            ),
+            stop=self.conversation.ends_with_tool_call if config.agent.stop_at_tool_call else None,
+            stream=config.backends.stream,
+            slice_tokens=config.backends.slice_tokens,
+            admit=self.check_staleness,
+        )
+
+    async def _keep(self, completion: Completion) -> ParsedTurn:
+        """Add what was sampled to the dialogue, and return what it says. A cancel does not stop it."""
+        for span in completion.spans:
+            self.context.dialogues.note_version(span.policy_version)
+        add = partial(
+            self.conversation.add_completion,
+            completion.token_ids,
+            completion.logprobs,
+            policy_version=completion.policy_version,
+            engine=completion.engine,
+            spans=completion.spans,
+        )
+        if len(completion.token_ids) < LONG_TURN_TOKENS:
+            return add()
+        with trio.move_on_after(KEEP_S, shield=True):
+            return await run_sync(add)
+        return add()  # no thread became free
+
+
+async def lease_backend(context: RolloutContext, stack: AsyncExitStack) -> Lease:
+    """Wait for a backend for the whole task and return its lease, which ends when `stack` is closed.
+
+    The wait is charged to no budget. Without a wait there is no time limit: where a backend has room,
+    `backends.lease_timeout_s` may be 0.
+
+    Raises:
+        BackendError: there was none for `backends.lease_timeout_s`; the message says what was missing.
+    """
+    backends, at_most_s = context.resources.backends, context.resources.config.backends.lease_timeout_s
+    job_id, priority = context.spec.job_id, PRIORITY[context.spec.priority]
+    scope = trio.CancelScope()
+    waits_until_s: float | None = None
+
+    @contextmanager
+    def waiting(what: str) -> Iterator[None]:
+        nonlocal waits_until_s
+        if waits_until_s is None:
+            scope.deadline = waits_until_s = trio.current_time() + at_most_s
+        with context.standing_in_line(what, "inference", at_most_s=at_most_s):
+            yield
+
+    with scope:
+        return await stack.enter_async_context(backends.lease(job_id, priority, waiting))
+    raise BackendError(
+        f"job {job_id} waited {at_most_s:g} s (backends.lease_timeout_s) for {backends.shortage()}", retryable=True
+    )

@@ -1,0 +1,533 @@
+"""The pools of LLM backends of a fleet's nodes, as one pool: who has which backend, and policy updates of all."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from urllib.parse import urlsplit
+
+import trio
+
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.client.errors import ConnectionLost
+from prorl_trio.types.backends import (
+    AddBackend,
+    BackendList,
+    DrainBackend,
+    ListBackends,
+    PauseBackends,
+    RemoveBackends,
+    ResumeBackends,
+    UpdateReport,
+    WeighBackend,
+)
+from prorl_trio.types.errors import BackendError, ProrlError, ServiceError, UnknownBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+
+    from prorl_trio.fleet.members import Member
+    from prorl_trio.types.backends import AnswerT, BackendRequest
+
+
+UPDATES_KEPT: Final = 8
+"""Policy updates whose nodes are remembered, in case their last step is asked again."""
+LOST_IN_UPDATE: Final = "it was lost in a policy update"
+LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+FIRST_RETRY_S: Final = 1.0
+MAX_RETRY_S: Final = 30.0
+
+logger = logging.getLogger(__name__)
+
+UNSETTLED: Final = "its policy version is not known yet"
+ASK_S: Final = 10.0
+"""Longest wait for a node's answer. One that has given none is asked again."""
+RETRY_S: Final = 0.25
+UNNAMED: Final = "0"
+"""The version of weights that no update was made of, and that their engine has no name for."""
+
+
+class PolicyUndecided(Exception):
+    """The nodes of the fleet have different policy versions, and which is the newest is not known."""
+
+
+class FleetPolicy:
+    """The judge of who gets jobs: the nodes that have the fleet's policy version.
+
+    That is the version that an update through this head announced last. Before its first update, it is the newest that
+    any node has: see `newest_version`.
+
+    Attributes:
+        version: None: no node has any, or it is undecided.
+        undecided: why it is not known; empty: it is.
+        waiting: a policy update is under way, whose end nodes that have joined must await.
+    """
+
+    def __init__(self, members: Mapping[str, Member]) -> None:
+        """Judge no node yet. `members` are the nodes with a session, by id, as they are at any time."""
+        self.version: str | None = None
+        self.undecided = ""
+        self.waiting = False
+        self._members = members
+        self._announced: str | None = None
+        self._steps = 0
+        """Resumes so far: an answer from before one says nothing of what is after it."""
+        self._judging = trio.Lock()
+
+    def joined(self, member: Member) -> None:
+        """Give a node that has joined no jobs until `settle` has judged it."""
+        member.behind = UNSETTLED
+
+    @property
+    def settled(self) -> bool:
+        """Return True if each node is judged."""
+        return not any(member.behind == UNSETTLED for member in self._members.values())
+
+    async def settle(self) -> None:
+        """Return when each node is judged; those that were are judged anew, as the new ones may have a later policy."""
+        async with self._judging:
+            while not self.settled:
+                await self._judge()
+                if not self.settled:
+                    await trio.sleep(RETRY_S)
+
+    async def judge_again(self) -> None:
+        """Judge all nodes once more: one is lost, or an update was cut off."""
+        async with self._judging:
+            await self._judge()
+
+    def begin_resume(self) -> None:
+        """Note that a resume is on its way to the nodes: what they said before does not count any more."""
+        self._steps += 1
+
+    def announce(self, version: str, updated: Collection[str]) -> None:
+        """Note that the nodes `updated` have this version now, and that it is the fleet's."""
+        self._steps += 1
+        self._announced = self.version = version
+        self.undecided = ""
+        for member in self._members.values():
+            member.behind = "" if member.node_id in updated else f"it was not there for version {version}"
+
+    async def _judge(self) -> None:
+        """Ask all nodes, and judge those that answer."""
+        steps = self._steps
+        policies = await self._ask()
+        self.waiting = any(policy.updating for policy in policies.values())
+        if not policies or self.waiting or steps != self._steps:
+            return
+        self.undecided = ""
+        try:
+            self.version = newest_version(policies) if self._announced is None else self._announced
+        except PolicyUndecided as exc:
+            logger.error("no node of the fleet gets jobs: %s", exc)
+            self.version, self.undecided = None, str(exc)
+        for node_id, policy in policies.items():
+            member = self._members.get(node_id)
+            if member is not None:
+                self._set(member, self._behind(policy))
+
+    def _behind(self, policy: NodePolicy) -> str:
+        if self.undecided:
+            return "which node has the newest policy version is not known"
+        if self.version is None or policy.versions <= {self.version}:
+            return ""
+        return f"its backends have the policy versions {sorted(policy.versions)}, and the fleet has {self.version!r}"
+
+    def _set(self, member: Member, behind: str) -> None:
+        if behind and behind != member.behind and not self.undecided:
+            logger.error("node %s gets no jobs until the next policy update: %s", member.node_id, behind)
+        member.behind = behind
+
+    async def _ask(self) -> dict[str, NodePolicy]:
+        policies: dict[str, NodePolicy] = {}
+
+        async def ask(member: Member) -> None:
+            try:
+                policies[member.node_id] = policy_of(await member.client.list_backends())
+            except ServiceError as exc:
+                logger.info("node %s does not tell its policy version: %s", member.node_id, exc)
+
+        with trio.move_on_after(ASK_S):
+            async with open_single_nursery() as nursery:
+                for member in list(self._members.values()):
+                    nursery.start_soon(ask, member)
+        return policies
+
+
+class NodePolicy(NamedTuple):
+    """The policy of a node.
+
+    Attributes:
+        versions: of its backends that were reached.
+        announced: those that policy updates brought to this node lately, the oldest first.
+        updating: a policy update is under way there.
+    """
+
+    versions: frozenset[str]
+    announced: tuple[str, ...] = ()
+    updating: bool = False
+
+
+def policy_of(listed: BackendList) -> NodePolicy:
+    """Return what a node's list of backends tells of its policy."""
+    pool: Mapping[str, Any] = listed.pool
+    versions = {str(each.get("policy_version", "")) for each in pool.get("backends", [])}
+    return NodePolicy(frozenset(versions - {""}), tuple(pool.get("versions", ())), bool(pool.get("updating")))
+
+
+def newest_version(nodes: Mapping[str, NodePolicy]) -> str | None:
+    """Return the version that came last of all that nodes have; None if none has any.
+
+    Of two versions, that came later which a node took over in an update when it had the other one before. Where no node
+    has had both: any is later than `0`, weights without a name; and of two integers the larger.
+
+    Raises:
+        PolicyUndecided: none is later than all the others by these rules.
+    """
+    there = sorted({version for node in nodes.values() for version in node.versions})
+    newest = [one for one in there if all(_is_later(one, other, nodes) for other in there if other != one)]
+    if newest:
+        return newest[0]
+    if not there:
+        return None
+    who = "; ".join(
+        f"{version}: {', '.join(name for name, node in sorted(nodes.items()) if version in node.versions)}"
+        for version in there
+    )
+    raise PolicyUndecided(
+        f"the nodes of the fleet have different policy versions ({who}), and none of them can tell which came last; "
+        "update the policy, which reaches all of them (client.policy_update), or end the nodes with the older one"
+    )
+
+
+def _is_later(one: str, other: str, nodes: Mapping[str, NodePolicy]) -> bool:
+    lists = [node.announced for node in nodes.values() if one in node.announced and other in node.announced]
+    told = {announced.index(one) > announced.index(other) for announced in lists}
+    if told:
+        return told == {True}
+    if UNNAMED in (one, other):
+        return other == UNNAMED
+    return one.isdecimal() and other.isdecimal() and int(one) > int(other)
+
+
+class FleetPools:
+    """The operations of `BackendCalls` on all nodes: a step of a policy update is taken by all of them, or fails.
+
+    Attributes:
+        policy: who has the fleet's policy version.
+        owners: who has which backend.
+    """
+
+    def __init__(
+        self, members: Mapping[str, Member], run_soon: Callable[[Callable[[], Awaitable[None]]], None]
+    ) -> None:
+        """Look at no node yet. `members`: those with a session, by id. `run_soon` runs a function in the background."""
+        self.policy = FleetPolicy(members)
+        self.owners = _BackendOwners(members, self.policy)
+        self._members = members
+        self._run_soon = run_soon
+        self._updates: dict[str, list[Member]] = {}
+        """Nodes of a policy update, from its pause on, by its holder."""
+        self._open: set[str] = set()
+        """Holders of the updates that are under way."""
+
+    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+        """Carry out one operation on the pools of all nodes that it concerns."""
+        return cast("AnswerT", await self._any(cast("BackendRequest[Any]", request)))
+
+    async def _any(self, request: BackendRequest[Any]) -> object:
+        if isinstance(request, AddBackend):
+            await self.owners.add(request)
+            return _joined(await _ask_all(self._all(), ListBackends()))
+        if isinstance(request, ListBackends):
+            return _joined(await _ask_all(self._all(), request))
+        if isinstance(request, DrainBackend | RemoveBackends):
+            self.owners.taken_out(request)
+        elif not isinstance(request, WeighBackend):
+            return await self._step(request)
+        if request.url is not None:
+            return await self._where_it_is(request, request.url)
+        return _joined(await _ask_all(self._all(), request))
+
+    def version_of(self, member: Member) -> str | None:
+        """Return the policy version that the backends of a node have for certain; None: that is not known.
+
+        In an update they may have the new weights, or not.
+        """
+        in_update = any(member in self._updates[holder] for holder in self._open)
+        return None if member.behind or in_update else self.policy.version
+
+    async def node_lost(self, member: Member, version: str | None) -> None:
+        """Give the backends of a lost node, which had the policy `version`, to others."""
+        await self.policy.judge_again()
+        await self.owners.move(member, version)
+
+    def _all(self) -> list[Member]:
+        members = list(self._members.values())
+        if not members:
+            raise BackendError("the fleet has no node now", retryable=True)
+        return members
+
+    async def _where_it_is(self, request: BackendRequest[BackendList], url: str) -> BackendList:
+        lists = await _ask_all(self._all(), ListBackends())
+        has = [member for member, answer in lists if url.rstrip("/") in answer.urls]
+        if not has:
+            raise UnknownBackend(f"no node of the fleet has the backend {url}")
+        await _ask_all(has, request)
+        return _joined(await _ask_all(self._all(), ListBackends()))
+
+    async def _step(self, request: BackendRequest[UpdateReport]) -> UpdateReport:
+        """Take a step of a pause or a policy update on its nodes: those that there were when it began."""
+        holder = str(getattr(request, "holder", ""))
+        if isinstance(request, PauseBackends) and holder:
+            self._updates[holder] = self._all()
+            self._open.add(holder)
+            if len(self._updates) > UPDATES_KEPT:
+                oldest = next(iter(self._updates))
+                self._open.discard(oldest)
+                del self._updates[oldest]
+        members = self._updates.get(holder) or self._all()
+        if isinstance(request, ResumeBackends):
+            return await self._resume(request, members)
+        return _together([report for _, report in await _ask_all(members, request)])
+
+    async def _resume(self, request: ResumeBackends, members: list[Member]) -> UpdateReport:
+        """End an update. A node that is lost meanwhile is none of it: it goes back, or is behind, by itself."""
+        self.policy.begin_resume()
+        answers: list[tuple[Member, UpdateReport]] = []
+        try:
+            answers = await _ask_all(members, request, lost_is_fine=True)
+        finally:
+            self._open.discard(request.holder)
+            answered = {member.node_id for member, _ in answers}
+            for member in members:
+                if self._members.get(member.node_id) is not member or (answers and member.node_id not in answered):
+                    member.behind = member.behind or LOST_IN_UPDATE
+            if request.holder and not (answers and request.policy_version is not None):
+                self._run_soon(self.policy.judge_again)  # some nodes may have it all the same
+        if request.policy_version is not None:
+            self.policy.announce(request.policy_version, answered)
+            self._run_soon(self.owners.give_back)
+        return _together([report for _, report in answers])
+
+
+class _Placed(NamedTuple):
+    """A backend that this head gave to the node `node_id`; `host` is the machine that its engine is on."""
+
+    node_id: str
+    weight: float | None
+    host: str
+
+
+class _BackendOwners:
+    """The nodes that have the backends, as far as this head has seen to it.
+
+    A backend goes to a node on its own host if there is one, of several candidates to that with the fewest. Those of a
+    lost node, by its configuration or because this head added them there, go to others in the same way, as long as
+    the fleet has the policy version that they have. When the node is back with the backends of its configuration, and
+    has the fleet's policy, the others give them up.
+    """
+
+    def __init__(self, members: Mapping[str, Member], policy: FleetPolicy) -> None:
+        self._members = members
+        self._policy = policy
+        self._placed: dict[str, _Placed] = {}
+        self._withheld: set[str] = set()
+        """URLs that were drained or removed: they are put to use by nobody but who adds them."""
+
+    async def add(self, request: AddBackend) -> None:
+        """Have a node add a backend; one that has it already takes it again. Raises what that node answers."""
+        url, host = _origin(request.url), _host_of(request.url, socket.gethostname())
+        node_id = await self._give(request, host)
+        self._placed[url] = _Placed(node_id, request.weight, host)
+        self._withheld.discard(url)
+
+    def taken_out(self, request: DrainBackend | RemoveBackends) -> None:
+        """Note that backends were drained or removed: that they are given to nobody when their node is lost."""
+        known = {url for member in self._members.values() for url in _own(member)} | self._placed.keys()
+        urls = known if request.url is None else {_origin(request.url)}
+        self._withheld |= urls
+        for url in urls:
+            self._placed.pop(url, None)
+
+    async def move(self, member: Member, version: str | None) -> None:
+        """Give the backends of a lost node to others: return when each has one, its node is back, or it cannot be.
+
+        Args:
+            member: the node.
+            version: of the policy that its backends had when it was lost; None: that is not known.
+        """
+        waiting = self._without_owner(member)
+        pause_s, told = FIRST_RETRY_S, ""
+        await trio.lowlevel.checkpoint()
+        while waiting := {url: it for url, it in waiting.items() if not self._is_cared_for(url, member.node_id)}:
+            if version is None or version != self._policy.version:
+                logger.error(
+                    "%s, of the lost node %s, go to no other: they may not have the policy version %s of the fleet; "
+                    "load it there, then add them",
+                    ", ".join(waiting),
+                    member.node_id,
+                    self._policy.version,
+                )
+                return
+            for url, placed in list(waiting.items()):
+                try:
+                    node_id = await self._give(
+                        AddBackend(url=url, weight=placed.weight, policy_version=version), placed.host
+                    )
+                except ProrlError as exc:
+                    if isinstance(exc, BackendError) and not exc.retryable:
+                        logger.error("backend %s of the lost node %s goes to no other: %s", url, member.node_id, exc)
+                        del waiting[url]
+                    elif str(exc) != told:
+                        told = str(exc)
+                        logger.warning("backend %s of the lost node %s waits for another: %s", url, member.node_id, exc)
+                else:
+                    logger.warning("backend %s of the lost node %s is with node %s", url, member.node_id, node_id)
+                    self._placed[url] = placed._replace(node_id=node_id)
+                    del waiting[url]
+            if waiting:
+                await trio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    async def give_back(self) -> None:
+        """Take backends from the nodes that they were given to, whose own node is back and has put them to use."""
+        await trio.lowlevel.checkpoint()
+        for url, placed in list(self._placed.items()):
+            homes = [m for m in self._members.values() if url in _own(m) and not m.behind]
+            if not homes or placed.node_id in {member.node_id for member in homes}:
+                continue
+            try:
+                lists = await _ask_all(homes, ListBackends())
+                if not any(_is_active(url, listed.pool) for _, listed in lists):
+                    continue
+                holder = self._members.get(placed.node_id)
+                if holder is not None:
+                    await holder.client.operate(RemoveBackends(url=url))
+            except UnknownBackend:
+                pass  # somebody else has seen to it
+            except ServiceError as exc:
+                logger.info("backend %s is not taken back yet: %s", url, exc)
+                continue
+            logger.info("backend %s is back with its own node", url)
+            if self._placed.get(url) == placed:
+                del self._placed[url]
+
+    def _without_owner(self, lost: Member) -> dict[str, _Placed]:
+        mine = {
+            url: _Placed(lost.node_id, weight, _host_of(url, lost.entry.host))
+            for url, weight in lost.entry.backends.items()
+            if url not in self._placed
+        }
+        given = {url: placed for url, placed in self._placed.items() if placed.node_id == lost.node_id}
+        return {**mine, **given}
+
+    def _is_cared_for(self, url: str, lost_id: str) -> bool:
+        """Return True if a backend of a lost node needs no other: a node has it by its configuration, or nobody shall.
+
+        The lost node, if it is back, has those that were added to it only if it was not started again: it is asked.
+        """
+        placed = self._placed.get(url)
+        return (
+            url in self._withheld
+            or any(url in _own(member) for member in self._members.values())
+            or (placed is not None and placed.node_id != lost_id and placed.node_id in self._members)
+        )
+
+    async def _give(self, request: AddBackend, host: str) -> str:
+        """Have the node that suits best add a backend; return its id."""
+        members = list(self._members.values())
+        if request.policy_version is not None:
+            members = [member for member in members if not member.behind]
+        if not members:
+            raise BackendError("the fleet has no node now that could take a backend", retryable=True)
+        lists = await _ask_all(members, ListBackends())
+        has = [pair for pair in lists if _origin(request.url) in pair[1].urls]
+        near = [pair for pair in lists if _is_on(pair[0], host)]
+        if request.policy_version is not None and not near and urlsplit(request.url).hostname in LOOPBACK:
+            raise BackendError(f"{request.url}: no other node is on its host, {host}", retryable=True)
+        chosen, _ = min(has or near or lists, key=lambda pair: (len(pair[1].urls), pair[0].node_id))
+        await chosen.client.operate(request)
+        return chosen.node_id
+
+
+def _together(reports: list[UpdateReport]) -> UpdateReport:
+    return UpdateReport(
+        paused=all(report.paused for report in reports),
+        waiting=sum(report.waiting for report in reports),
+        backends=[backend for report in reports for backend in report.backends],
+    )
+
+
+async def _ask_all(
+    members: Sequence[Member], request: BackendRequest[AnswerT], *, lost_is_fine: bool = False
+) -> list[tuple[Member, AnswerT]]:
+    """Ask nodes at once; return their answers, in order. Raises the first error, when all have answered.
+
+    `lost_is_fine`: a node that is lost is left out, unless none is left.
+    """
+    answers: dict[str, AnswerT] = {}
+    errors: list[ServiceError | BackendError] = []
+
+    async def ask(member: Member) -> None:
+        try:
+            answers[member.node_id] = await member.client.operate(request)
+        except (ServiceError, BackendError) as exc:
+            if not isinstance(exc, ConnectionLost):
+                errors.append(exc)
+                return
+            lost = f"node {member.node_id} was lost while it was asked to {request.operation}"
+            logger.error("%s: %s", lost, exc)
+            if not lost_is_fine:
+                errors.append(BackendError(lost, retryable=True))
+
+    async with open_single_nursery() as nursery:
+        for member in members:
+            nursery.start_soon(ask, member)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise BackendError("all nodes of the fleet were lost", retryable=True)
+    return [(member, answers[member.node_id]) for member in members if member.node_id in answers]
+
+
+def _joined(answers: Sequence[tuple[Member, BackendList]]) -> BackendList:
+    """Return the lists of several nodes as one; each backend in `pool` says whose it is."""
+    pools: list[Mapping[str, object]] = [answer.pool for _, answer in answers]
+    backends = [
+        {**backend, "node_id": member.node_id} for member, answer in answers for backend in answer.pool["backends"]
+    ]
+    return BackendList(
+        urls=[url for _, answer in answers for url in answer.urls],
+        pool={
+            **{name: sum(cast("int", pool.get(name, 0)) for pool in pools) for name in ("open_leases", "waiting")},
+            "backends": backends,
+        },
+    )
+
+
+def _own(member: Member) -> dict[str, float]:
+    """Return the backends of a node's own configuration."""
+    return member.entry.backends
+
+
+def _origin(url: str) -> str:
+    return url.rstrip("/")
+
+
+def _host_of(url: str, here: str) -> str:
+    """Return the machine of an engine, by the name that its URL has for it; `here` is that of the loopback."""
+    host = urlsplit(url).hostname or ""
+    return here if host in LOOPBACK else host
+
+
+def _is_on(member: Member, host: str) -> bool:
+    """Return True if the node is on that machine, by any of the names that its entry has for it."""
+    entry = member.entry
+    names = {entry.host, urlsplit(entry.url).hostname}
+    return host in names or (entry.slurm is not None and host == entry.slurm.node_name)
+
+
+def _is_active(url: str, pool: dict[str, list[dict[str, object]]]) -> bool:
+    return any(each["url"] == url and each["state"] == "active" for each in pool["backends"])

@@ -1,0 +1,352 @@
+"""The process of a fleet's head, from its start to its end: sessions, members, edges, its entry in the folder.
+
+serve_fleet()
+└─ sessions             the ledger                                             ends last
+   └─ head nursery      sessions on the members, what is asked of them         second
+      └─ accept nursery listeners of the server, their connections             first
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import time
+import uuid
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.config.secrets import load_token
+from prorl_trio.edges.auth import Door
+from prorl_trio.edges.endpoints import endpoint_url, rest_url
+from prorl_trio.edges.rest.events import EventFeed
+from prorl_trio.edges.tcp import load_tls
+from prorl_trio.file_systems import sync_folder
+from prorl_trio.fleet.head import open_fleet_head
+from prorl_trio.node.descriptors import raise_descriptor_limit
+from prorl_trio.node.drain import drain, open_end_signals, until_started
+from prorl_trio.node.edges import Edges, open_edges
+from prorl_trio.node.membership import Endpoints, advertised_host
+from prorl_trio.node.monitoring import open_monitoring
+from prorl_trio.node.sessions import open_stored_journal
+from prorl_trio.rendezvous.entry import this_process
+from prorl_trio.rendezvous.folder import claim_folder
+from prorl_trio.rendezvous.head import HeadClaim, HeadEntry, HeadReplaced, remove_head, renew_head
+from prorl_trio.rendezvous.watch import FleetWatch
+from prorl_trio.sessions.limits import SessionLimits
+from prorl_trio.sessions.session_table import SessionTable
+from prorl_trio.supervision import service_task
+from prorl_trio.threads import run_sync
+from prorl_trio.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from prorl_trio.config import HeadConfig
+    from prorl_trio.fleet.head import Fleet
+
+logger = logging.getLogger(__name__)
+
+DELIVERY_TIMEOUT_S: Final = 5.0
+"""Longest a shutdown waits for connected trainers to take their last outcomes."""
+CLAIM_POLL_S: Final = 0.25
+LEAVE_TIMEOUT_S: Final = 5.0
+"""Longest that a shutdown waits for the fleet's disk."""
+IDENTITY_FILE: Final = "head.json"
+
+
+class _Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts that a head must know again at its next start, beside its ledger.
+
+    Attributes:
+        session_id: of the head on the members.
+        model: of the fleet.
+    """
+
+    session_id: str
+    model: str = ""
+
+
+async def serve_fleet(
+    config: HeadConfig, *, task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED
+) -> bool:
+    """Run the head of the fleet in `config.fleet.dir` until SIGTERM or SIGINT. For the main thread, for the signals.
+
+    The first signal drains: the head takes no more jobs, and lets those that live end, for `drain_timeout_s` at most.
+    The second cuts that short. With a ledger on a disk, jobs that are left then go on: the members work on them, and
+    the head's next start has them again. Without, they are cancelled.
+
+    Reports the listener's (host, port) through `task_status`. Returns True if no job was left or cut.
+
+    Raises:
+        ConfigError: the head cannot start; says what to do.
+    """
+    raise_descriptor_limit()
+    if not config.fleet.dir:
+        raise ConfigError("the head of a fleet needs fleet.dir, the folder of its nodes (--dir)")
+    if config.rest.prorl_compat:
+        raise ConfigError("rest.prorl_compat needs a tokenizer, which the head of a fleet has not; ask its nodes")
+    edges = await trio.to_thread.run_sync(_prepare_edges, config)
+    clean = True
+    with open_end_signals(config.on_hangup, reloads=False) as signals:
+        async with until_started(signals) as starting:
+            async with _open_whole(config, edges, starting) as (fleet, sessions, address):
+                task_status.started(address)
+                await anext(signals)
+                cut = await drain(fleet, signals, config.drain_timeout_s)
+                with trio.move_on_after(DELIVERY_TIMEOUT_S):
+                    await _wait_delivered(fleet, sessions)
+            clean = cut == 0 and not sessions.journal.failed
+    return clean
+
+
+async def _wait_delivered(fleet: Fleet, sessions: SessionTable) -> None:
+    """Return when connected trainers have taken their outcomes; at once where jobs are left to the next start."""
+    await trio.lowlevel.checkpoint()
+    if not fleet.live:
+        await sessions.wait_delivered()
+
+
+def _prepare_edges(config: HeadConfig) -> Edges:
+    listen = config.listen
+    token, tls = load_token(listen), load_tls(listen)
+    named = [host for host in (listen.host, config.fleet.advertise) if host]
+    return Edges(Door(token, listen.hosts, named), tls, [])
+
+
+@asynccontextmanager
+async def _open_whole(
+    config: HeadConfig, edges: Edges, starting: trio.CancelScope
+) -> AsyncIterator[tuple[Fleet, SessionTable, tuple[str, int]]]:
+    """Open all parts of a head. Cancels `starting` before members and trainers come: from then on a signal drains."""
+    rest = config.rest
+    feed = EventFeed(max_streams=rest.max_event_streams, max_events=rest.event_buffer_events)
+    folder = await run_sync(lambda: claim_folder(config.fleet.dir))
+    await _wait_free(folder, trio.CapacityLimiter(1))  # before the ledger: on a shared disk it may be that head's
+    ledger = ledger_folder(config, dict(os.environ))
+    async with open_monitoring(config) as monitoring, open_stored_journal(config.ledger, ledger) as journal:
+        limits = SessionLimits(
+            max_sessions=config.listen.max_sessions,
+            max_undelivered=config.max_undelivered,
+            max_message_bytes=config.listen.max_message_bytes,
+        )
+        sessions = SessionTable(journal, limits)
+        identity = await run_sync(lambda: _read_identity(ledger))
+        async with open_fleet_head(
+            _without_limit_of_attempts(config),
+            FleetWatch(folder),
+            sessions,
+            session_id=identity.session_id,
+            is_durable=ledger is not None,
+            model=identity.model,
+            observers=[*monitoring.observers, feed],
+            options={
+                "max_message_bytes": config.listen.max_message_bytes,
+                "reconnect_timeout_s": config.member_timeout_s,
+                "heartbeat_interval_s": config.listen.heartbeat_interval_s,
+                "heartbeat_timeout_s": config.listen.heartbeat_timeout_s,
+            },
+        ) as fleet:
+            starting.cancel("the head is there")
+            monitoring.watch_sessions(fleet, sessions)
+            monitoring.metrics.watch(
+                "member",
+                partial(_member_figures, fleet),
+                "A node of the fleet: the head's jobs there, and its places.",
+                label="member",
+            )
+
+            @asynccontextmanager
+            async def membership(found_at: Endpoints) -> AsyncIterator[None]:
+                async with (
+                    _open_entry(config, edges.door, folder, found_at, stays=ledger is not None),
+                    open_single_nursery() as tasks,
+                ):
+                    fleet.start_members(config.recovery_timeout_s)
+                    tasks.start_soon(service_task(_keep_model, "fleet model"), fleet, ledger, identity)
+                    yield
+                    tasks.cancel_scope.cancel("shutdown")
+
+            async with open_edges(fleet, edges, sessions, None, feed, monitoring, membership) as address:
+                yield fleet, sessions, address
+
+
+def _without_limit_of_attempts(config: HeadConfig) -> HeadConfig:
+    """Return the configuration with which a restored job is not failed because its attempts began too often.
+
+    It may be at work on a member. The dispatch fails a job with which too many members were lost.
+    """
+    ledger = msgspec.structs.replace(config.ledger, max_attempts=1_000_000)
+    return msgspec.structs.replace(config, ledger=ledger)
+
+
+def ledger_folder(config: HeadConfig, environ: dict[str, str]) -> Path | None:
+    """Return the folder of the head's ledger, or None if it is in memory.
+
+    `auto` is `prorl-trio/head-HASH` in $XDG_STATE_HOME (~/.local/state), with a hash of the fleet's folder.
+    """
+    if config.ledger.dir != "auto":
+        return Path(config.ledger.dir) if config.ledger.dir else None
+    name = hashlib.sha256(str(Path(config.fleet.dir).resolve()).encode()).hexdigest()[:16]
+    return config.ledger.folder(f"head-{name}", environ)
+
+
+def _read_identity(ledger: Path | None) -> _Identity:
+    """Return who the head was at its last start with this ledger; a new identity, which is written, if it is new."""
+    if ledger is None:
+        return _Identity(session_id=f"head-{uuid.uuid4().hex}")
+    path = ledger / IDENTITY_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Identity)
+    except FileNotFoundError:
+        identity = _Identity(session_id=f"head-{uuid.uuid4().hex}")
+        _write_identity(ledger, identity)
+        return identity
+    except (OSError, msgspec.DecodeError) as exc:
+        raise ConfigError(f"{path} cannot be read: {exc}; remove it: jobs on the nodes then begin anew") from exc
+
+
+def _write_identity(ledger: Path, identity: _Identity) -> None:
+    draft, path = ledger / f".{IDENTITY_FILE}.new", ledger / IDENTITY_FILE
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(identity))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        sync_folder(ledger)
+    except OSError as exc:
+        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
+
+
+async def _keep_model(fleet: Fleet, ledger: Path | None, identity: _Identity) -> None:
+    """Write the fleet's model down whenever it changes, for ever."""
+    written = identity.model
+    while True:
+        await trio.sleep(1.0)
+        model = fleet.members.model
+        if ledger is not None and model != written:
+            known = msgspec.structs.replace(identity, model=model)
+            await run_sync(partial(_write_identity, ledger, known))
+            written = model
+
+
+def _member_figures(fleet: Fleet) -> dict[str, dict[str, float]]:
+    return {
+        node_id: {"jobs": len(places.jobs), "workers": places.workers, "free_places": places.free}
+        for node_id, places in fleet.dispatch.members.items()
+    }
+
+
+# ---------------------------------------------------------------- the entry
+
+
+@asynccontextmanager
+async def _open_entry(
+    config: HeadConfig, door: Door, folder: Path, found_at: Endpoints, *, stays: bool
+) -> AsyncIterator[None]:
+    """Keep the head's entry in the fleet's folder up to date during the block.
+
+    `stays`: it is there after that, too, so that trainers wait for the head's next start.
+
+    Raises:
+        ConfigError: another head lives there, or the entry cannot be written.
+        HeadReplaced: another head has taken the fleet over, because this one gave no sign of life for a while.
+    """
+    disk = trio.CapacityLimiter(1)
+    await _wait_free(folder, disk)
+    entry = _entry(config, found_at, door.token.decode())
+    try:
+        await run_sync(lambda: renew_head(folder, None, entry), limiter=disk)
+    except OSError as exc:
+        raise ConfigError(f"fleet.dir: {folder} cannot be written: {exc.strerror}; make room, or name another") from exc
+    logger.info("the fleet in %s has its head at %s", folder, entry.url)
+    async with open_single_nursery() as tasks:
+        tasks.start_soon(_keep_entry, door, folder, entry, disk)
+        try:
+            yield
+        finally:
+            tasks.cancel_scope.cancel("the head leaves")
+            if not stays:
+                with trio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
+                    await _remove(folder, entry, disk)
+
+
+async def _wait_free(folder: Path, disk: trio.CapacityLimiter) -> None:
+    """Return when no other head lives in the folder by its heartbeat.
+
+    Raises:
+        ConfigError: another one does.
+    """
+    claim = HeadClaim(folder, this_process())
+    told = False
+    while not await run_sync(lambda: claim.is_free(time.monotonic()), limiter=disk):
+        if not told:
+            told = True
+            logger.warning("waiting for the entry of a former head in %s to grow stale", folder)
+        await trio.sleep(CLAIM_POLL_S)
+
+
+async def _remove(folder: Path, entry: HeadEntry, disk: trio.CapacityLimiter) -> None:
+    try:
+        await run_sync(lambda: remove_head(folder, entry), limiter=disk, abandon_on_cancel=True)
+    except OSError as exc:
+        logger.warning("the entry of the head stays in %s: %s", folder, exc)
+
+
+def _entry(config: HeadConfig, found_at: Endpoints, token: str) -> HeadEntry:
+    host, port = found_at.address
+    address = (advertised_host(config.fleet.advertise, host), port)
+    return HeadEntry(
+        node_id=config.node_id,
+        url=endpoint_url(address, secure=found_at.secure),
+        unix_url=found_at.unix_url,
+        rest_url=rest_url(address, secure=found_at.secure),
+        token=token,
+        host=socket.gethostname(),
+        process=this_process(),
+        version=version("prorl-trio"),
+        heartbeat_interval_s=config.fleet.heartbeat_interval_s,
+        stale_after_s=config.fleet.stale_after_s,
+    )
+
+
+async def _keep_entry(door: Door, folder: Path, entry: HeadEntry, disk: trio.CapacityLimiter) -> None:
+    """Renew the entry until another head has taken the fleet over, and raise `HeadReplaced` then.
+
+    Two heads that work with one ledger would spoil it, and this one is found by nobody new.
+    """
+    replaced: list[HeadReplaced] = []
+    await service_task(_beat, "head heartbeat", may_return=True)(door, folder, entry, disk, replaced)
+    raise replaced[0]
+
+
+async def _beat(
+    door: Door, folder: Path, entry: HeadEntry, disk: trio.CapacityLimiter, replaced: list[HeadReplaced]
+) -> None:
+    """Renew the entry. A disk that is full or away is logged, and tried again."""
+    written: HeadEntry = entry
+    trouble = ""
+    while True:
+        with trio.move_on_after(entry.heartbeat_interval_s):
+            await door.wait_replaced()
+        now = msgspec.structs.replace(entry, token=door.token.decode())
+        try:
+            written = await run_sync(partial(renew_head, folder, written, now), limiter=disk, abandon_on_cancel=True)
+        except HeadReplaced as exc:
+            replaced.append(exc)
+            return
+        except (OSError, ConfigError) as exc:
+            if str(exc) != trouble:
+                trouble = str(exc)
+                logger.error("the heartbeat of the head in %s fails, and goes on: %s", folder, exc)
+        else:
+            trouble = ""

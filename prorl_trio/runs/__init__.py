@@ -1,0 +1,1 @@
+"""Recorded outcomes: written, read, reported, compared, and evaluated."""

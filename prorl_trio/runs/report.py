@@ -1,0 +1,231 @@
+"""The views of a run for people: the final table, and one trajectory with a colour for each kind of token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from prorl_ipc.portable_text import printable
+from prorl_trio.client.terminal import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prorl_trio.chat.format import ChatFormat
+    from prorl_trio.runs.recording import Summary
+    from prorl_trio.types.models import Outcome, Segment, Trajectory
+
+SAMPLED: Final = "bold green"
+OBSERVED: Final = "cyan"
+MASKED: Final = "dim"
+_LOGPROB_STYLES: Final = ((-0.11, "green"), (-0.7, ""), (-2.3, "yellow"), (-np.inf, "red"))
+"""Lowest log-probability of each style: probability 0.9, 0.5, 0.1, and all below."""
+MAX_ERRORS: Final = 3
+MAX_ERROR_CHARS: Final = 400
+MAX_GROUPS: Final = 40
+MAX_NAME_CHARS: Final = 36
+
+
+def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
+    """Return a table of outcomes, rewards, stop reasons, turns, tool calls, seconds per stage and token throughput."""
+    table = Table(title="rollouts", show_header=False, title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_row("jobs", str(summary.jobs))
+    if summary.rejected:
+        table.add_row("  rejected, besides", str(summary.rejected), style="red")
+    for status in ("completed", "failed", "cancelled", "timed_out"):
+        table.add_row(f"  {status}", str(getattr(summary, status)))
+    causes = Counter(outcome.cause for outcome in outcomes if outcome.cause is not None)
+    for cause, count in causes.most_common():
+        table.add_row(f"    cause {cause}", str(count))
+    table.add_row("reward, mean", "-" if summary.reward_mean is None else f"{summary.reward_mean:.3f}")
+    rewards = Counter(outcome.reward for outcome in outcomes if outcome.reward is not None)
+    for reward, count in sorted(rewards.items()):
+        table.add_row(f"  reward {reward:g}", str(count))
+    reasons = Counter(outcome.trajectory.stop_reason for outcome in outcomes if outcome.trajectory is not None)
+    for reason, count in reasons.most_common():
+        table.add_row(f"stopped: {reason}", str(count))
+    table.add_row("turns, mean", f"{summary.turns_mean:.2f}")
+    table.add_row("tool calls", str(summary.tool_calls))
+    for stage in ("init", "run", "eval"):
+        seconds = [getattr(outcome.timing, f"{stage}_s") for outcome in outcomes]
+        if seconds:
+            p50, p95 = np.percentile(seconds, (50, 95))
+            table.add_row(f"{stage}, p50 / p95", f"{p50:.2f} / {p95:.2f} s")
+    table.add_row("sampled tokens per second", f"{summary.tokens_per_s:.1f}")
+    table.add_row("wall clock", f"{summary.wall_s:.1f} s")
+    table.add_row("prefix breaks", str(summary.prefix_breaks), style="red" if summary.prefix_breaks else "")
+    return table
+
+
+def group_table(groups: Sequence[tuple[str, Sequence[Outcome]]]) -> Table:
+    """Return a table with a row for each of the first `MAX_GROUPS` named groups: its rewards, their mean and spread.
+
+    A rollout without a reward is a dash and counts in neither; `ended` says how each of the others ended, and why they
+    have none. Groups whose rewards differ are the ones that teach something: they are bold, and counted in the title.
+    """
+    differ = sum(len({outcome.reward for outcome in group} - {None}) > 1 for _, group in groups)
+    title = f"{len(groups)} groups; in {differ} of them rewards differ"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("group", no_wrap=True, max_width=MAX_NAME_CHARS)
+    for column in ("rewards", "mean", "spread"):
+        table.add_column(column, no_wrap=True, min_width=len(column), justify="right")
+    table.add_column("ended", overflow="fold")
+    for name, group in groups[:MAX_GROUPS]:
+        rewards = [outcome.reward for outcome in group if outcome.reward is not None]
+        ends = Counter(_end_of(outcome) for outcome in group)
+        table.add_row(
+            one_line(name),
+            " ".join("-" if outcome.reward is None else f"{outcome.reward:g}" for outcome in group),
+            f"{np.mean(rewards):.2f}" if rewards else "-",
+            f"{np.std(rewards):.2f}" if rewards else "-",
+            one_line(", ".join(f"{count} {end}" for end, count in ends.most_common())),
+            style="bold" if len(set(rewards)) > 1 else "",
+        )
+    if len(groups) > MAX_GROUPS:
+        table.caption = f"{len(groups) - MAX_GROUPS} more groups"
+    return table
+
+
+def _end_of(outcome: Outcome) -> str:
+    if outcome.cause is not None or outcome.trajectory is None:
+        return f"{outcome.status}: {outcome.cause}"
+    return outcome.trajectory.stop_reason
+
+
+def errors(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the `MAX_ERRORS` most frequent errors, one line each, with their counts."""
+    counts = Counter(one_line(f"{each.cause}: {_reason(each.error)}").plain for each in outcomes if each.error)
+    return [f"{count} x {error[:MAX_ERROR_CHARS]}" for error, count in counts.most_common(MAX_ERRORS)]
+
+
+def _reason(error: str) -> str:
+    """Return an error without the traceback in it. A traceback that comes before its reason leaves the reason."""
+    head, found, trace = error.partition("Traceback (most recent call last):")
+    head = head.rstrip()
+    if not found or (head and not head.endswith(":")):
+        return head
+    lines = trace.rstrip().splitlines()
+    last_frame = max((place for place, line in enumerate(lines) if line.startswith(" ")), default=-1)
+    return f"{head} {' '.join(lines[last_frame + 1 :])}".strip()
+
+
+def outcome_list(outcomes: Sequence[Outcome]) -> Table:
+    """Return a table with one row per outcome; `logprob` is the mean over the sampled tokens."""
+    table = Table(title=f"{len(outcomes)} outcomes", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("job", "status", "reward", "turns", "tokens", "logprob", "run s", "stopped"):
+        table.add_column(column, no_wrap=True, min_width=3)
+    table.add_column("error", overflow="fold")
+    for outcome in outcomes:
+        trajectory = outcome.trajectory
+        table.add_row(
+            one_line(outcome.job_id),
+            outcome.status,
+            "-" if outcome.reward is None else f"{outcome.reward:g}",
+            str(len(trajectory.turns)) if trajectory else "-",
+            str(sum(map(len, trajectory.segments))) if trajectory else "-",
+            _mean_logprob(trajectory.segments) if trajectory else "-",
+            f"{outcome.timing.run_s:.2f}",
+            trajectory.stop_reason if trajectory else "-",
+            one_line(outcome.error),
+        )
+    return table
+
+
+def render_trajectory(outcome: Outcome, chat_format: ChatFormat | None) -> Text:
+    """Return the trajectory as text, with a colour each for sampled, observed (tool output) and masked tokens.
+
+    Without the model's `chat_format` the tokens cannot be decoded: then the recorded text of each turn is shown.
+    Characters without a shape, such as control characters, are written as escapes.
+    """
+    text = Text()
+    trajectory = outcome.trajectory
+    details = msgspec.json.encode(outcome.details).decode()
+    text.append(printable(f"{outcome.job_id}  {outcome.status}  reward {outcome.reward}  {details}\n"), style="bold")
+    if outcome.error:
+        text.append(printable(f"{outcome.cause}: {outcome.error}\n"), style="red")
+    if trajectory is None:
+        text.append("no trajectory was recorded\n")
+        return text
+    for style, meaning in ((SAMPLED, "sampled"), (OBSERVED, "tool output and other input"), (MASKED, "masked prompt")):
+        text.append(f"[{meaning}] ", style=style)
+    text.append("\n\n")
+    if chat_format is None:
+        _append_turns(text, trajectory)
+    else:
+        _append_tokens(text, trajectory, chat_format)
+    text.append(f"\nstopped: {trajectory.stop_reason}, {len(trajectory.turns)} turns\n", style="bold")
+    return text
+
+
+def timing_line(outcome: Outcome) -> str:
+    """Return one line with the seconds of each stage, and those spent in its queue in brackets."""
+    timing = outcome.timing
+    stages = [
+        f"{stage} {getattr(timing, f'{stage}_s'):.2f} s (queued {getattr(timing, f'queued_{stage}_s'):.2f})"
+        for stage in ("init", "run", "eval")
+    ]
+    return ", ".join(stages)
+
+
+def turn_table(trajectory: Trajectory) -> Table:
+    """Return a table with one row per turn: sampled tokens, log-probabilities, finish reason, calls and seconds."""
+    table = Table(title="turns", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("turn", "segment", "tokens", "logprob mean", "min", "finish", "calls", "inference s", "tools s"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "finish" else "right")
+    for number, turn in enumerate(trajectory.turns, start=1):
+        logprobs = trajectory.segments[turn.segment].logprobs[turn.completion_start : turn.completion_end]
+        table.add_row(
+            str(number),
+            str(turn.segment),
+            str(turn.completion_end - turn.completion_start),
+            f"{logprobs.mean():.3f}" if len(logprobs) else "-",
+            f"{logprobs.min():.3f}" if len(logprobs) else "-",
+            turn.finish_reason,
+            str(len(turn.tool_calls)),
+            f"{turn.inference_s:.2f}",
+            f"{turn.tools_s:.2f}",
+        )
+    return table
+
+
+def token_lines(trajectory: Trajectory, chat_format: ChatFormat | None) -> Text:
+    """Return one line per sampled token: segment, position, id, log-probability and, with `chat_format`, its text."""
+    text = Text("segment  position      id   logprob  token\n", style="bold dim")
+    for index, segment in enumerate(trajectory.segments):
+        for position in np.flatnonzero(segment.loss_mask).tolist():
+            token_id, logprob = int(segment.token_ids[position]), float(segment.logprobs[position])
+            said = "" if chat_format is None else repr(chat_format.decode([token_id]))
+            style = next(style for bound, style in _LOGPROB_STYLES if logprob >= bound)
+            text.append(f"{index:7}  {position:8}  {token_id:6}  {logprob:8.4f}  {printable(said)}\n", style=style)
+    return text
+
+
+def _mean_logprob(segments: Sequence[Segment]) -> str:
+    sampled = [segment.logprobs[segment.loss_mask == 1] for segment in segments]
+    count = sum(map(len, sampled))
+    return f"{sum(map(np.sum, sampled)) / count:.3f}" if count else "-"
+
+
+def _append_turns(text: Text, trajectory: Trajectory) -> None:
+    for turn in trajectory.turns:
+        text.append(printable(turn.text.rstrip()) + "\n", style=SAMPLED)
+        for observation in turn.observations:
+            text.append(printable(observation.rstrip()) + "\n", style=OBSERVED)
+
+
+def _append_tokens(text: Text, trajectory: Trajectory, chat_format: ChatFormat) -> None:
+    for segment in trajectory.segments:
+        ids, mask = segment.token_ids, segment.loss_mask
+        edges = np.flatnonzero(np.diff(mask)) + 1
+        starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(ids)]
+        for start, end in zip(starts, ends, strict=True):
+            style = SAMPLED if mask[start] else OBSERVED if start else MASKED
+            text.append(printable(chat_format.decode(ids[start:end].tolist())), style=style)
+        text.append("\n")

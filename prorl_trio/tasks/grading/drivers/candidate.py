@@ -1,0 +1,96 @@
+"""Calls functions of a candidate's module, one request a line. Expected values never come here.
+
+`python -c ... SOLUTION_PATH`. The first line of standard input is `{"preamble": CODE}`. Then each line asks for a call,
+`{"call": NAME, "args": [...], "kwargs": {...}}`, and is answered by `{"value": ...}` or by `{"raised": TYPE,
+"message": ...}`. The first answer says whether the module could be loaded. What the candidate prints goes to standard
+error.
+
+Runs in sandboxes: standard library of Python 3.8.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from .values import decode, decode_line, encode, encode_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_MESSAGE_CHARS = 2000
+CLASS = "Solution"
+"""A class whose methods come before functions of the module, as in LiveCodeBench's grader."""
+
+
+def main() -> None:
+    """Serve requests until there are no more."""
+    requests, answers = _take_pipes()
+    setup = decode_line(requests.readline())
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    given: dict[str, Any] = {}
+    source = ""
+    try:
+        with open(sys.argv[1], encoding="utf-8") as file:
+            source = file.read()
+        module.__file__ = sys.argv[1]
+        exec(compile(setup["preamble"], "preamble", "exec"), module.__dict__)
+        given = dict(module.__dict__)
+        exec(compile(source, sys.argv[1], "exec"), module.__dict__)
+        loaded = encode_line({"value": None})
+    except BaseException as exc:
+        loaded = _raised(exc)
+    answers.write(loaded)
+    answers.flush()
+    for line in requests:
+        answers.write(_answer(module, decode_line(line), given, source))
+        answers.flush()
+
+
+def _answer(module: types.ModuleType, request: dict[str, Any], given: dict[str, Any], source: str) -> bytes:
+    try:
+        function = _find(module, request["call"], given, source)
+        value = function(*decode(request["args"]), **decode(request["kwargs"]))
+        return encode_line({"value": encode(value)})
+    except BaseException as exc:
+        return _raised(exc)
+
+
+def _find(module: types.ModuleType, name: str, given: dict[str, Any], source: str) -> Callable[..., Any]:
+    """Return a method of `Solution`, or what the solution has under that name; a name of the preamble alone is not it.
+
+    Raises:
+        NameError: the solution has neither.
+    """
+    owner = getattr(module, CLASS, None)
+    if owner is None or not hasattr(owner, name):
+        # What it imports itself may be the very object that the preamble has: then its text has the name.
+        if not hasattr(module, name) or (getattr(module, name) is given.get(name) and name not in source):
+            raise NameError(f"the solution does not define {name!r}")
+        owner = module
+    elif isinstance(owner, type):
+        owner = owner()
+    function: Callable[..., Any] = getattr(owner, name)
+    return function
+
+
+def _raised(exc: BaseException) -> bytes:
+    try:
+        message = str(exc)[:MAX_MESSAGE_CHARS]
+    except BaseException:
+        message = ""
+    return encode_line({"raised": type(exc).__name__, "message": message})
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes of this process, out of the candidate's way: its input is empty, and what it prints goes to stderr."""
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, answers

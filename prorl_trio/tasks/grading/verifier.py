@@ -1,0 +1,339 @@
+"""A sandbox of the evaluator's own: what it puts there, what the candidate does there, and whose doing an end is.
+
+Before the candidate's code runs, nothing in this sandbox is the policy's doing: an error is infrastructure, and there
+is no verdict. Once it runs, its time, its crash and the end of the sandbox from inside are the candidate's: the test
+has failed. The end of the sandbox from outside remains an error, without a verdict.
+
+Who killed a program (SIGKILL) that ran into no limit cannot be told: the candidate, or the machine, out of memory. So
+the answer is graded once more, in fresh sandboxes; who is killed there as well has failed.
+
+The machine's load is not the candidate's doing either. A program is judged by its own time: the time that passes
+without that in which it waits for a CPU (`prorl_daemon.exec`). Its wall time is a backstop, `BACKSTOP_FACTOR`
+times as long; a program that reaches it had no CPU, and there is no verdict. Unless its CPU time alone shows that a
+program is too slow, the answer is graded once more, with one such second try at a time: if the program was idle for
+most of its time, or if it was right and late on a CPU that it shared.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
+
+import msgspec
+import trio
+
+from prorl_trio.types.errors import EvaluationError, SandboxCallFailed, SandboxLost
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
+
+    from prorl_ipc.sandbox_calls import ExecResult
+    from prorl_trio.agent.activity import Charge
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.sandbox.program import Program
+    from prorl_trio.sandbox.provider import SandboxSpec
+    from prorl_trio.sandbox.sandbox import Sandbox
+
+DRIVERS_DIR: Final = "/tmp/grading"
+"""The folder of the drivers, inside."""
+PACKAGE: Final = "grading_drivers"
+
+KILLED: Final = 128 + signal.SIGKILL
+DRIVER_TIMEOUT_S: Final = 86_400.0
+"""A backstop: each question to a driver has a limit of its own."""
+ALONE_TIMEOUT_S: Final = 900.0
+"""For a turn to be graded alone, when the line is long."""
+BACKSTOP_FACTOR: Final = 20
+BACKSTOP_LEAST_S: Final = 60.0
+MAX_OUTPUT_BYTES: Final = 2 * 1024 * 1024
+MAX_STDERR_BYTES: Final = 16 * 1024
+
+End = Literal["exited", "timed_out", "lost", "refused"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class ProgramKilled(Exception):
+    """A program of the evaluation was killed, and no limit of its sandbox says why."""
+
+
+class ProgramLate(ProgramKilled):
+    """A program was too slow, and the load of the machine may have made it so."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a program of the candidate's.
+
+    `refused`: the sandbox lives, but does not start it any more. `is_late`: it ended by itself, after its time.
+    """
+
+    ended: End
+    exit_code: int | None = None
+    stdout: bytes = b""
+    stdout_is_whole: bool = True
+    stderr: str = ""
+    seconds: float = 0.0
+    is_late: bool = False
+
+
+class Bench(Protocol):
+    """A source of sandboxes and time for an evaluation. A node's job has them in its `RolloutContext`."""
+
+    def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
+        """Open a sandbox that nobody has used; on leaving the block nothing of it is left.
+
+        Raises:
+            SandboxUnavailable: it does not start.
+        """
+
+    def waiting(self, what: str, charge: Charge) -> AbstractContextManager[None]:
+        """Show, while the block runs, that `what` is waited for, and charge the time."""
+
+    def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> AbstractContextManager[None]:
+        """Show a wait as `waiting` does, and charge it to no budget. The caller sees to `at_most_s`."""
+
+    def stage_left_s(self) -> float:
+        """Return the seconds that are left for the evaluation; infinite without a limit."""
+
+
+class Verifier:
+    """A sandbox in which the agent has never been. Made by `open_verifier`."""
+
+    def __init__(self, bench: Bench, sandbox: Sandbox, *, last_try: bool) -> None:
+        self._bench = bench
+        self._last_try = last_try
+        self._has_run = False
+        self.sandbox = sandbox
+
+    async def place(self, contents: Mapping[str, bytes]) -> None:
+        """Write files, by absolute path, before anything of the candidate runs.
+
+        Raises:
+            EvaluationError, SandboxLost: that is not possible. There is no verdict.
+        """
+        try:
+            with self._bench.waiting("files of the evaluation", "evaluator"):
+                for path, content in contents.items():
+                    await self.sandbox.write_file(path, content)
+        except (OSError, SandboxCallFailed) as exc:
+            raise EvaluationError(f"the evaluator's sandbox does not take its files: {exc}") from exc
+
+    async def place_drivers(self, *modules: str) -> None:
+        """Write these programs of `drivers`. Errors as `place`."""
+        folder = files("prorl_trio.tasks.grading") / "drivers"
+        names = [f"{each}.py" for each in ("__init__", *modules)]
+        await self.place({f"{DRIVERS_DIR}/{PACKAGE}/{name}": (folder / name).read_bytes() for name in names})
+
+    def charged_to_agent(self, limit_s: float) -> AbstractContextManager[None]:
+        """Show that the candidate's code is waited for, which may use `limit_s` of its own time.
+
+        Its time is the policy's, and no budget's: the tests' own limits bound it.
+        """
+        at_most_s = backstop_s(limit_s) + BACKSTOP_LEAST_S
+        return self._bench.standing_in_line("the candidate's program", "agent_budget", at_most_s=at_most_s)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        stdin: bytes = b"",
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        max_stdout_bytes: int = MAX_OUTPUT_BYTES,
+    ) -> Run:
+        """Run a program of the candidate's, which may use `timeout_s` of its own time.
+
+        Raises:
+            SandboxLost: not from inside. There is no verdict.
+            EvaluationError: it is the first, and is not there; or the machine had no CPU for it. There is no verdict.
+            ProgramKilled: it was killed, or may have been too slow by the machine's load, and there is another try.
+        """
+        started_s = trio.current_time()
+        stdout = _Capture(max_stdout_bytes) if max_stdout_bytes > MAX_OUTPUT_BYTES else None
+        try:
+            with self.charged_to_agent(timeout_s):
+                result = await self.sandbox.exec(
+                    argv,
+                    timeout_s=backstop_s(timeout_s),
+                    stdin=stdin,
+                    cwd=cwd,
+                    env=env,
+                    max_output_bytes=MAX_OUTPUT_BYTES,
+                    on_output=None if stdout is None else stdout.take,
+                    own_limit_s=timeout_s,
+                    lenient=not self._last_try,
+                )
+        except _TooLong:
+            return Run(ended="exited", exit_code=0, stdout_is_whole=False, seconds=trio.current_time() - started_s)
+        except SandboxLost as exc:
+            if not exc.from_inside:
+                raise
+            return Run(ended="lost", stderr=str(exc), seconds=trio.current_time() - started_s)
+        except (OSError, SandboxCallFailed) as exc:
+            if isinstance(exc, OSError) and not self._has_run:
+                raise EvaluationError(f"the evaluator's sandbox cannot run {argv[0]}: {exc}") from exc
+            return Run(ended="refused", stderr=str(exc), seconds=trio.current_time() - started_s)
+        self._has_run = True
+        self.check_end(argv[0], result)
+        if result.timed_out and not result.breach and 0.0 < result.own_s <= timeout_s:
+            raise EvaluationError(
+                f"the machine had no CPU for {argv[0]}: it could use {result.own_s:.1f} s in {result.duration_s:.0f} s"
+            )
+        return Run(
+            ended="timed_out" if result.timed_out else "exited",
+            exit_code=result.exit_code,
+            stdout=result.stdout if stdout is None else bytes(stdout.output),
+            stdout_is_whole=stdout is not None or not result.stdout_dropped_bytes,
+            stderr=result.stderr[-MAX_STDERR_BYTES:].decode(errors="replace"),
+            seconds=result.duration_s,
+            is_late=not result.timed_out and result.own_s > timeout_s,
+        )
+
+    def check_end(self, program: str, result: ExecResult) -> None:
+        """Raise `ProgramKilled` if the program was killed, no limit says why, and there is another try.
+
+        Likewise `ProgramLate` if it had to be ended, and was idle for most of its time.
+        """
+        if self._last_try:
+            return
+        check_end(program, result)
+        if result.timed_out and result.cpu_s < result.own_s / 2:
+            raise ProgramLate(f"{program} was too slow, with {result.cpu_s:.1f} s of CPU in {result.own_s:.1f} s")
+
+    def check_late(self, is_late: bool, what: str) -> bool:
+        """Return whether what is right came too late. Raises ProgramLate if so, and there is another try."""
+        if is_late and not self._last_try:
+            raise ProgramLate(f"{what} is right, and late")
+        return is_late
+
+    async def read_back(self, path: str, *, max_bytes: int) -> bytes | None:
+        """Return a file that the candidate's programs were to write; None if there is none, or it is too long.
+
+        Raises:
+            SandboxLost: not from inside. There is no verdict.
+        """
+        try:
+            return await self.sandbox.read_file(path, max_bytes=max_bytes)
+        except SandboxLost as exc:
+            if not exc.from_inside:
+                raise
+        except (OSError, ValueError, SandboxCallFailed):
+            pass
+        return None
+
+    @asynccontextmanager
+    async def open_driver(self, name: str, *arguments: str) -> AsyncIterator[Program]:
+        """Run a driver to talk to, by lines. What it is sent says how much time it has for the answer."""
+        argv, is_lenient = driver_argv(name, *arguments), not self._last_try
+        async with self.sandbox.open_program(argv, timeout_s=DRIVER_TIMEOUT_S, lenient=is_lenient) as program:
+            yield program
+
+
+class _TooLong(Exception):
+    """A program has written more than is read."""
+
+
+class _Capture:
+    """A program's stdout, which is longer than a result has room for."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.output = bytearray()
+
+    def take(self, stream: str, data: bytes) -> None:
+        """Take the next piece.
+
+        Raises:
+            _TooLong: there is more than `max_bytes`. That ends the program.
+        """
+        if stream == "stdout":
+            self.output += data
+            if len(self.output) > self._max_bytes:
+                raise _TooLong
+
+
+def backstop_s(limit_s: float) -> float:
+    """Return the wall time after which a program is ended that may use `limit_s` of its own time."""
+    return max(BACKSTOP_FACTOR * limit_s, BACKSTOP_LEAST_S)
+
+
+def check_end(program: str, result: ExecResult) -> None:
+    """Raise `ProgramKilled` if the program was killed, and no limit of its sandbox says why."""
+    if result.exit_code == KILLED and not result.breach:
+        raise ProgramKilled(f"{program} was killed, and no limit of its sandbox says why")
+
+
+def driver_argv(name: str, *arguments: str, isolated: bool = True, entry: str = "main") -> list[str]:
+    """Return the command line of a driver.
+
+    It is run by isolated Python, so that nothing beside the candidate's file is imported; unless a repository's tests
+    need what its environment says to Python. Then, too, the present directory is not on its path.
+    """
+    find = f"import sys; sys.path[:] = [{DRIVERS_DIR!r}, *filter(None, sys.path)]; from {PACKAGE}.{name} import {entry}"
+    return ["python3", *(["-I"] if isolated else []), "-c", f"{find}; del sys.path[0]; {entry}()", *arguments]
+
+
+@asynccontextmanager
+async def open_verifier(bench: Bench, spec: SandboxSpec, *, last_try: bool = True) -> AsyncIterator[Verifier]:
+    """Open a sandbox for the evaluation of an answer.
+
+    Raises:
+        SandboxUnavailable: it does not start. There is no verdict.
+    """
+    async with bench.open_sandbox(spec) as sandbox:
+        yield Verifier(bench, sandbox, last_try=last_try)
+
+
+class Action(Protocol[T_co]):
+    """A piece of an evaluation. At the last try it takes the kill or the time-out of a program for what it is."""
+
+    async def __call__(self, *, last_try: bool) -> T_co:
+        """Return what it comes to. Raises ProgramKilled, unless it is the last try."""
+
+
+async def again_if_killed(context: RolloutContext, action: Action[T_co]) -> T_co:
+    """Return what `action` comes to, at a second try if the first was cut short by a kill that nothing explains.
+
+    Likewise if a program was too slow by the load of the machine, perhaps. Then its second try is alone: of all such
+    tries in this process, one is made at a time, and the wait is charged to no budget.
+    """
+    try:
+        return await action(last_try=False)
+    except ProgramLate as exc:
+        context.log_evaluation(f"{exc}: once more, alone\n")
+        is_late = True
+    except ProgramKilled as exc:
+        context.log_evaluation(f"{exc}: once more\n")
+        is_late = False
+    if not is_late:
+        return await action(last_try=True)
+    async with _alone(context):
+        return await action(last_try=True)
+
+
+_TURN: Final = trio.lowlevel.RunVar[trio.Lock]("grading_alone")
+
+
+@asynccontextmanager
+async def _alone(context: RolloutContext) -> AsyncIterator[None]:
+    """Hold the turn of this process's tries that are made alone. Where none comes in time, a try has company.
+
+    Else programs that do nothing until their time is over would keep others, or their own kind, from a verdict.
+    """
+    try:
+        turn = _TURN.get()
+    except LookupError:
+        turn = trio.Lock()
+        _TURN.set(turn)
+    with context.standing_in_line("a turn to be graded alone", "evaluator", at_most_s=ALONE_TIMEOUT_S):
+        with trio.move_on_after(ALONE_TIMEOUT_S) as patience:
+            await turn.acquire()
+    try:
+        yield
+    finally:
+        if not patience.cancelled_caught:
+            turn.release()

@@ -1,0 +1,51 @@
+"""Handlers by name: those the installed packages declare under the entry-point group `prorl_trio.handlers`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prorl_trio.plugins import load_plugins
+from prorl_trio.tasks.handlers.base import AgentHandler
+from prorl_trio.types.errors import ConfigError, UnknownHandler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+GROUP = "prorl_trio.handlers"
+
+
+class HandlerRegistry:
+    """Immutable after the node's start."""
+
+    def __init__(self, handlers: Iterable[AgentHandler]) -> None:
+        self._handlers: dict[str, AgentHandler] = {}
+        for handler in handlers:
+            if handler.name in self._handlers:
+                raise ConfigError(f"two handlers are called {handler.name!r}: rename one")
+            self._handlers[handler.name] = handler
+
+    @classmethod
+    def from_entry_points(cls) -> HandlerRegistry:
+        """Load every declared handler class and make one instance of each.
+
+        Raises:
+            ConfigError: see `load_plugins`; or two have one name.
+        """
+        return cls(handler() for handler in load_plugins(GROUP, AgentHandler).values())
+
+    @property
+    def names(self) -> list[str]:
+        """Return the registered names, sorted."""
+        return sorted(self._handlers)
+
+    def get(self, name: str) -> AgentHandler:
+        """Return the handler called `name`.
+
+        Raises:
+            UnknownHandler: there is none; the message lists those there are.
+        """
+        try:
+            return self._handlers[name]
+        except KeyError:
+            known = ", ".join(self.names) or "none"
+            raise UnknownHandler(f"no handler is called {name!r}; this node has: {known}") from None

@@ -1,0 +1,282 @@
+"""The daemon's direct children, and the orphans it adopts: one place waits for all of them."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import resource
+import signal
+import subprocess
+import threading
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import trio
+
+from prorl_daemon.limits import limit_process, limit_this
+from prorl_daemon.paths import open_path
+from prorl_daemon.seccomp import prlimit
+from prorl_daemon.syscall_rules import RLIMIT_LOCKS
+from prorl_daemon.threads import run_blocking
+from prorl_ipc.server import CallError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import ExitStack
+
+    from prorl_ipc.limits import SandboxLimits
+
+
+SIGNAL_EXIT_BASE = 128
+"""Exit code of a process ended by signal n, as shells report it: this plus n."""
+
+
+# Marks by which all that a program starts can be told to be its own, wherever it detaches itself to.
+#
+# A process loses its parent and its session when it becomes a daemon, but not its resource limits: they are inherited.
+# The mark is one that Linux keeps and has no use for, `RLIMIT_LOCKS`. The filter of system calls keeps its bearer
+# from changing it. Without a filter (the provider `process`) a program that changes it ends with its sandbox.
+
+FIRST_MARK = 1 << 40
+_LIMIT = re.compile(rb"^Max file locks\s+(\S+)", re.MULTILINE)
+_marks = count(FIRST_MARK)
+_birth = threading.Lock()
+
+ONE_USER = "more than one takes Apptainer with sandbox.fakeroot, and a range of users for the node's in /etc/subuid"
+
+
+class Account(msgspec.Struct, frozen=True):
+    """A user of the sandbox, as its image knows it."""
+
+    name: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    home: str
+
+
+def find_account(user: str) -> Account | None:
+    """The account of this name or number; None for the daemon's own, which takes no change. Blocks.
+
+    Raises:
+        CallError: `no_user`, there is none; `permission`, this process may not become another user.
+    """
+    try:
+        entry = pwd.getpwuid(int(user)) if user.isascii() and user.isdigit() else pwd.getpwnam(user)
+    except (KeyError, OverflowError, ValueError) as exc:
+        raise CallError("no_user", f"user: the sandbox's image has no user {user!r}") from exc
+    if entry.pw_uid == os.geteuid():
+        return None
+    if os.geteuid() != 0:
+        raise CallError("permission", f"user: {user!r} is another one than all processes here have; {ONE_USER}")
+    groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
+    return Account(entry.pw_name, entry.pw_uid, entry.pw_gid, groups, entry.pw_dir)
+
+
+def new_mark() -> int:
+    """Return a mark that nothing has."""
+    return next(_marks)
+
+
+@contextmanager
+def born_with(mark: int) -> Iterator[None]:
+    """Give this mark to the processes that this thread starts in the block; 0: none.
+
+    Blocks while another thread is in such a block: whatever this process starts, it has to start in one.
+    """
+    with _birth:
+        if not mark:
+            yield
+            return
+        own, most = resource.getrlimit(RLIMIT_LOCKS)
+        with suppress(ValueError, OSError):  # the machine allows less
+            prlimit(0, RLIMIT_LOCKS, (mark, most))
+        try:
+            yield
+        finally:
+            prlimit(0, RLIMIT_LOCKS, (own, most))
+
+
+def has_mark(pid: int, mark: int) -> bool:
+    """Return whether the process has the mark. False if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/limits", "rb") as file:
+            found = _LIMIT.search(file.read())
+    except OSError:
+        return False
+    return found is not None and found[1] == b"%d" % mark
+
+
+class Child:
+    """A direct child. Until `exit_code` is set its pid cannot belong to another process: only the reaper reaps.
+
+    `was_killed`: a signal ended it, which its exit code alone does not prove.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.exit_code: int | None = None
+        self.was_killed = False
+        self._ended = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Child {self.pid}: {'running' if self.exit_code is None else f'ended with {self.exit_code}'}>"
+
+    async def wait(self) -> int:
+        """Wait until the process has been reaped; return its exit code, 128 + n after signal n."""
+        await self._ended.wait()
+        assert self.exit_code is not None
+        return self.exit_code
+
+    def kill_group(self, signal_number: int) -> None:
+        """Signal the child's process group, which it leads. Nothing happens once the child was reaped."""
+        if self.exit_code is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal_number)
+
+    def ended(self, wait_status: int) -> None:
+        """Take the status that `waitpid` gave, set `exit_code` and wake `wait`. Only the reaper calls this."""
+        code = os.waitstatus_to_exitcode(wait_status)
+        self.was_killed = code < 0
+        self.exit_code = code if code >= 0 else SIGNAL_EXIT_BASE - code
+        self._ended.set()
+
+
+class ChildReaper:
+    """Waits for every child of the process. Nothing else in it may call `wait` in any form.
+
+    Args:
+        limits: what each child that is adopted may use, with all that it starts.
+        isolated: see `limit_process`.
+    """
+
+    def __init__(self, limits: SandboxLimits, *, isolated: bool) -> None:
+        self._limits = limits
+        self._isolated = isolated
+        self._children: dict[int, Child] = {}
+        self._starting = 0
+
+    def __repr__(self) -> str:
+        return f"<ChildReaper of {sorted(self._children)}>"
+
+    async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Reap until cancelled."""
+        with trio.open_signal_receiver(signal.SIGCHLD) as signals:
+            task_status.started()
+            self.reap()
+            async for _ in signals:
+                self.reap()
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Hold reaping back while a process is started, so that a child that ends at once is not reaped unknown."""
+        self._starting += 1
+        try:
+            yield
+        finally:
+            self._starting -= 1
+            self.reap()
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        streams: tuple[int, int, int],
+        *,
+        env: Mapping[str, str],
+        cwd: str | None = None,
+        pass_fds: Sequence[int] = (),
+        limiter: trio.CapacityLimiter,
+        account: Account | None = None,
+        mark: int = 0,
+    ) -> Child:
+        """Start a program in a session of its own.
+
+        Args:
+            argv: the program and its arguments.
+            streams: descriptors of its input, output and errors; they stay the caller's to close.
+            env: its whole environment.
+            cwd: its folder; None: this process's.
+            pass_fds: descriptors that it inherits by the same numbers; they stay the caller's to close.
+            limiter: of the threads in which programs are started.
+            account: whom it runs as, if not as this process.
+            mark: what it and all that it starts can be told by, for ever: see `marks`.
+
+        Raises:
+            OSError, ValueError: it could not be started.
+        """
+        identity: dict[str, Any] = {}
+        if account is not None:
+            identity = {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
+            identity["preexec_fn"] = partial(limit_this, self._limits, isolated=self._isolated)
+
+        def spawn() -> int:
+            stdin, stdout, stderr = streams
+            with born_with(mark), nullcontext() if cwd is None else _path_of_folder(cwd) as folder:
+                process = subprocess.Popen(
+                    argv,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=env,
+                    cwd=folder,
+                    pass_fds=pass_fds,
+                    start_new_session=True,
+                    **identity,
+                )
+            process.returncode = 0  # the reaper waits for it, not this object
+            return process.pid
+
+        with self.starting():
+            return self.adopt(await run_blocking(spawn, limiter=limiter))
+
+    def adopt(self, pid: int) -> Child:
+        """Watch a process just started, and limit it. Call inside `starting`."""
+        limit_process(pid, self._limits, isolated=self._isolated)
+        child = self._children[pid] = Child(pid)
+        return child
+
+    def reap(self) -> None:
+        """Collect everything that has ended. Returns at once."""
+        while not self._starting:
+            try:
+                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.pop(pid, None)
+            if child is not None:
+                child.ended(wait_status)
+
+
+@contextmanager
+def _path_of_folder(cwd: str) -> Iterator[str]:
+    """Open a folder and yield a path of it for a child that has not executed its program yet.
+
+    Until then the child has the daemon's descriptors, and `cwd` may be a link to one of them.
+    """
+    fd = open_path(cwd, os.O_PATH | os.O_DIRECTORY)
+    path = f"/proc/self/fd/{fd}"
+    try:
+        yield path
+    except OSError as exc:
+        if exc.filename == path:
+            exc.filename = cwd
+        raise
+    finally:
+        os.close(fd)
+
+
+def open_pipe(reader: ExitStack, writer: ExitStack, flags: int = 0) -> tuple[int, int]:
+    """Make a pipe and return its ends, to read and to write.
+
+    Each end is closed when its stack, `reader` or `writer`, is. `flags` are set besides `O_CLOEXEC`.
+    """
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC | flags)
+    reader.callback(os.close, read_fd)
+    writer.callback(os.close, write_fd)
+    return read_fd, write_fd

@@ -1,0 +1,116 @@
+"""Sandboxes by fork: a process that has imported all that a daemon and an IPython need, and forks into each sandbox.
+
+One a node, started by it as `python -P -m prorl_daemon --fork-server FD` in the root that its sandboxes see. Nothing
+of an agent's ever runs in it, nor in its namespaces, and it knows no secret: each daemon reads its own start line,
+after its IPython was forked. Its forks are children of the node, not of it; its end is nothing to them.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import pwd
+import select
+import socket
+import sys
+import traceback
+from typing import NoReturn
+
+import msgspec
+
+from prorl_daemon.ipython_child import preload_shell
+from prorl_daemon.namespaces import end_with_parent, fork_apart, settle
+from prorl_daemon.prestarted import fork_kernel, place, show_command_line
+from prorl_daemon.run import USAGE_ERROR, run_daemon, say_ready
+from prorl_daemon.seccomp import filter_code
+from prorl_ipc.limits import NamespaceLimits
+from prorl_ipc.sandbox_calls import MAX_FORK_BYTES, MAX_FORK_FDS, Forked, ForkSandbox
+
+TRIAL_DISK_BYTES = 1024 * 1024
+TRIAL_LIMITS = NamespaceLimits(0, 0, 1, 1, 1)
+START_LINE_TIMEOUT_S = 30.0
+FIRST_PID = 1
+"""The process id of a daemon in a PID namespace of its own."""
+LATER = ("encodings.ascii", "ptyprocess")
+"""Modules that a daemon imports when it first needs them."""
+
+
+def serve_forks(control_fd: int) -> int:
+    """Serve until the node closes its end of the socket; return the exit code."""
+    end_with_parent()
+    uid, gid = os.geteuid(), os.getegid()
+    home = pwd.getpwuid(uid).pw_dir
+    with socket.socket(fileno=control_fd) as control:
+        preload_shell()
+        for keyed in (True, False):
+            filter_code(FIRST_PID, guarded=True, keyed=keyed)
+        for name in LATER:
+            importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # a search for garbage would touch, and so copy, pages that all forks share
+        if problem := _try_one(uid, gid, home):
+            sys.stderr.write(f"prorl_daemon: {problem}\n")
+            return USAGE_ERROR
+        say_ready()
+        while True:
+            packet, fds, _, _ = socket.recv_fds(control, MAX_FORK_BYTES, MAX_FORK_FDS)
+            if not packet:
+                return 0
+            request = msgspec.msgpack.decode(packet, type=ForkSandbox)
+            try:
+                pid = fork_apart(sibling=True)
+            except OSError as exc:
+                answer = Forked(problem=str(exc))
+            else:
+                if pid == 0:
+                    _live(request, fds, control, uid, gid, home)
+                answer = Forked(pid)
+            for fd in fds:
+                os.close(fd)
+            control.send(msgspec.msgpack.encode(answer))
+
+
+def _try_one(uid: int, gid: int, home: str) -> str:
+    """Fork once, to no avail; return what the kernel refuses."""
+    reader, writer = os.pipe()
+    try:
+        pid = fork_apart(sibling=False)
+    except OSError as exc:
+        os.close(writer)
+        os.close(reader)
+        return str(exc)
+    if pid == 0:
+        try:
+            settle(uid=uid, gid=gid, home=home, disk_bytes=TRIAL_DISK_BYTES, limits=TRIAL_LIMITS)
+        except BaseException as exc:
+            os.write(writer, f"{type(exc).__name__}: {exc}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as told:
+        problem = told.read().decode(errors="replace")
+    os.waitpid(pid, 0)
+    return problem
+
+
+def _live(request: ForkSandbox, fds: list[int], control: socket.socket, uid: int, gid: int, home: str) -> NoReturn:
+    """Be the sandbox's first process, from the fork to the end."""
+    code = USAGE_ERROR
+    try:
+        control.detach()  # its number may be another's below
+        place(fds, request.fds)
+        show_command_line("-m", "prorl_daemon")
+        os.setsid()
+        settle(uid=uid, gid=gid, home=home, disk_bytes=request.disk_bytes, limits=request.limits)
+        kernel = None
+        if request.prestart_ipython:
+            # The node has put us where we belong when it sends the start line, which no fork is to know.
+            select.select([0], [], [], START_LINE_TIMEOUT_S)
+            kernel = fork_kernel()
+        code = run_daemon(prestart_ipython=request.prestart_ipython, kernel=kernel)
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        sys.stdout.flush()
+        os._exit(code)

@@ -1,0 +1,139 @@
+"""The process the persistent IPython shell lives in: `python -m prorl_daemon.ipython_child CONTROL_FD BEGUN_FD`.
+
+Blocking and single-threaded, so that user code finds an ordinary Python. Its descriptors 1 and 2 are pipes to the
+daemon; what is written there, by whatever the cell starts, is the cell's output. It ends when the control socket does.
+Copies of it that cells fork are none of the daemon's partners: see `forks`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from prorl_daemon.child_wire import CONTROL_MAX_FRAME_BYTES, NO_MEMORY_EXIT, CellDone, ChildReady, RunCell, StartChild
+from prorl_daemon.forks import KernelProcess, end_copy, flush_output, is_session_leader
+from prorl_ipc.framing import FrameDecoder, encode_frame
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+RECEIVE_BYTES = 64 * 1024
+THREAD_STACK_BYTES = 2 * 1024 * 1024
+"""Stack of each Python thread. A stack counts as memory as a whole, used or not: at the usual 8 MiB, 256 threads that
+sleep would take the 2 GiB that a process may have."""
+_decoder: msgspec.msgpack.Decoder[StartChild | RunCell] = msgspec.msgpack.Decoder(StartChild | RunCell)
+
+
+class ControlSocket:
+    """The daemon's end of the conversation, seen from here. Blocks."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        self._socket.setblocking(True)
+        self._frames = FrameDecoder(CONTROL_MAX_FRAME_BYTES)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def receive(self) -> StartChild | RunCell | None:
+        """The next message, None when the daemon has closed its end."""
+        while (payload := self._frames.next_frame()) is None:
+            try:
+                received = self._socket.recv(RECEIVE_BYTES)
+            except ConnectionError:
+                return None
+            if not received:
+                return None
+            self._frames.feed(received)
+        return _decoder.decode(payload)
+
+    def send(self, message: ChildReady | CellDone) -> None:
+        """Send one message."""
+        self._socket.sendall(encode_frame(self._encoder.encode(message), max_frame_bytes=CONTROL_MAX_FRAME_BYTES))
+
+    def close(self) -> None:
+        """Close this process's descriptor; others that have it keep theirs."""
+        self._socket.close()
+
+
+def preload_shell() -> None:
+    """Make the shell that copies of this process have: the agent's environment and directory are nothing to it yet."""
+    from prorl_daemon.ipython_shell import CellShell
+
+    CellShell.instance().rehearse()
+
+
+def main(control_fd: int, begun_fd: int) -> NoReturn:
+    """Serve cells until the daemon closes the control socket, then end without running user code at exit.
+
+    A byte goes to `begun_fd` when a cell has begun: from then on SIGINT interrupts it.
+    """
+    if not is_session_leader():  # forked by what Python runs when it starts: a `sitecustomize` of the user's
+        os._exit(0)
+    signal.signal(signal.SIGINT, _ignore_interrupt)
+    control = ControlSocket(control_fd)
+    os.set_inheritable(begun_fd, False)
+    try:
+        _serve(control, begun_fd, KernelProcess(control.close, partial(os.close, begun_fd)))
+    except (MemoryError, SystemError):
+        # In our own code: the cell's variables, or its threads, have taken all there is. Python raises SystemError
+        # where it had no memory to say how it failed.
+        os._exit(NO_MEMORY_EXIT)
+    os._exit(0)
+
+
+def _serve(control: ControlSocket, begun_fd: int, process: KernelProcess) -> None:
+    start = control.receive()
+    if not isinstance(start, StartChild):
+        return
+    _take_environment(start)
+    from prorl_daemon.ipython_shell import CellShell
+
+    shell = CellShell.instance()
+    gc.freeze()  # what IPython itself is made of need not be looked through again and again
+    control.send(ChildReady())
+    while isinstance(cell := control.receive(), RunCell):
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.write(begun_fd, b".")
+            done = shell.run(cell.code, number=cell.number, max_text_bytes=cell.max_text_bytes)
+            flush_output()
+            signal.signal(signal.SIGINT, _ignore_interrupt)
+        except KeyboardInterrupt:  # it came when the user's code had just ended; the daemon sends one for each cell
+            signal.signal(signal.SIGINT, _ignore_interrupt)
+            done = shell.interrupted(cell.number)
+        finally:
+            if process.is_copy:
+                end_copy(shell.last_error, shell.last_traceback)
+        control.send(done)
+
+
+def _take_environment(start: StartChild) -> None:
+    """Become what a tool's process is: its environment, its directory, an import path that begins with that."""
+    os.environ.clear()
+    os.environ.update(start.env)
+    os.chdir(start.cwd if os.path.isdir(start.cwd) else "/")
+    sys.path[:0] = ["", *(entry for entry in start.env.get("PYTHONPATH", "").split(os.pathsep) if entry)]
+    sys.argv = [""]
+    threading.stack_size(THREAD_STACK_BYTES)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(  # type: ignore[union-attr]
+            encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=False
+        )
+
+
+def _ignore_interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """Between cells. Not SIG_IGN, which what user code starts then would inherit."""
+
+
+if __name__ == "__main__":
+    from prorl_daemon.ipython_child import main as imported_main  # IPython replaces sys.modules["__main__"]
+
+    imported_main(int(sys.argv[1]), int(sys.argv[2]))
