@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Container, Iterable, Iterator
 
 
 PIPE_BYTES = 8192
@@ -29,6 +29,8 @@ MAPPING_BYTES = 256
 MAX_MAPPINGS = 65_530
 """The most of a process: the kernel's default for `vm.max_map_count`."""
 MIN_MAPPING_KIB = 4
+MANY_MAPPINGS = 131_072
+"""Mappings are counted one by one only if processes of this size may have more of them."""
 COUNTING_S = 0.5
 """Mappings are counted for so long in one look: some microseconds each."""
 FEW_SOCKETS = 16
@@ -50,6 +52,8 @@ EVERY_STATE = 0xFFFFFFFF
 UDIAG_SHOW_MEMINFO = 0x20
 UNIX_DIAG_MEMINFO = 5
 INET_DIAG_SKMEMINFO = 7
+CLOSING_STATES = (4, 5, 9, 11)
+"""TCP_FIN_WAIT1, FIN_WAIT2, LAST_ACK, CLOSING: a connection that is closed here, and not over."""
 SK_MEMINFO_VARS = 9
 TAKEN = (0, 2, 4, 5, 6, 7)
 """Bytes that are taken now, of these variables: receive, send, forward allocation, queued, option, backlog."""
@@ -80,14 +84,28 @@ def sockets_in_use(*protocols: str) -> int:
     return found
 
 
-def read_socket_bytes(*, few: int) -> dict[int, int]:
-    """Return the bytes that the sockets of this network namespace take, by inode; 0: of those without one. Blocks.
+class SocketUse(msgspec.Struct):
+    """What sockets take in the kernel.
+
+    Attributes:
+        bytes: by inode; 0: of those without one.
+        network_bytes: the bytes among these of TCP and UDP.
+        orphans: TCP connections that are closed, and whose other end has not taken what was sent.
+    """
+
+    bytes: dict[int, int]
+    network_bytes: int = 0
+    orphans: int = 0
+
+
+def read_socket_use(*, few: int) -> SocketUse:
+    """Return what the sockets of this network namespace take. Blocks.
 
     Unix, TCP and UDP sockets; those of other kinds are left out, and all where the kernel has no such interface. A
     microsecond a socket; for TCP and UDP the kernel looks through a table of the whole machine, which takes
     milliseconds, so protocols with not more than `few` sockets are left out.
     """
-    found: dict[int, int] = {}
+    found = SocketUse({})
     unix = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, EVERY_STATE, 0, UDIAG_SHOW_MEMINFO, 0, 0)
     requests = [(unix, UNIX_HEAD, 4, UNIX_DIAG_MEMINFO)]
     for name, (family, protocols) in NETWORK_PROTOCOLS.items():
@@ -101,7 +119,11 @@ def read_socket_bytes(*, few: int) -> dict[int, int]:
         with suppress(OSError, struct.error):
             for body in _dump(request):
                 (inode,) = struct.unpack_from("=I", body, inode_at)
-                found[inode] = found.get(inode, 0) + _memory(body[head:], attribute)
+                size = _memory(body[head:], attribute)
+                found.bytes[inode] = found.bytes.get(inode, 0) + size
+                if attribute == INET_DIAG_SKMEMINFO:
+                    found.network_bytes += size
+                    found.orphans += inode == 0 and body[1] in CLOSING_STATES
     return found
 
 
@@ -150,6 +172,9 @@ class Holdings(msgspec.Struct):
         buried: Unix sockets that no process has open, which may hold more of them; only looked for if some are in
             flight, and if the network is the sandbox's own.
         locks: of files.
+        mappings: as far as they are counted, see `MANY_MAPPINGS`; each may keep a file open that no table has.
+        network_bytes: buffers of TCP and UDP; only if the network is the sandbox's own.
+        orphans: connections that are closed and not over; likewise.
         filters: of system calls, of all threads together, beyond those that everything in a sandbox has.
         kernel_bytes: memory of the kernel by process id: page tables, mappings, pipes, buffers of sockets. What no
             process has open is that of 0.
@@ -160,21 +185,31 @@ class Holdings(msgspec.Struct):
     in_flight: int = 0
     buried: int = 0
     locks: int = 0
+    mappings: int = 0
+    network_bytes: int = 0
+    orphans: int = 0
     filters: int = 0
     kernel_bytes: dict[int, int] = {}
 
 
 def measure_holdings(
-    pids: Iterable[int], *, most: int, memory_bytes: int, own_network: bool, mappings: dict[int, Mappings]
+    pids: Iterable[int],
+    *,
+    most: int,
+    memory_bytes: int,
+    own_network: bool,
+    mappings: dict[int, Mappings],
+    own_devices: Collection[int] = (),
 ) -> Holdings:
     """Look at these processes. Blocks: some 3 us for each open file, 1 ms for each 2,000 watches, and 15 us a process.
 
     Args:
         pids: the processes.
         most: the counting of files, watches and locks stops above this number.
-        memory_bytes: mappings are counted one by one only if they may take half of this.
+        memory_bytes: mappings are counted one by one if they may take half of this.
         own_network: all sockets of this network namespace are the sandbox's.
         mappings: what was counted before, by process id; changed. A look counts for `COUNTING_S`, and the next goes on.
+        own_devices: file systems that nobody else has files of.
     """
     found = Holdings(kernel_bytes={})
     holders: dict[int, int] = {}
@@ -190,10 +225,13 @@ def measure_holdings(
             before = len(pipes)
             _look_at(table, found, holders, pipes, pid, most)
             found.kernel_bytes[pid] += PIPE_BYTES * (len(pipes) - before)
-    if MAPPING_BYTES * sum(min(MAX_MAPPINGS, size // MIN_MAPPING_KIB) for size in sizes.values()) > memory_bytes // 2:
+    found.locks = max(found.locks, _listed_locks(sizes, own_devices, most))
+    possible = sum(min(MAX_MAPPINGS, size // MIN_MAPPING_KIB) for size in sizes.values())
+    if possible > min(MANY_MAPPINGS, memory_bytes // 2 // MAPPING_BYTES):
         _count_mappings(sizes, mappings)
         for pid, counted in mappings.items():
             found.kernel_bytes[pid] += MAPPING_BYTES * counted.number
+            found.mappings += counted.number
     if found.in_flight or len(holders) > FEW_SOCKETS or sockets_in_use(*NETWORK_PROTOCOLS) > FEW_SOCKETS:
         _add_sockets(found, holders, own_network=own_network)
     return found
@@ -201,7 +239,10 @@ def measure_holdings(
 
 def _add_sockets(found: Holdings, holders: dict[int, int], *, own_network: bool) -> None:
     own = _own_sockets()
-    measured = read_socket_bytes(few=FEW_SOCKETS)
+    use = read_socket_use(few=FEW_SOCKETS)
+    measured = use.bytes
+    if own_network:
+        found.network_bytes, found.orphans = use.network_bytes, use.orphans
     for inode, size in measured.items():
         if inode in holders:
             pid = holders[inode]
@@ -249,7 +290,7 @@ def _look_at_file(
         found.in_flight += _in_flight(f"{table}/fdinfo/{name}")
     elif target.startswith(PIPE):
         pipes.add(target)
-    elif target.startswith("/") and not target.startswith("/dev/") and found.locks <= most:
+    if found.locks <= most:  # the kernel locks whatever can be opened: pipes and sockets as well
         found.locks += _count(f"{table}/fdinfo/{name}", b"lock:", most)
 
 
@@ -309,6 +350,29 @@ def _count(path: str, word: bytes, most: int) -> int:
             break
         rest = text[-len(word) :] if word else b""
     return counted
+
+
+def _listed_locks(pids: Container[int], devices: Collection[int], most: int) -> int:
+    """Return the number of locks that the kernel lists for these processes, and of open files of these devices.
+
+    Such a list has what is locked by a process that may not be looked at, and by open files that no process has in its
+    table: those that are mapped, or in flight.
+    """
+    counted, rest, own = 0, b"", {(os.major(device), os.minor(device)) for device in devices}
+    for piece in _pieces("/proc/locks"):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            found = _LISTED_LOCK.search(line)
+            if found is None:
+                continue
+            pid = int(found[1])
+            counted += pid in pids if pid >= 0 else (int(found[2], 16), int(found[3], 16)) in own
+        if counted > most:
+            break
+    return counted
+
+
+_LISTED_LOCK = re.compile(rb" (-?[0-9]+) ([0-9a-f]+):([0-9a-f]+):[0-9]+ ")
 
 
 def _in_flight(path: str) -> int:

@@ -18,8 +18,8 @@ from prorl_daemon.syscall_rules import ARCHITECTURES, PRLIMIT64, RLIMIT_LOCKS, A
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-"""BPF_LD|W|ABS, BPF_JMP|JEQ|K, JGE, JSET, BPF_RET|K."""
+LOAD, JUMP_EQUAL, JUMP_ABOVE, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
+"""BPF_LD|W|ABS, BPF_JMP|JEQ|K, JGT, JGE, JSET, BPF_RET|K."""
 ALLOW = 0x7FFF0000
 ERROR = 0x00050000
 KILL_PROCESS = 0x80000000
@@ -113,6 +113,8 @@ def _body(rule: Rule) -> list[Instruction]:
     load = Instruction(LOAD, ARGUMENTS_AT + 8 * rule.argument)
     if rule.flags:
         return [load, Instruction(JUMP_ANY_BIT, rule.flags, 0, 1), refuse, allow]
+    if rule.above is not None:
+        return [load, Instruction(JUMP_ABOVE, rule.above, 0, 1), refuse, allow]
     if rule.equal is not None and rule.next_is:
         these = [Instruction(JUMP_EQUAL, value, len(rule.next_is) - at, 0) for at, value in enumerate(rule.next_is)]
         load_next = Instruction(LOAD, ARGUMENTS_AT + 8 * (rule.argument + 1))

@@ -43,8 +43,8 @@ class Also(NamedTuple):
 class Rule(NamedTuple):
     """A call that is refused with `error`: always, or by the lower 32 bits of its argument `argument`.
 
-    `flags`: if one of these bits is set. `equal`: if it is this, and the next argument is one of `next_is`, where that
-    has values. `unless`: if it is none of these; and for one of them, `also.value`, if the argument `also.argument` is
+    `flags`: if one of these bits is set. `above`: if it is more. `equal`: if it is this, and the next argument is one of
+    `next_is`, where that has values. `unless`: if it is none of these; and for one of them, `also.value`, if the argument `also.argument` is
     none of `also.unless`, with `also.error`.
     """
 
@@ -52,6 +52,7 @@ class Rule(NamedTuple):
     error: int
     argument: int = 0
     flags: int = 0
+    above: int | None = None
     equal: int | None = None
     next_is: tuple[int, ...] = ()
     unless: tuple[int, ...] = ()
@@ -75,8 +76,10 @@ ABSENT = {
     "modify_ldt": (154, None),
     "perf_event_open": (298, 241),
     "request_key": (249, 218),
+    "setxattrat": (463, 463),  # its size is in memory, where no filter can look
     "userfaultfd": (323, 282),
     "uselib": (134, None),
+    "vmsplice": (278, 75),
 }
 FOR_ADMINISTRATORS = {
     "acct": (163, 89),
@@ -160,10 +163,24 @@ FILE_COMMANDS = (
 later kernel has. A lease makes whoever opens the file wait for 45 s, and its owner in a sandbox is that of the node's
 own files, which the sandboxes share."""
 SETSOCKOPT = (54, 208)
-SOL_SOCKET, SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF = 1, 26, 51
+SOL_SOCKET, SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF, SO_ZEROCOPY = 1, 26, 51, 60
 """Filters of sockets, which only those who capture packets need. The kernel compiles each, and of the memory for that
 the machine has a number, for all its users together (`net.core.bpf_jit_limit`): without any left, nobody but root can
-put a filter of system calls on a process, so no sandbox starts."""
+put a filter of system calls on a process, so no sandbox starts. For `SO_ZEROCOPY` see `SPLICES`."""
+SPLICES = {"splice": (275, 76), "tee": (276, 77)}
+"""Calls that put pages of others into a pipe or a socket, by reference. Programs copy where a file cannot do that.
+
+The kernel counts the bytes, and keeps the pages, for as long as nobody reads them: one byte keeps a page of a file that
+was truncated since, or, with `vmsplice` and `SO_ZEROCOPY`, a page of 2 MiB that was unmapped. Nothing but a control
+group counts those."""
+SETXATTR = {"fsetxattr": (190, 7), "lsetxattr": (189, 6), "setxattr": (188, 5)}
+MAX_ATTRIBUTE_BYTES = 1024
+"""The most of an extended attribute, which some disks bound as well. Access control lists are such attributes, and the
+kernel keeps those of a tmpfs in memory that counts for none of the limits of the tmpfs: up to 64 KiB for each file."""
+MMAP, MAP_HUGETLB = (9, 222), 0x40000
+SHMGET, SHM_HUGETLB = (29, 194), 0o4000
+"""Pages out of the machine's reserve (`vm.nr_hugepages`), which others have set aside, and which count as no process's
+memory. The error is that of a machine without a reserve."""
 SECCOMP_NEW_LISTENER = 1 << 3
 """The flag that gives a descriptor for a filter of system calls, by which the filter outlives its processes."""
 PRLIMIT64 = (302, 261)
@@ -188,6 +205,8 @@ def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list
         if (number := numbers[column]) is not None
     ]
     found += [Rule(numbers[column], errno.EPERM, equal=daemon_pid) for numbers in SIGNALS.values()]
+    found += [Rule(numbers[column], errno.EINVAL) for numbers in SPLICES.values()]
+    found += [Rule(numbers[column], errno.ENOSPC, 3, above=MAX_ATTRIBUTE_BYTES) for numbers in SETXATTR.values()]
     if not guarded:
         found += [Rule(numbers[column], errno.EPERM, unless=(0,)) for numbers in SCHEDULING.values()]
         found += [
@@ -202,8 +221,10 @@ def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list
             errno.ENOPROTOOPT,
             argument=1,
             equal=SOL_SOCKET,
-            next_is=(SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF),
+            next_is=(SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF, SO_ZEROCOPY),
         ),
+        Rule(MMAP[column], errno.ENOMEM, argument=3, flags=MAP_HUGETLB),
+        Rule(SHMGET[column], errno.ENOMEM, argument=2, flags=SHM_HUGETLB),
         Rule(architecture.seccomp, errno.EINVAL, argument=1, flags=SECCOMP_NEW_LISTENER),
         Rule(FCNTL[column], errno.EINVAL, argument=1, unless=FILE_COMMANDS),
         # Its flags are in memory, where no filter can look: the C library goes back to `clone` then.

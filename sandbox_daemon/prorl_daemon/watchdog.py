@@ -42,6 +42,8 @@ LEAST_PAUSE = 2.0
 """The pause after a look, at least, in terms of what the look took."""
 FEW_FILES = 500
 """Open files that are looked at on the event loop, in a few milliseconds; more in a thread."""
+FEW_MAPPINGS = 20_000
+"""Likewise; counted where there may be many."""
 MAX_FILES = 65_536
 """Open files of all processes together. The machine has a number for all (`fs.file-max`)."""
 MAX_WATCHES = 65_536
@@ -53,6 +55,14 @@ MAX_BURIED_LOOKS = 5
 """Looks in a row that find sockets in flight, in which more may be that cannot be counted."""
 MAX_LOCKS = 65_536
 """Locks of files."""
+MAX_MAPPINGS = 262_144
+"""Mappings of all processes together. Each may hold a file open that is in no process's table, see `MAX_FILES`."""
+MAX_NETWORK_BYTES = 128 * 1024 * 1024
+"""Buffers of TCP and UDP. The machine has an amount for all (`net.ipv4.tcp_mem`, about 5 % of its memory): without it,
+its own connections, as those to backends, crawl or break."""
+MAX_ORPHANS = 1024
+"""Connections that are closed and whose other end does not take what was sent. The machine has a number for all
+(`net.ipv4.tcp_max_orphans`), above which it resets those of others."""
 MAX_FILTERS = 1024
 """Filters of system calls on all threads. Compiled, they come out of one memory of the machine
 (`net.core.bpf_jit_limit`), without which no sandbox of an ordinary user's node starts."""
@@ -71,6 +81,8 @@ IPC_RMID = 0
 OBJECT_BYTES = 512
 """About what the kernel takes for one of them without its content."""
 SEMAPHORE_BYTES = 64
+UNDO_BYTES = 2
+"""For each process that may have changed a semaphore with `SEM_UNDO`, which makes the kernel remember all of its set."""
 MESSAGE_BYTES = 64
 SEGMENT_PREFIX = b"/SYSV"
 
@@ -183,8 +195,9 @@ class Segment(NamedTuple):
     attached: bool
 
 
-def read_segments() -> list[Segment]:
-    """All of this IPC namespace. Some ten microseconds for each kind, and a microsecond for each."""
+def read_segments(processes: int) -> list[Segment]:
+    """All of this IPC namespace, of so many processes. Some ten microseconds a kind, and a microsecond each."""
+    each_bytes = SEMAPHORE_BYTES + UNDO_BYTES * processes
     found = [
         Segment("shm", row[1], OBJECT_BYTES + row[14] + row[15], attached=row[6] > 0) for row in _read_table("shm")
     ]
@@ -193,7 +206,7 @@ def read_segments() -> list[Segment]:
         for row in _read_table("msg")
     ]
     found += [
-        Segment("sem", row[1], OBJECT_BYTES + SEMAPHORE_BYTES * row[3], attached=False) for row in _read_table("sem")
+        Segment("sem", row[1], OBJECT_BYTES + each_bytes * row[3], attached=False) for row in _read_table("sem")
     ]
     return found
 
@@ -281,6 +294,7 @@ class Watchdog:
         self._disk_bytes = {disk.path: disk.used_bytes for disk in measure_disks(self._writable)}
         """Used when last looked at, or at the beginning; by path."""
         self._disk_floor = dict(self._disk_bytes)
+        self._devices = frozenset(os.stat(path).st_dev for path in self._disk_bytes)
         self._kernel_bytes: dict[int, int] = {}
         """By process id, when last looked at; see `Holdings`."""
         self._files = 0
@@ -364,7 +378,7 @@ class Watchdog:
             if process.cpu_s > self._limits.cpu_s:
                 text = f"{_name(process)} was killed: it had used more than {self._limits.cpu_s} s of CPU time"
                 await self._end_one(process, "cpu", text)
-        segments = read_segments() if self._isolated else []
+        segments = read_segments(len(processes)) if self._isolated else []
         used_bytes = sum(process.memory_bytes for process in processes) + sum(self._kernel_bytes.values())
         if used_bytes + held_bytes(segments) > self._limits.memory_bytes:
             await self._reduce_memory(processes, segments)
@@ -380,8 +394,10 @@ class Watchdog:
             memory_bytes=self._limits.memory_bytes,
             own_network=self._own_network,
             mappings=self._mappings,
+            own_devices=self._devices,
         )
         few = self._files + sum(process.threads for process in processes) < FEW_FILES
+        few = few and sum(counted.number for counted in self._mappings.values()) < FEW_MAPPINGS
         held = measure() if few else await run_blocking(measure, limiter=self._limiter, or_here=True)
         self._files, self._kernel_bytes = held.files, held.kernel_bytes
         self._buried_looks = self._buried_looks + 1 if held.buried else 0
@@ -396,6 +412,9 @@ class Watchdog:
             (held.files, MAX_FILES, "they had {} files open"),
             (held.in_flight, MAX_IN_FLIGHT, "{} open files had been sent through sockets and not received"),
             (held.locks, MAX_LOCKS, "they held {} locks of files"),
+            (held.mappings, MAX_MAPPINGS, "they had {} mappings, each of which may hold a file open"),
+            (held.network_bytes, MAX_NETWORK_BYTES, "buffers of their connections took {} bytes"),
+            (held.orphans, MAX_ORPHANS, "{} closed connections had data left that nobody took"),
             (held.filters, MAX_FILTERS, "their threads had {} filters of system calls"),
         ):
             if number > most:
@@ -441,7 +460,7 @@ class Watchdog:
             self._kernel_bytes.pop(process.pid, None)
             total_bytes -= sizes[process.pid]
             if process.pid in attached:
-                remove_unmapped(read_segments())
+                remove_unmapped(read_segments(len(processes)))
 
     async def _look_at_disks(self) -> None:
         """For file systems without a size of their own. What frees space is let alone, so that one can clean up."""

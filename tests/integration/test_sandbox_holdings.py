@@ -33,6 +33,35 @@ def send(count):
         socket.send_fds(out, [b"x"], [0] * 253)
     return out, kept
 """
+LOCK = """
+import fcntl, os, struct, time
+def hold(files, kept_open=True):
+    for file in files:
+        for n in range(600):
+            fcntl.fcntl(file, 37, struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 2 * n, 1, 0))
+        kept_open or os.close(file)
+    time.sleep(300)
+"""
+CONNECT = """
+import socket
+def connect(count, receive_bytes, send_bytes, close=False):
+    kept = []
+    for n in range(count):
+        if n % 1000 == 0:
+            listener = socket.socket()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(4096)
+            kept.append(listener)
+        end = socket.create_connection(listener.getsockname())
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+        end.setblocking(False)
+        try:
+            while end.send(bytes(8192)): pass
+        except BlockingIOError: pass
+        end.close() if close else kept.append(end)
+    return kept
+"""
 FILTER = """
 import ctypes, struct, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -59,6 +88,38 @@ TRIES = {
     "open files": (
         "import os, time\nfor _ in range(28):\n    if os.fork() == 0:\n"
         "        files = [os.dup(0) for _ in range(3000)]\n        time.sleep(300)\ntime.sleep(300)",
+        "descriptors",
+    ),
+    "locks of files in /dev/shm": (
+        f"{LOCK}hold(os.open('/dev/shm/%d' % n, os.O_RDWR | os.O_CREAT) for n in range(120))",
+        "descriptors",
+    ),
+    "locks of pipes": (f"{LOCK}hold(os.pipe()[1] for _ in range(120))", "descriptors"),
+    "locks of a process that may not be looked at": (
+        f"{LOCK}import ctypes\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)\n"
+        "hold(os.open('/tmp/%d' % n, os.O_RDWR | os.O_CREAT) for n in range(120))",
+        "descriptors",
+    ),
+    "locks of mapped files that are closed": (
+        f"{LOCK}import mmap\nkept = []\ndef mapped(n):\n"
+        "    file = os.open('/tmp/m%d' % n, os.O_RDWR | os.O_CREAT)\n    os.ftruncate(file, 4096)\n"
+        "    kept.append(mmap.mmap(file, 4096))\n    return file\nhold(map(mapped, range(120)), kept_open=False)",
+        "descriptors",
+    ),
+    "mapped files that are closed": (
+        "import ctypes, os, time\nlibc = ctypes.CDLL(None)\nopen('/tmp/two', 'wb').write(bytes(8192))\n"
+        "for _ in range(5):\n    if os.fork() == 0:\n        for n in range(60_000):\n"
+        "            file = os.open('/tmp/two', os.O_RDONLY)\n"
+        "            libc.mmap(None, ctypes.c_size_t(4096), 1, 2, file, ctypes.c_long(4096 * (n % 2)))\n"
+        "            os.close(file)\n        break\ntime.sleep(300)",
+        "descriptors",
+    ),
+    "closed connections": (
+        f"{CONNECT}import time\nkept = connect(1200, 2304, 8192, close=True)\ntime.sleep(300)",
+        "descriptors",
+    ),
+    "buffers of connections": (
+        f"{CONNECT}import time\nkept = connect(60, 4 << 20, 4 << 20)\ntime.sleep(300)",
         "descriptors",
     ),
     "files in flight": (f"{SEND}ends = send(8)\ntime.sleep(300)", "descriptors"),

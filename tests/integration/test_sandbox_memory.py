@@ -41,6 +41,15 @@ for _ in range(30000):
     libc.msgsnd(queue, message, 8000, 0o4000)
 """,
     "semaphores": "for _ in range(300): libc.semget(0, 32000, 0o1600)",
+    "what processes would undo of semaphores": """
+import os, struct
+sets = [libc.semget(0, 32000, 0o1600) for _ in range(50)]
+for _ in range(120):
+    if os.fork() == 0:
+        for number in sets: libc.semop(number, struct.pack("=Hhh", 0, 1, 0x1000), 1)
+        time.sleep(300)
+time.sleep(300)
+""",
 }
 
 

@@ -20,7 +20,7 @@ KEYCTL, ADD_KEY = 250, 248
 JOIN_SESSION_KEYRING, SESSION_KEYRING, REVOKE = 1, -3, 3
 
 ATTEMPTS = """
-import ctypes, errno, fcntl, os, socket, struct, tempfile
+import ctypes, errno, fcntl, mmap, os, socket, struct, tempfile
 libc = ctypes.CDLL(None, use_errno=True)
 def call(number, *arguments):
     if libc.syscall(number, *arguments) < 0:
@@ -50,6 +50,14 @@ attempts = {
     "a lease of a file": lambda: fcntl.fcntl(tempfile.TemporaryFile().fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK),
     "a filter of a socket": lambda: socket.socketpair()[0].setsockopt(1, 26, struct.pack("@HP", 1, 0)),
     "a filter that outlives its process": lambda: call(317, 1, 8, None),
+    "pages of its memory in a pipe": lambda: call(278, os.pipe()[1], (ctypes.c_ulong * 2)(), 1, 0),
+    "pages of a file in a pipe": lambda: call(275, os.open(__file__, os.O_RDONLY), None, os.pipe()[1], None, 1, 0),
+    "pages of a pipe in another": lambda: call(276, os.pipe()[0], os.pipe()[1], 1, 0),
+    "pages of its memory in a socket": lambda: socket.socket().setsockopt(1, 60, 1),
+    "a long list of access control": lambda: os.setxattr(__file__, "system.posix_acl_access", bytes(1028)),
+    "an attribute by a later call": lambda: call(463, -100, b"/tmp", 0, b"user.a", None, 16),
+    "pages of the machine's reserve": lambda: mmap.mmap(-1, 2 << 20, flags=0x40022),
+    "a segment of the machine's reserve": lambda: call(29, 0, 2 << 20, 0o5600),
     "an end of the daemon": lambda: os.kill(daemon, 15),
     "a stop of the daemon": lambda: call(234, daemon, daemon, 19),
 }
@@ -68,12 +76,18 @@ ANSWERS = {
     "a lease of a file": "EINVAL",
     "a filter of a socket": "ENOPROTOOPT",
     "a filter that outlives its process": "EINVAL",
+    "pages of its memory in a pipe": "ENOSYS",
+    **dict.fromkeys(("pages of a file in a pipe", "pages of a pipe in another"), "EINVAL"),
+    "pages of its memory in a socket": "ENOPROTOOPT",
+    "a long list of access control": "ENOSPC",
+    "an attribute by a later call": "ENOSYS",
+    **dict.fromkeys(("pages of the machine's reserve", "a segment of the machine's reserve"), "ENOMEM"),
     **dict.fromkeys(("user namespace", "user namespace of a child", "open_by_handle_at", "mount"), "EPERM"),
     **dict.fromkeys(("the daemon's limits", "the daemon's priority", "the daemon's processors"), "EPERM"),
     **dict.fromkeys(("an end of the daemon", "a stop of the daemon"), "EPERM"),
 }
 USUAL = """
-import ctypes, mmap, multiprocessing, os, resource, select, signal, socket, subprocess, sys, tempfile, threading
+import ctypes, mmap, multiprocessing, os, resource, select, shutil, signal, socket, subprocess, sys, tempfile, threading
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import shared_memory
 thread = threading.Thread(target=lambda: None); thread.start(); thread.join()
@@ -91,6 +105,14 @@ sleeper = threading.Thread(target=signal.sigtimedwait, args=([signal.SIGUSR1], 0
 os.sched_setaffinity(sleeper.native_id, {0}); os.setpriority(os.PRIO_PROCESS, sleeper.native_id, 19); sleeper.join()
 os.kill(os.pidfd_open(child) and child, signal.SIGTERM); assert os.waitpid(child, 0)[1] == signal.SIGTERM
 mmap.mmap(-1, 1 << 20)
+with tempfile.TemporaryDirectory() as folder:
+    source, copy = folder + "/source", folder + "/copy"
+    with open(source, "wb") as file: file.write(bytes(100_000))
+    shutil.copy2(source, copy); assert os.path.getsize(copy) == 100_000
+    a, b = socket.socketpair(); assert a.sendfile(open(source, "rb"), count=5000) == 5000; a.close(); b.close()
+    assert subprocess.run(["cat", source], stdout=open(copy, "wb")).returncode == 0
+    try: os.setxattr(copy, "user.note", bytes(1024))
+    except OSError as error: assert error.errno == 95  # a kernel whose tmpfs has no such attributes
 ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)()
 import numpy; (numpy.ones((300, 300)) @ numpy.ones((300, 300))).sum()
 print("usual")

@@ -45,6 +45,8 @@ def interpret(code, audit, number, *arguments):
                 return value
             case seccomp.JUMP_EQUAL:
                 at += if_true if accumulator == value else if_false
+            case seccomp.JUMP_ABOVE:
+                at += if_true if accumulator > value else if_false
             case seccomp.JUMP_AT_LEAST:
                 at += if_true if accumulator >= value else if_false
             case seccomp.JUMP_ANY_BIT:
@@ -144,15 +146,33 @@ def test_nothing_of_a_filter_is_left_when_its_processes_have_ended(machine):
     """Of the memory for compiled filters, those of sockets and those of system calls, the machine has one number."""
     name, ask = machine
     setsockopt, seccomp_call = (54, 208)[column_of(name)], ARCHITECTURES[name].seccomp
-    for option in (26, 51):
+    for option in (26, 51, 60):
         assert ask(setsockopt, 3, socket.SOL_SOCKET, option) == refused(errno.ENOPROTOOPT)
         assert ask(setsockopt, 3, 1 << 32 | socket.SOL_SOCKET, 1 << 32 | option) == refused(errno.ENOPROTOOPT)
-    others = {(socket.SOL_SOCKET, option) for option in {*range(100)} - {26, 51}}
+    others = {(socket.SOL_SOCKET, option) for option in {*range(100)} - {26, 51, 60}}
     others |= {(level, option) for level in (0, 6, 17, 41, 270) for option in range(100)}
     assert {ask(setsockopt, 3, level, option) for level, option in others} == {ALLOW}
     for flags in (8, 8 | 1, 8 | 16):
         assert ask(seccomp_call, 1, flags, 0) == refused(errno.EINVAL)
     assert {ask(seccomp_call, operation, flags, 0) for operation in range(4) for flags in (0, 1, 2, 4)} == {ALLOW}
+
+
+def test_no_page_is_held_that_counts_for_nobody(machine):
+    name, ask = machine
+    column = column_of(name)
+    for numbers in SPLICES.values():
+        assert ask(numbers[column], 3, 0, 4, 0, 1) == refused(errno.EINVAL)
+    for numbers in SETXATTR.values():
+        for size in (0, 1, 36, 1024):
+            assert ask(numbers[column], NEW, NEW, NEW, size, 0) == ALLOW, size
+        for size in (1025, 65536, 2**32 - 1, 2**63 | 1025):
+            assert ask(numbers[column], NEW, NEW, NEW, size, 2) == refused(errno.ENOSPC), size
+    for flags in (0x22, 0x21, 0x20022, 0x100022, 0x4022, 0x10022):
+        assert ask(MMAP[column], 0, 4096, 3, flags, 2**64 - 1, 0) == ALLOW, flags
+        assert ask(MMAP[column], 0, 4096, 3, flags | 0x40000 | 21 << 26, 2**64 - 1, 0) == refused(errno.ENOMEM), flags
+    for flags in (0o1600, 0o666):
+        assert ask(SHMGET[column], 0, 4096, flags) == ALLOW
+        assert ask(SHMGET[column], 0, 4096, flags | 0o4000) == refused(errno.ENOMEM)
 
 
 def test_only_the_daemon_has_a_key_to_limits(machine):
@@ -202,6 +222,9 @@ SIGNALS = {
     "pidfd_open": (434, 434),
 }
 PRLIMIT64, SETRLIMIT = (302, 261), (160, 164)
+SPLICES = {"splice": (275, 76), "tee": (276, 77)}
+SETXATTR = {"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)}
+MMAP, SHMGET = (9, 222), (29, 194)
 SCHEDULING = {
     "sched_setaffinity": (203, 122),
     "sched_setattr": (314, 274),
@@ -284,6 +307,7 @@ def test_numbers_are_the_kernels(name):
     text = HEADERS[name].read_text()
     known = {key: int(value) for key, value in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", text)}
     tables = {**ABSENT, **FOR_ADMINISTRATORS, **SIGNALS, **SCHEDULING, "prlimit64": PRLIMIT64, "setrlimit": SETRLIMIT}
+    tables |= {**SPLICES, **SETXATTR, "mmap": MMAP, "shmget": SHMGET}
     tables |= {"setpriority": SETPRIORITY, "ioprio_set": IOPRIO_SET}
     tables |= {"clone": (56, 220), "clone3": (435, 435), "unshare": (272, 97), "socket": (41, 198)}
     tables |= {"socketpair": (53, 199)}
