@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import stat
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from prorl_ipc.file_calls import TreeContent
@@ -21,7 +21,7 @@ from prorl_ipc.tree import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from prorl_ipc.file_calls import TreeEntry, TreePart
     from prorl_ipc.tree import TreeLimits
@@ -31,6 +31,14 @@ MODE_MASK = 0o777
 OWNER_ONLY = 0o700
 HOLE_BYTES = 4096
 ZEROS = bytes(HOLE_BYTES)
+OF_THE_MACHINE = frozenset(
+    (
+        *(errno.EACCES, errno.EDQUOT, errno.EIO, errno.ELOOP, errno.EMFILE, errno.ENFILE, errno.ENODEV, errno.ENOENT),
+        *(errno.ENOMEM, errno.ENOSPC, errno.ENOTDIR, errno.ENXIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT),
+    )
+)
+"""Errors of the disk that a tree is written to, or of others who change things on it. All others are of what is in the
+tree: a name, a size, or a number of names of one file, that this disk does not take."""
 
 
 class TreeWriter:
@@ -67,19 +75,21 @@ class TreeWriter:
         """Write the next parts.
 
         Raises:
-            TreeRefused: `unsafe`, `too_large`. Nothing of that part was written.
-            OSError: it could not be written. In both cases the transfer is over: `close` it.
+            TreeRefused: `too_large`, or `unsafe`, as is what this disk does not take. Nothing of that part was written.
+            OSError: the disk could not write it. In both cases the transfer is over: `close` it.
         """
         for part in parts:
             if isinstance(part, TreeContent):
                 if self._file_fd < 0 or not part.data:
                     raise TreeRefused("unsafe", "content without a file, or without content")
                 self.counts.add_bytes(len(part.data))
-                write_with_holes(self._file_fd, part.data)
+                with _refusing("the content of a file"):
+                    write_with_holes(self._file_fd, part.data)
             else:
                 self._end_file()
                 self.counts.add_entry()
-                self._make(part)
+                with _refusing(f"{part.path[:80]!r}"):
+                    self._make(part)
 
     def finish(self) -> None:
         """Give the tree its permissions and its name. Errors as `take`, and TreeRefused (`exists`)."""
@@ -187,8 +197,9 @@ class TreeWriter:
         if self._file_fd >= 0:
             fd, self._file_fd = self._file_fd, -1
             try:
-                if (end := os.lseek(fd, 0, os.SEEK_CUR)) > os.fstat(fd).st_size:  # it ends in a hole
-                    os.ftruncate(fd, end)
+                with _refusing("the end of a file"):
+                    if (end := os.lseek(fd, 0, os.SEEK_CUR)) > os.fstat(fd).st_size:  # it ends in a hole
+                        os.ftruncate(fd, end)
                 os.fchmod(fd, self._file_mode)
             finally:
                 os.close(fd)
@@ -214,6 +225,17 @@ class TreeWriter:
             os.rename(aside, self._name, src_dir_fd=here, dst_dir_fd=here)
             raise
         _remove(here, aside)
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Raise TreeRefused instead of an error that the disk has with what the block writes, and not by itself."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in OF_THE_MACHINE:
+            raise
+        raise TreeRefused("unsafe", f"{what} cannot be on this disk: {exc.strerror}") from exc
 
 
 def write_with_holes(fd: int, content: bytes) -> int:

@@ -268,8 +268,9 @@ class JupyterKernel:
         if cell is not None and not self._gone.is_set():
             async with self._reading:
                 await self._converse(cell)
-            if cell.reply is not None:
-                return cell.done()
+            with suppress(*MALFORMED):
+                if cell.reply is not None:
+                    return cell.done()
         await self.kill()
         await self._gone.wait()
         return None

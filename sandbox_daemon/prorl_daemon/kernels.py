@@ -500,8 +500,8 @@ class KernelSessions:
         if name not in self._jupyter:
             try:
                 spec = await run_blocking(partial(find_kernelspec, name), limiter=self._limiter)
-            except BlockingIOError as exc:
-                raise CallError("no_ipython", f"{name}: {exc.strerror}") from exc
+            except OSError as exc:  # no thread, or no disk that its files can be read from
+                raise CallError("no_ipython", f"{name}: {exc.strerror or exc}") from exc
             await self._open_session(name, spec)
         return self._jupyter[name]
 

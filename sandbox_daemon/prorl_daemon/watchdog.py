@@ -205,9 +205,7 @@ def read_segments(processes: int) -> list[Segment]:
         Segment("msg", row[1], OBJECT_BYTES + row[3] + MESSAGE_BYTES * row[4], attached=False)
         for row in _read_table("msg")
     ]
-    found += [
-        Segment("sem", row[1], OBJECT_BYTES + each_bytes * row[3], attached=False) for row in _read_table("sem")
-    ]
+    found += [Segment("sem", row[1], OBJECT_BYTES + each_bytes * row[3], attached=False) for row in _read_table("sem")]
     return found
 
 

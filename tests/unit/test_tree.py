@@ -322,3 +322,35 @@ def test_a_folder_that_cannot_be_renamed_stays_and_gets_the_new_content(tmp_path
         assert target.read_text() == "new"
     assert (elsewhere / "kept").is_dir()
     assert sorted(os.listdir(tmp_path)) == ["beside", "elsewhere", "source", "target"]
+
+
+@pytest.mark.parametrize("number", [errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EINVAL, errno.EILSEQ, errno.EFBIG])
+def test_what_the_disk_does_not_take_of_a_tree_is_the_trees_fault(tmp_path, monkeypatch, number):
+    def refuse(*_args, **_fields):
+        raise OSError(number, "refused")
+
+    for call, parts in (
+        ("link", [ROOT, file(b"a"), link(b"b", b"a", "hardlink")]),
+        ("symlink", [ROOT, link(b"b", b"a")]),
+        ("mkdir", [ROOT]),
+        ("write", [ROOT, file(b"a"), TreeContent(data=b"x")]),
+        ("ftruncate", [ROOT, file(b"a"), TreeContent(data=bytes(4096))]),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, refuse)
+            with pytest.raises(TreeRefused, match="cannot be on this disk") as refused:
+                write(tmp_path / "target", *parts)
+        assert refused.value.code == "unsafe"
+        assert os.listdir(tmp_path) == [], call
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.EROFS, errno.EACCES])
+def test_a_disk_that_cannot_write_is_no_fault_of_the_tree(tmp_path, monkeypatch, number):
+    def fail(*_args, **_fields):
+        raise OSError(number, "failed")
+
+    monkeypatch.setattr(os, "link", fail)
+    monkeypatch.setattr(os, "ftruncate", fail)
+    for parts in ([file(b"a"), link(b"b", b"a", "hardlink")], [file(b"a"), TreeContent(data=bytes(4096)), file(b"c")]):
+        with pytest.raises(OSError, match="failed"):
+            write(tmp_path / "target", ROOT, *parts)

@@ -225,3 +225,20 @@ async def test_a_kernel_that_cannot_start_says_why(start_daemon, tmp_path):
 
 def test_control_codes_are_removed():
     assert without_control_codes("\x1b[0;31mred\x1b[0m \x1b]0;title\x07plain \x1b(x") == "red plain \x1b(x"
+
+
+FORGE = """
+session, send = get_ipython().kernel.session, get_ipython().kernel.session.send
+def forged(stream, kind, content=None, *args, **fields):
+    return send(stream, kind, %s if kind == "execute_reply" else content, *args, **fields)
+session.send = forged
+"""
+
+
+@pytest.mark.parametrize(
+    "content", ["{'status': 'error', 'traceback': 7}", "[7]", "{'status': 'error', 'ename': 10 ** 5000}"]
+)
+async def test_a_forged_answer_costs_the_kernel_and_is_no_error_of_the_daemon(sandbox, content):
+    await cell(sandbox, FORGE % content)
+    lost = await cell(sandbox, "1")
+    assert (lost.result, (await cell(sandbox, "2 + 2")).result) == (None, "4")
