@@ -5,12 +5,14 @@ The same in a sandbox that no policy has used is the handler's failure, with no 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import trio
 
 from component.test_whose_doing import FAULT, SURVIVED, Tools, bash, open_bench, turns
+from prorl_ipc.sandbox_calls import ExecResult
 from prorl_trio.pipeline.outcomes import blame
 from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.transfer import TransferOptions
@@ -189,6 +191,19 @@ OTHERS = (
 )
 TAKEN, NOT_TAKEN = ("completed", None, 1.0), ("completed", None, 0.0)
 OUT_OF_TIME = ("timed_out", "agent_budget", 0.0)
+NONSENSE = {
+    "no JSON": "git: not found",
+    "nothing": "",
+    "a list": "[]",
+    "no names": "{}",
+    "a number of names": '{"left_out": 5, "left_out_paths": 1}',
+    "null for names": '{"left_out": null, "left_out_paths": 0}',
+    "a reason that is none": '{"left_out": {"a": [1, NaN]}, "left_out_paths": 1}',
+    "a count beyond 64 bits": '{"left_out": {}, "left_out_paths": 123456789012345678901234567890}',
+    "a count of 5,000 digits": '{"left_out": {}, "left_out_paths": ' + "9" * 5000 + "}",
+    "deep lists": "[" * 100_000,
+}
+"""What a program prints that a policy has put in the place of `python3`."""
 GIT_TRICKS = {
     "none": ("true", TAKEN),
     "a filter": (f"printf '%s' '{FILTER}' >> .git/config; echo '* filter=x diff=x merge=x' > .gitattributes", TAKEN),
@@ -260,3 +275,28 @@ async def test_what_a_policy_configures_in_its_repository_is_not_run_and_its_tim
             for name in GIT_TRICKS:
                 nursery.start_soon(one, name)
     assert found == {name: ended for name, (_, ended) in GIT_TRICKS.items()}
+
+
+class Prints:
+    """A sandbox in which every program prints the same."""
+
+    def __init__(self, text):
+        self._stdout = text.encode()
+
+    async def exec(self, _argv, *, on_output=None, **_options):
+        await trio.lowlevel.checkpoint()
+        if on_output is not None:
+            on_output("stdout", b"")
+        return ExecResult(exit_code=0, stdout=self._stdout, stderr=b"", duration_s=0.0)
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+async def test_what_replaces_python_makes_no_change_and_no_failure(name):
+    with pytest.raises(ValueError, match=r"."):
+        await _difference(Prints(NONSENSE[name]), REPO, last_try=True)
+
+
+async def test_names_and_reasons_that_are_no_text_can_be_part_of_an_outcome():
+    said = json.dumps({"left_out": {"a\udcff": "b\ud800"}, "left_out_paths": 7, "more": [[]]})
+    _, left_out = await _difference(Prints(said), REPO, last_try=True)
+    assert left_out == {"left_out": {"a\\udcff": "b\\ud800"}, "left_out_paths": 7}

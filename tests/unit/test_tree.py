@@ -332,7 +332,6 @@ def test_what_the_disk_does_not_take_of_a_tree_is_the_trees_fault(tmp_path, monk
     for call, parts in (
         ("link", [ROOT, file(b"a"), link(b"b", b"a", "hardlink")]),
         ("symlink", [ROOT, link(b"b", b"a")]),
-        ("mkdir", [ROOT]),
         ("write", [ROOT, file(b"a"), TreeContent(data=b"x")]),
         ("ftruncate", [ROOT, file(b"a"), TreeContent(data=bytes(4096))]),
     ):

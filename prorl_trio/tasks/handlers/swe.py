@@ -8,7 +8,7 @@ import json
 import secrets
 from functools import partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 
@@ -242,6 +242,17 @@ def _sandbox_spec(payload: SwePayload, sandbox: SandboxConfig) -> SandboxSpec:
     )
 
 
+class _LeftOut(msgspec.Struct, frozen=True):
+    """What `drivers/take_changes.py` prints, in a sandbox whose Python may be the policy's."""
+
+    left_out: dict[str, str]
+    left_out_paths: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+
+
+def _portable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
 class _SweStyle(AgentStyle):
     def nudge(self) -> str:
         return NUDGE
@@ -254,7 +265,7 @@ async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool)
     committed and configured anything.
 
     Raises:
-        ValueError: git failed, or there is more than `MAX_PATCH_BYTES`.
+        ValueError: git failed, Python says nonsense, or there is more than `MAX_PATCH_BYTES`.
         OSError, SandboxCallFailed: git could not be started.
         ProgramKilled: git was killed, and there is another try.
     """
@@ -289,11 +300,13 @@ async def _difference(sandbox: Sandbox, base: RepositoryBase, *, last_try: bool)
         check_end("git", done)
     if done.exit_code != 0:
         raise ValueError(done.stderr.decode(errors="replace").strip())
-    left_out: dict[str, Any] = json.loads(done.stdout)
+    try:
+        found = msgspec.convert(json.loads(done.stdout), _LeftOut)
+    except RecursionError as exc:
+        raise ValueError(f"python3 is none any more: {exc}") from exc
     # A name that is no text of Unicode cannot be part of an outcome.
-    left_out["left_out"] = {
-        path.encode(errors="backslashreplace").decode(): why for path, why in left_out["left_out"].items()
-    }
+    named = {_portable(path): _portable(why) for path, why in found.left_out.items()}
+    left_out = {"left_out": named, "left_out_paths": found.left_out_paths}
     patch = bytearray()
 
     def take(stream: str, data: bytes) -> None:
