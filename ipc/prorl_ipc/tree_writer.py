@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 MODE_MASK = 0o777
 OWNER_ONLY = 0o700
+OWNER_SEES_FILE, OWNER_SEES_FOLDER = 0o400, 0o500
+"""Permissions that each file and folder gets besides its own: who has received a tree can read it. A sender that may
+read whatever it owns, or that is raced, sends what its receiver could not."""
 HOLE_BYTES = 4096
 ZEROS = bytes(HOLE_BYTES)
 OF_THE_MACHINE = frozenset(
@@ -45,7 +48,7 @@ class TreeWriter:
     """Writes a tree to the absolute `path`, whose folder has no links in it and is made if it is missing.
 
     Everything goes into a hidden sibling of `path`, open to its owner only, through folder descriptors and never
-    through a link; `finish` gives permissions and the name. Only files, folders, symbolic links that stay in the tree,
+    through a link; `finish` gives permissions, with which the owner can read all of it, and the name. Only files, folders, symbolic links that stay in the tree,
     and second names of files of the tree can come to be.
 
     A folder of an overlay's lower layer cannot be renamed, and some overlays neither remove it nor rename folders into
@@ -142,10 +145,10 @@ class TreeWriter:
             match entry.kind:
                 case "folder":
                     os.mkdir(name, OWNER_ONLY, dir_fd=parent_fd)
-                    self._folder_modes.append((names, entry.mode & MODE_MASK))
+                    self._folder_modes.append((names, entry.mode & MODE_MASK | OWNER_SEES_FOLDER))
                 case "file":
                     self._file_fd = os.open(name, NEW_FILE_FLAGS, 0o600, dir_fd=parent_fd)
-                    self._file_mode = entry.mode & MODE_MASK
+                    self._file_mode = entry.mode & MODE_MASK | OWNER_SEES_FILE
                 case "symlink":
                     if not link_stays_inside(entry.path, entry.target):
                         raise TreeRefused("unsafe", f"the link {entry.path!r} leads out of the tree: {entry.target!r}")
@@ -163,11 +166,11 @@ class TreeWriter:
                 os.mkdir(self._staging, OWNER_ONLY, dir_fd=self._placed_in)
                 self._begun = True
                 self._root_fd = os.open(self._staging, FOLDER_FLAGS, dir_fd=self._placed_in)
-                self._folder_modes.append(([], entry.mode & MODE_MASK))
+                self._folder_modes.append(([], entry.mode & MODE_MASK | OWNER_SEES_FOLDER))
             case "file":
                 self._file_fd = os.open(self._staging, NEW_FILE_FLAGS, 0o600, dir_fd=self._placed_in)
                 self._begun = True
-                self._file_mode = entry.mode & MODE_MASK
+                self._file_mode = entry.mode & MODE_MASK | OWNER_SEES_FILE
             case _:
                 raise TreeRefused("unsafe", f"the root of a tree is a file or a folder, no {entry.kind}")
 

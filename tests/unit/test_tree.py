@@ -8,6 +8,7 @@ import os
 import stat
 from contextlib import closing
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -353,3 +354,15 @@ def test_a_disk_that_cannot_write_is_no_fault_of_the_tree(tmp_path, monkeypatch,
     for parts in ([file(b"a"), link(b"b", b"a", "hardlink")], [file(b"a"), TreeContent(data=bytes(4096)), file(b"c")]):
         with pytest.raises(OSError, match="failed"):
             write(tmp_path / "target", ROOT, *parts)
+
+
+def test_who_receives_a_tree_can_read_all_of_it(tmp_path):
+    folder = TreeEntry(path=b"f", kind="folder", mode=0)
+    write(tmp_path / "target", msgspec.structs.replace(ROOT, mode=0o020), file(b"a", 0), folder, file(b"f/b", 0o017))
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode)
+        for path in (tmp_path / "target", *sorted((tmp_path / "target").rglob("*")))
+    }
+    assert modes == {"target": 0o520, "a": 0o400, "f": 0o500, "b": 0o417}
+    write(tmp_path / "single", file(b"", 0o002))
+    assert stat.S_IMODE((tmp_path / "single").stat().st_mode) == 0o402
