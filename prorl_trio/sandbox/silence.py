@@ -10,7 +10,8 @@ no CPU time between two looks, it did not get to run. What kept it is told by it
 * asleep (S): it could run, and did not. The time counts.
 
 A wait for a CPU is the sandbox's own doing only if the sandbox asks for many of them (`MAX_WANTED_CPUS`), however many
-it got: beside fewer threads, a daemon is never kept waiting for long.
+it got: beside fewer threads, a daemon is never kept waiting for long. Either its living threads have asked for as much
+between two looks, or as many could run at both: processes that end at once leave no trace of what they asked for.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Silence:
             if before is None:
                 self._unsure_s = kept_s
             elif (
-                self._use.wanted_since(before) > MAX_WANTED_CPUS * passed_s
+                self._use.wanted_since(before, passed_s) > MAX_WANTED_CPUS * passed_s
                 if wants_cpu
                 else self._use.others_s - before.others_s > RUNNING_SHARE * passed_s
             ):
@@ -216,20 +217,26 @@ class _Use(NamedTuple):
         others_s: seconds of all processes but the daemon, also of those that have ended.
         ended_s: the seconds among these of processes that have ended.
         wanted_ns: for each living thread, the time that it was on a CPU or waited for one.
+        runnable: threads on a CPU or waiting for one now, without the daemon's.
     """
 
     others_s: float
     ended_s: float
     wanted_ns: dict[int, int]
+    runnable: int = 0
 
-    def wanted_since(self, before: _Use) -> float:
-        """Return the seconds since `before` of all threads on a CPU or waiting for one."""
+    def wanted_since(self, before: _Use, passed_s: float) -> float:
+        """Return the seconds of all threads on a CPU or waiting for one, in the `passed_s` since `before`, at least.
+
+        The kernel has no such time of processes that have ended, nor even their CPU time if their parent ignored them.
+        """
         living_ns = sum(max(0, ns - before.wanted_ns.get(thread, 0)) for thread, ns in self.wanted_ns.items())
-        return living_ns / 1e9 + max(0.0, self.ended_s - before.ended_s)
+        seen_s = living_ns / 1e9 + max(0.0, self.ended_s - before.ended_s)
+        return max(seen_s, min(self.runnable, before.runnable) * passed_s)
 
 
 def _use(daemon: int) -> _Use:
-    living, ended, waiting = 0, 0, [daemon]
+    living, ended, runnable, waiting = 0, 0, 0, [daemon]
     wanted_ns: dict[int, int] = {}
     while waiting:
         pid = waiting.pop()
@@ -240,4 +247,5 @@ def _use(daemon: int) -> _Use:
                 living += sum(map(int, fields[11:13])) if pid != daemon else 0
             for thread in map(int, os.listdir(f"/proc/{pid}/task")):
                 wanted_ns[thread] = sum(_schedstat(thread) or (0, 0))
-    return _Use((living + ended) / _TICKS_PER_S, ended / _TICKS_PER_S, wanted_ns)
+                runnable += pid != daemon and (stat_fields(thread) or [""])[0] == "R"
+    return _Use((living + ended) / _TICKS_PER_S, ended / _TICKS_PER_S, wanted_ns, runnable)

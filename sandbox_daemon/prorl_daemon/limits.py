@@ -25,6 +25,9 @@ MAX_PENDING_SIGNALS = 4096
 MAX_QUEUE_BYTES = 200_000
 """POSIX message queues of all processes of the sandbox's user: two of the usual size. The kernel's default is 819,200
 for a user, in all sandboxes together."""
+NO_CORE_BYTES = 1
+"""No core file is as short. Where the machine hands cores to a program of its own (`kernel.core_pattern` with a pipe),
+0 would not keep the kernel from running that, as root and outside of the sandbox: 1 does (the kernel's fs/coredump.c)."""
 BACKSTOP_FACTOR = 2
 """The kernel refuses a fork at this many times `max_processes`: the watchdog acts, and reports, before that."""
 BACKSTOP_CPU_S = 10
@@ -101,7 +104,7 @@ def limit_self(limits: SandboxLimits, *, pid: int = 0) -> None:
     `pid`: of a process that it has forked before; 0: the daemon itself.
     """
     for what, limit in (
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, NO_CORE_BYTES),
         (resource.RLIMIT_NOFILE, limits.max_open_files),
         (resource.RLIMIT_FSIZE, limits.max_file_bytes),
         (RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),

@@ -13,7 +13,7 @@ import resource
 import struct
 from typing import TYPE_CHECKING, NamedTuple
 
-from prorl_daemon.syscall_rules import ARCHITECTURES, PRLIMIT64, RLIMIT_LOCKS, Architecture, Rule, rules
+from prorl_daemon.syscall_rules import ARCHITECTURES, PRLIMIT64, RLIMIT_CORE, RLIMIT_LOCKS, Architecture, Rule, rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,14 +71,14 @@ def filter_end(architecture: Architecture, key: bytes | None) -> list[Instructio
     """Return the rule of `prlimit64`, and the end of a filter, which allows all other calls of this architecture.
 
     A program may read any limits that the kernel lets it, and set its own, `RLIMIT_LOCKS` aside: the process is 0 then,
-    as in `setrlimit` of any C library. No number of another process is allowed: each of the daemon's threads has one
-    that the filter cannot know. Who gives the key in the fifth and sixth argument may set all: the daemon. If `key` is
-    None, nobody may.
+    as in `setrlimit` of any C library. Setting `RLIMIT_CORE` succeeds, and does nothing: scripts do it, to 0 mostly. No
+    number of another process is allowed: each of the daemon's threads has one that the filter cannot know. Who gives
+    the key in the fifth and sixth argument may set all: the daemon. If `key` is None, nobody may.
 
     Calls that no rule names cost nothing: since Linux 5.11 the kernel remembers that they are always allowed.
     """
     allow = Instruction(RETURN, ALLOW)
-    keyed = [Instruction(RETURN, ERROR | errno.EPERM)]
+    by_key: list[Instruction] = []
     if key is not None:
         words = [
             step
@@ -88,12 +88,16 @@ def filter_end(architecture: Architecture, key: bytes | None) -> list[Instructio
                 Instruction(JUMP_EQUAL, word, 0, 2 * (3 - index) + 1),
             )
         ]
-        keyed = [*words, allow, *keyed]
+        by_key = [*words, allow]
+    core = [*by_key, Instruction(RETURN, ERROR)]
+    keyed = [*by_key, Instruction(RETURN, ERROR | errno.EPERM)]
     own = [
         Instruction(LOAD, ARGUMENTS_AT),
-        Instruction(JUMP_EQUAL, 0, 0, 3),
+        Instruction(JUMP_EQUAL, 0, 0, 3 + len(core) + 1),
         Instruction(LOAD, ARGUMENTS_AT + 8),
-        Instruction(JUMP_EQUAL, RLIMIT_LOCKS, 1, 0),
+        Instruction(JUMP_EQUAL, RLIMIT_LOCKS, 1 + len(core) + 1, 0),
+        Instruction(JUMP_EQUAL, RLIMIT_CORE, 0, len(core)),
+        *core,
         allow,
     ]
     reading = [

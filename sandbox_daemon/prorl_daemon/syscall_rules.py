@@ -185,8 +185,12 @@ SECCOMP_NEW_LISTENER = 1 << 3
 """The flag that gives a descriptor for a filter of system calls, by which the filter outlives its processes."""
 PRLIMIT64 = (302, 261)
 SETRLIMIT = (160, 164)
+RLIMIT_CORE = 4
+"""1 for all tools, see `limits`: a program may set it, and nothing changes."""
 RLIMIT_LOCKS = 10
 """The mark of what the daemon starts (`children`), which nobody may take off."""
+OWN_LIMITS = tuple(number for number in range(16) if number not in (RLIMIT_CORE, RLIMIT_LOCKS))
+"""What a program may set of its own."""
 
 
 def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list[Rule]:
@@ -215,7 +219,7 @@ def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list
         ]
     return [
         *found,
-        Rule(SETRLIMIT[column], errno.EPERM, equal=RLIMIT_LOCKS),
+        Rule(SETRLIMIT[column], errno.EPERM, unless=OWN_LIMITS),
         Rule(
             SETSOCKOPT[column],
             errno.ENOPROTOOPT,

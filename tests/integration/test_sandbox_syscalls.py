@@ -105,6 +105,8 @@ sleeper = threading.Thread(target=signal.sigtimedwait, args=([signal.SIGUSR1], 0
 os.sched_setaffinity(sleeper.native_id, {0}); os.setpriority(os.PRIO_PROCESS, sleeper.native_id, 19); sleeper.join()
 os.kill(os.pidfd_open(child) and child, signal.SIGTERM); assert os.waitpid(child, 0)[1] == signal.SIGTERM
 mmap.mmap(-1, 1 << 20)
+core = resource.getrlimit(resource.RLIMIT_CORE); resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+assert resource.getrlimit(resource.RLIMIT_CORE) == core and core in ((0, 0), (1, 1)), core
 with tempfile.TemporaryDirectory() as folder:
     source, copy = folder + "/source", folder + "/copy"
     with open(source, "wb") as file: file.write(bytes(100_000))

@@ -19,13 +19,14 @@ PID = 17
 class Seen:
     """What /proc shows of a sandbox, which changes with each look: the daemon's state and CPU time, and the others'."""
 
-    def __init__(self, monkeypatch, *, state, daemon=0, others=0.0, waits=0.0, wanted=0.0):
+    def __init__(self, monkeypatch, *, state, daemon=0, others=0.0, waits=0.0, wanted=0.0, runnable=0):
         self.state, self.daemon, self.others, self.waits, self.wanted = state, daemon, others, waits, wanted
+        self.runnable = runnable
         self.waited_ns = self.wanted_ns = 0
         self.cpu_ns, self.others_s = 1_000_000, 5.0
         self.threads = set()
         monkeypatch.setattr(module, "_look", self.look)
-        monkeypatch.setattr(module, "_use", lambda pid: module._Use(self.others_s, 0.0, {PID: self.wanted_ns}))
+        monkeypatch.setattr(module, "_use", lambda pid: module._Use(self.others_s, 0.0, {PID: self.wanted_ns}, self.runnable))
         monkeypatch.setattr(module, "_waiting_for_disk", lambda pid: self.threads)
         monkeypatch.setattr(module, "run_blocking", self.run_here)
 
@@ -69,6 +70,12 @@ async def look_for(silence, seconds):
         (
             "it runs, on a CPU that its own sandbox has",
             {"state": "R", "daemon": 1, "waits": 1.0, "wanted": 300.0},
+            False,
+        ),
+        ("it waits, beside few that can run", {"state": "R", "wanted": 1.0, "runnable": module.MAX_WANTED_CPUS}, True),
+        (
+            "it waits, beside many that have ended when it is looked at again",
+            {"state": "S", "daemon": 1, "waits": 1.0, "wanted": 1.0, "runnable": module.MAX_WANTED_CPUS + 1},
             False,
         ),
         ("it hardly waits for a CPU", {"state": "S", "daemon": 1, "waits": 0.05}, False),
@@ -159,11 +166,40 @@ def test_the_use_of_cpus_counts_threads_and_programs_that_have_ended():
     with subprocess.Popen([sys.executable, "-c", BUSY], stdin=-1, stdout=-1, text=True) as process:
         process.stdout.readline()
         before = after = module._use(process.pid)
-        while after.wanted_since(before) < 0.3:
+        while after.wanted_since(before, 0.0) < 0.3:
             after = module._use(process.pid)
         process.communicate("\n")
     assert (before.ended_s > 0, len(after.wanted_ns)) == (True, 4)
     assert after.others_s == after.ended_s, "the process itself is the daemon here"
+
+
+PASSES_ON = """
+import ctypes, os, signal, time
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # the orphans are this process's
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # and nobody waits for them
+until_s = time.monotonic() + 60
+for _ in range(12):
+    if os.fork() == 0:
+        while time.monotonic() < until_s:
+            if os.fork():
+                os._exit(0)
+            for _ in range(20_000): pass
+        os._exit(0)
+print(flush=True)
+input()
+os.kill(0, signal.SIGKILL)
+"""
+
+
+def test_processes_that_end_at_once_and_that_nobody_waits_for_are_seen_to_want_cpus():
+    with subprocess.Popen(
+        [sys.executable, "-c", PASSES_ON], stdin=-1, stdout=-1, text=True, start_new_session=True
+    ) as process:
+        process.stdout.readline()
+        seen = [module._use(process.pid) for _ in range(50)]
+        process.communicate("\n")
+    assert max(use.ended_s for use in seen) == 0.0, "the kernel says nothing of them"
+    assert max(use.runnable for use in seen) >= 8
 
 
 STOPS_ITS_CHILD = """
