@@ -10,7 +10,7 @@ Breach = Literal["", "memory", "processes", "cpu", "file_size", "disk", "descrip
 """The limit that an action ran into; empty if none.
 
 `descriptors`: what all open files of the sandbox hold in the kernel, for which the user or the machine has one number:
-the files, files that epoll watches, files in flight, locks.
+the files, files that epoll watches, mappings, files in flight, locks, connections.
 """
 
 _MIB = 1024 * 1024

@@ -48,8 +48,8 @@ class TreeWriter:
     """Writes a tree to the absolute `path`, whose folder has no links in it and is made if it is missing.
 
     Everything goes into a hidden sibling of `path`, open to its owner only, through folder descriptors and never
-    through a link; `finish` gives permissions, with which the owner can read all of it, and the name. Only files, folders, symbolic links that stay in the tree,
-    and second names of files of the tree can come to be.
+    through a link; `finish` gives permissions, with which the owner can read all of it, and the name. Only files,
+    folders, symbolic links that stay in the tree, and second names of files of the tree can come to be.
 
     A folder of an overlay's lower layer cannot be renamed, and some overlays neither remove it nor rename folders into
     it. There the old one stays, new ones are made, and they get the content and permissions. If that fails, as it does

@@ -391,9 +391,11 @@ class Sandbox(abc.ABC):
         """Copy the file or folder `remote` inside to `local`. As `upload`, the other way.
 
         Whatever code inside does meanwhile, nothing outside of `local` is written or read, and no link in it leads out.
+        All of it can be read by its owner afterwards.
 
         Raises:
-            ValueError: besides the above: what came out of the sandbox is not a tree of files.
+            ValueError: besides the above: what came out of the sandbox is not a tree of files, or this disk does not
+                take it.
         """
         async with self._action():
             try:

@@ -27,7 +27,7 @@ MAX_QUEUE_BYTES = 200_000
 for a user, in all sandboxes together."""
 NO_CORE_BYTES = 1
 """No core file is as short. Where the machine hands cores to a program of its own (`kernel.core_pattern` with a pipe),
-0 would not keep the kernel from running that, as root and outside of the sandbox: 1 does (the kernel's fs/coredump.c)."""
+the kernel runs that, as root and outside of the sandbox, unless this limit is 1 (the kernel's fs/coredump.c)."""
 BACKSTOP_FACTOR = 2
 """The kernel refuses a fork at this many times `max_processes`: the watchdog acts, and reports, before that."""
 BACKSTOP_CPU_S = 10

@@ -82,7 +82,7 @@ OBJECT_BYTES = 512
 """About what the kernel takes for one of them without its content."""
 SEMAPHORE_BYTES = 64
 UNDO_BYTES = 2
-"""For each process that may have changed a semaphore with `SEM_UNDO`, which makes the kernel remember all of its set."""
+"""For each process that may have changed a semaphore with `SEM_UNDO`: the kernel keeps a number for all of its set."""
 MESSAGE_BYTES = 64
 SEGMENT_PREFIX = b"/SYSV"
 

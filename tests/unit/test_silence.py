@@ -26,7 +26,9 @@ class Seen:
         self.cpu_ns, self.others_s = 1_000_000, 5.0
         self.threads = set()
         monkeypatch.setattr(module, "_look", self.look)
-        monkeypatch.setattr(module, "_use", lambda pid: module._Use(self.others_s, 0.0, {PID: self.wanted_ns}, self.runnable))
+        monkeypatch.setattr(
+            module, "_use", lambda pid: module._Use(self.others_s, 0.0, {PID: self.wanted_ns}, self.runnable)
+        )
         monkeypatch.setattr(module, "_waiting_for_disk", lambda pid: self.threads)
         monkeypatch.setattr(module, "run_blocking", self.run_here)
 
