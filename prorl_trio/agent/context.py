@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.search.service import Search
-    from prorl_trio.types.models import JobSpec, Segment, StopReason, Turn
+    from prorl_trio.types.models import Echo, JobSpec, Segment, SegmentReason, StopReason, Turn
 
 
 MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
@@ -45,12 +46,25 @@ MAX_DIALOGUES: Final = 1024
 """The most dialogues of one rollout. A policy that asks for more agents than that asks for ever."""
 
 
+class Origin(NamedTuple):
+    """Where a dialogue comes from: `shared` tokens of segment `segment` of the dialogue `asker` are its beginning.
+
+    `agent` and `agent_type` as in `Segment`.
+    """
+
+    asker: int
+    segment: int
+    reason: SegmentReason = "sub_agent"
+    shared: int = 0
+    agent: str = ""
+    agent_type: str = ""
+
+
 class _Dialogue(NamedTuple):
-    """`asker` and `segment`: which dialogue it was asked in, and in which segment of that; None for the first."""
+    """`origin`: None for the first."""
 
     conversation: Conversation
-    asker: int | None
-    segment: int
+    origin: Origin | None
 
 
 class Dialogues:
@@ -64,11 +78,14 @@ class Dialogues:
     def __len__(self) -> int:
         return len(self._all)
 
-    def begin(self, conversation: Conversation, asker: int | None = None) -> int:
-        """Add a new dialogue, asked in the present segment of the dialogue `asker`, and return its number."""
-        segment = 0 if asker is None else self._all[asker].conversation.segment
-        self._all.append(_Dialogue(conversation, asker, segment))
+    def begin(self, conversation: Conversation, origin: Origin | None = None) -> int:
+        """Add a new dialogue and return its number."""
+        self._all.append(_Dialogue(conversation, origin))
         return len(self._all) - 1
+
+    def asked_in(self, asker: int) -> Origin:
+        """Return the origin of a dialogue that the agent of `asker` begins now, in its present segment."""
+        return Origin(asker, self._all[asker].conversation.segment)
 
     def record(self, turn: Turn, dialogue: int = 0) -> None:
         """Keep a turn of `dialogue`, whose segment is counted within it."""
@@ -96,18 +113,21 @@ class Dialogues:
     def assemble(self, segments_of: Callable[[Conversation], list[Segment]]) -> tuple[list[Segment], list[Turn]]:
         """The segments of all dialogues one after the other, and the turns in the order they were recorded.
 
-        Turns, and parents of segments, are numbered through. The first segment of a dialogue that was asked has the one
-        it was asked in as its parent.
+        Turns, and parents of segments, are numbered through. The first segment of a dialogue with an origin has that as
+        its parent.
         """
         segments: list[Segment] = []
         firsts: list[int] = []
-        for conversation, asker, asked_in in self._all:
+        for conversation, origin in self._all:
             first = len(segments)
             firsts.append(first)
             for segment in segments_of(conversation):
-                if asker is not None and segment.parent is None:
-                    parent, reason = firsts[asker] + asked_in, "sub_agent"
-                    segment = msgspec.structs.replace(segment, parent=parent, reason=reason)
+                if origin is not None and segment.parent is None:
+                    asker, asked_in, reason, shared, agent, agent_type = origin
+                    parent = firsts[asker] + asked_in
+                    segment = msgspec.structs.replace(
+                        segment, parent=parent, reason=reason, shared=shared, agent=agent, agent_type=agent_type
+                    )
                 elif first and segment.parent is not None:
                     segment = msgspec.structs.replace(segment, parent=first + segment.parent)
                 segments.append(segment)
@@ -195,6 +215,7 @@ class RolloutContext:
     dialogues: Dialogues = field(default_factory=Dialogues)
     turns: list[Turn] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    echoes: Counter[Echo] = field(default_factory=Counter)
     stop_reason: StopReason = "aborted"
     answer: str | None = None
     handler_state: Any = None
@@ -396,11 +417,10 @@ class RolloutContext:
         """
         self.evaluation_log.append(text.encode(errors="replace").decode())
 
-    def begin_dialogue(self, conversation: Conversation, asker: int | None = None) -> int:
+    def begin_dialogue(self, conversation: Conversation, origin: Origin | None = None) -> int:
         """Record `conversation` as a new dialogue and return its number; its tokens go to the rollout's memory.
 
-        With `asker` None it becomes the conversation of the task's agent, else it is one that dialogue `asker` asked
-        for.
+        With `origin` None it becomes the conversation of the task's agent.
 
         Raises:
             TooManyDialogues: there are `MAX_DIALOGUES` already.
@@ -408,9 +428,9 @@ class RolloutContext:
         if len(self.dialogues) >= MAX_DIALOGUES:
             raise TooManyDialogues(f"a rollout may ask {MAX_DIALOGUES - 1} other agents; this one asks for more")
         conversation.keep_in(self.tokens)
-        if asker is None:
+        if origin is None:
             self.conversation = conversation
-        return self.dialogues.begin(conversation, asker)
+        return self.dialogues.begin(conversation, origin)
 
     def record(self, turn: Turn, dialogue: int = 0) -> None:
         """Record a turn of the policy with its observations, in `dialogue`, and call `on_turn` with it."""
@@ -441,4 +461,5 @@ class RolloutContext:
             prefix_breaks=self.dialogues.prefix_breaks,
             drift_tokens=self.dialogues.drift_tokens,
             tools=self.tools,
+            echoes=dict(self.echoes),
         )

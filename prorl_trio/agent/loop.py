@@ -175,7 +175,7 @@ async def run_sub_agent(
     chat_format = context.resources.chat_format
     conversation = await run_sync(Conversation, chat_format, messages, tools.schemas())
     turns = Turns(context, asker.turns.lease, asker.turns.budget, conversation, said=messages)
-    turns.begin(asker.turns.dialogue)
+    turns.begin(context.dialogues.asked_in(asker.turns.dialogue))
     agent = _Agent(turns, tools, style, before_turn, None)
     try:
         with asker.tool_time.given_away() if asker.tool_time is not None else nullcontext():
