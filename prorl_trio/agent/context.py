@@ -23,7 +23,7 @@ from prorl_trio.types.models import Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
-    from contextlib import AbstractContextManager
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from prorl_trio.agent.activity import Charge
     from prorl_trio.agent.scoring import ScorerPool
@@ -164,6 +164,16 @@ class BoundedText:
         return f"{self._head}\n[... {self._dropped} characters left out ...]\n{self._tail}"
 
 
+class Address(NamedTuple):
+    """Where a program finds a gateway: the URL, without a path of an API, and the key that it shows.
+
+    The key is a secret where the URL is not the rollout's alone.
+    """
+
+    url: str
+    key: str
+
+
 @dataclass(slots=True, kw_only=True)
 class Resources:
     """The resources that all jobs of a node share.
@@ -178,6 +188,10 @@ class Resources:
     tokens: TokenMemory = field(default_factory=TokenMemory)
     search: Search | None = None
     """None: agents of this node cannot search."""
+    serve_gateway: Callable[..., AbstractAsyncContextManager[Address]] | None = None
+    """Called with the `Gateway` of a rollout and its sandbox, or None for programs elsewhere: serves it in a block.
+
+    None: this node runs no programs."""
 
     def max_trajectory_tokens(self, spec: JobSpec, longest: int | None = None) -> int:
         """Return the longest context that a rollout may have, in tokens.

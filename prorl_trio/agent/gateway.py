@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from prorl_trio.agent.budget import ToolTime
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.agent.said import Question, SaidCall
+    from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.inference.pool.lease import Lease
-    from prorl_trio.types.models import Echo, SegmentReason, ToolSchema
+    from prorl_trio.types.models import Echo, SegmentReason, StopReason, ToolSchema
 
 CALLS_FOR_A_TURN: Final = 4
 """Requests that a program may make for each turn of `max_turns`, sampled or not: one with a wrong limit never stops."""
@@ -90,13 +91,14 @@ class _Turn:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """A dialogue. `tip` is the last turn that was sampled in it, or given at its beginning."""
+    """A dialogue. `tip` is the last turn in it, and `last` what the policy said in the last that was sampled."""
 
     turns: Turns
     tools: bytes
     system: bytes
     origin: Origin | None = None
     tip: _Turn | None = None
+    last: ParsedTurn | None = None
     sampled: int = 0
 
 
@@ -130,6 +132,7 @@ class Gateway:
         calls: questions so far.
         joined: of those, answered by a turn that was asked for before.
         failure: of the infrastructure; nothing is answered any more.
+        limit: the last one that a client was told of.
         program: the time of the program that asks, which is not charged while the policy answers.
     """
 
@@ -138,6 +141,7 @@ class Gateway:
         self.budget = budget
         self.calls = self.joined = 0
         self.failure: Exception | None = None
+        self.limit: StopReason | None = None
         self.program: ToolTime | None = None
         self._over = ""
         self._lease = lease
@@ -188,13 +192,13 @@ class Gateway:
         """Answer no more questions: `why` is what clients are told. Idempotent."""
         self._over = self._over or why
 
-    def final_text(self) -> str | None:
+    def final_turn(self) -> ParsedTurn | None:
         """Return what the policy said last in the task's own dialogue; None if it has said nothing.
 
         That is the dialogue with most turns, the first of several.
         """
         main = max(self._lines, key=lambda line: line.sampled, default=None)
-        return main.tip.answer.text if main and main.tip and main.tip.answer else None
+        return None if main is None else main.last
 
     def _admit(self) -> None:
         if self.failure is not None:
@@ -202,6 +206,7 @@ class Gateway:
         self.calls += 1
         most = CALLS_FOR_A_TURN * self.context.spec.max_turns + SPARE_CALLS
         if self.calls > most:
+            self.limit = "max_turns"
             self.end(f"the agent has made {most} calls, the most for {self.context.spec.max_turns} turns")
         if self._over:
             raise RolloutOver(self._over)
@@ -256,6 +261,7 @@ class Gateway:
         """Have the policy take a turn, and tell all who wait for it. A failure of ours ends the rollout."""
         try:
             if self._turns_begun >= self.context.spec.max_turns:
+                self.limit = "max_turns"
                 self.end(f"the agent has taken its {self.context.spec.max_turns} turns")
                 raise RolloutOver(self._over)
             turn.line = await self._line_for(turn, place, question, messages)
@@ -266,6 +272,8 @@ class Gateway:
             await self._sample(turn, turn.line, question.max_tokens)
         except (BadQuestion, ContextLengthExceeded, RolloutOver) as exc:
             turn.error = exc
+            if isinstance(exc, ContextLengthExceeded):
+                self.limit = "context_budget"
         except TooManyDialogues as exc:
             self.end(str(exc))
             turn.error = RolloutOver(self._over)
@@ -429,7 +437,7 @@ class Gateway:
         cached_tokens = turns.conversation.completion_ranges[-1].end if turns.conversation.completion_ranges else 0
         sampled = await turns.sample(number, max_tokens)
         turns.record(sampled)
-        line.sampled += 1
+        line.sampled, line.last = line.sampled + 1, sampled.parsed
         turn.index = len(turns.conversation.completion_ranges) - 1
         turn.key = secrets.token_hex(KEY_DIGITS // 2)
         self._by_key[turn.key] = turn

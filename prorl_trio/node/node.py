@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.context import Resources
     from prorl_trio.config import NodeConfig
+    from prorl_trio.edges.gateway.app import GatewayTable
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.drain import EndOfTime
     from prorl_trio.pipeline.job import JobSink
@@ -92,6 +93,7 @@ class Node:
         self._provider = provider
         self._resources = resources
         self._outbox = outbox
+        self.gateways: GatewayTable | None = None
         self._golds = GoldChecks(resources.scorers)
 
     @property

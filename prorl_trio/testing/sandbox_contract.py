@@ -472,7 +472,7 @@ async def check_a_port_of_its_own(contract: Contract) -> None:
             for where, answered in ((sandbox, True), (other, False)):
                 cell = await where.ipython(ask.format(port=port), timeout_s=ACTION_TIMEOUT_S)
                 assert ("hello" in cell.stdout) == answered, cell.error
-            await raises(OSError, trio.open_tcp_stream("127.0.0.1", port))
+            await raises(OSError, trio.open_tcp_stream("127.0.0.1", port))  # noqa: ASYNC105 - awaited there
             nursery.cancel_scope.cancel()
         async with await sandbox.open_port(port):
             await raises(OSError, sandbox.open_port(port))

@@ -36,6 +36,7 @@ StopReason = Literal[
     "no_end_of_turn",  # its last turn reached `max_output_tokens`, with neither call nor answer
     "parse_error",  # no call of its last turn could be understood: at `max_turns`, or told so often enough before
     "agent_budget",  # the agent's time ran out
+    "program_error",  # the agent's program ended with an error
     "aborted",  # the rollout was cut short by a failure or a cancel
 ]
 """Why the agent's loop ended. Not the engine's `FinishReason`."""
@@ -590,6 +591,28 @@ class Recorded(_Model, frozen=True):
     turns: list[Turn] = []
 
 
+class AgentProgram(_Model, frozen=True):
+    """A program that works on a task in place of the node's own loop. The policy answers what it asks of a model.
+
+    Attributes:
+        command: program and arguments, run in the task's sandbox. `{instruction}` in an argument is replaced by what is
+            to be done; without it, that is the standard input.
+        env: its variables, besides those in which the SDKs look for the model's API, its key and its name (see
+            docs/agents.md); `{url}` and `{key}` are replaced by these.
+        cwd: where it starts; empty: where shells do.
+        model: the name that the model goes by; empty: `policy`.
+    """
+
+    command: list[str]
+    env: dict[str, str] = {}
+    cwd: str = ""
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.command or not self.command[0]:
+            raise ValueError("command is empty: name the program to run")
+
+
 class JobSpec(_Model, frozen=True):
     """A rollout to do.
 
@@ -612,6 +635,8 @@ class JobSpec(_Model, frozen=True):
     over waits as long as it has to: updates after its last token do not end it. Versions that are integers lie as far
     apart as they say; others as many updates as the node was told of between them.
 
+    `agent`: a program that works on the task in place of the node's own loop.
+
     `recorded`: nothing is sampled; what an earlier rollout of the instance left is graded again, by EVAL alone.
     """
 
@@ -629,6 +654,7 @@ class JobSpec(_Model, frozen=True):
     max_staleness: int | None = None
     max_trajectory_tokens: int | None = None
     recorded: Recorded | None = None
+    agent: AgentProgram | None = None
 
     def __post_init__(self) -> None:
         if self.max_trajectory_tokens is not None and self.max_trajectory_tokens < 1:

@@ -92,7 +92,7 @@ async def test_a_program_that_appends_has_one_segment(rig):
             third = await ask(gateway, *history)
             assert (third.text, third.finish_reason) == ("A fox.", "stop")
             assert third.cached_tokens < third.prompt_tokens
-            assert gateway.final_text() == "A fox."
+            assert gateway.final_turn().content == "A fox."
         trajectory = context.trajectory()
         check_exact(rig, trajectory)
         assert "light" in rig.tiny.decode(rig.engine.requests[-1].prompt)

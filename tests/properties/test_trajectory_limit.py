@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from perf.chat_families import ALL_CHAT_FAMILIES, write_family_model
 from prorl_trio.agent.context import Resources, RolloutContext
-from prorl_trio.agent.loop import AgentStyle, NewDialogue, run_agent, run_sub_agent
+from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig
 from prorl_trio.inference.engines.protocol import Completion, EngineInfo

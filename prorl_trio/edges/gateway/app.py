@@ -21,6 +21,7 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.agent.gateway import BadQuestion, RolloutOver
+from prorl_trio.agent.program import MODEL
 from prorl_trio.edges.gateway import chat, google, messages, responses
 from prorl_trio.edges.gateway.wire import Problem
 from prorl_trio.edges.responses import Response
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from prorl_trio.agent.gateway import Gateway
     from prorl_trio.agent.said import Answer
     from prorl_trio.edges.gateway.wire import Asked
+    from prorl_trio.edges.http1 import App
     from prorl_trio.edges.requests import ErrorDetail
     from prorl_trio.edges.responses import Message, Receive, Scope, Send
 
@@ -83,9 +85,14 @@ class _Served(NamedTuple):
 
 
 class GatewayTable:
-    """The gateways of a node's rollouts that programs outside of a sandbox's network may ask, by the id in the path."""
+    """The gateways of a node's rollouts that programs outside of a sandbox's network may ask, by the id in the path.
+
+    Attributes:
+        url: of the node's own port; empty while it has none.
+    """
 
     def __init__(self) -> None:
+        self.url = ""
         self._served: dict[str, _Served] = {}
         self._over: dict[str, None] = {}
 
@@ -114,6 +121,29 @@ class GatewayTable:
         ):
             raise Problem("unauthorized", "the API key is not the secret of this rollout")
         return served.gateway
+
+
+class BesideRest:
+    """An application whose paths below `/s/` are the gateways' and all others REST's."""
+
+    def __init__(self, rest: App, gateways: GatewayTable) -> None:
+        self._rest = rest
+        self._gateway = GatewayApp(gateways, MODEL)
+
+    def _of(self, path: str) -> App:
+        return self._gateway if PREFIX.fullmatch(path) else self._rest
+
+    def is_free(self, path: str) -> bool:
+        """See `http1.App`."""
+        return self._of(path).is_free(path)
+
+    def error_body(self, path: str, detail: ErrorDetail) -> bytes:
+        """See `http1.App`."""
+        return self._of(path).error_body(path, detail)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._of(scope["path"])(scope, receive, send)
 
 
 class GatewayApp:

@@ -1,0 +1,135 @@
+"""An agent that is a program of somebody else's: it works in the task's sandbox, and the gateway answers its calls.
+
+The handler's part is the same as with our own loop: its messages are the instruction, its style reads the answer, and
+it grades what was left. A program is run once for each instruction: again where `after_answer` has another one.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from prorl_trio.agent.gateway import open_gateway
+from prorl_trio.types.errors import AgentProgramFailed, HandlerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prorl_ipc.sandbox_calls import ExecResult
+    from prorl_trio.agent.context import Address, RolloutContext
+    from prorl_trio.agent.gateway import Gateway
+    from prorl_trio.agent.style import AfterAnswer, AgentStyle
+    from prorl_trio.sandbox.sandbox import Sandbox
+    from prorl_trio.types.models import AgentProgram, ChatMessage, StopReason
+
+logger = logging.getLogger(__name__)
+
+MODEL: Final = "policy"
+"""The name that the model goes by, where a program does not choose one."""
+INSTRUCTION: Final = "{instruction}"
+MAX_LOG_BYTES: Final = 64 * 1024
+MAX_SAID_CHARS: Final = 2000
+
+
+def environment(address: Address, model: str) -> dict[str, str]:
+    """Return the variables in which the SDKs of the APIs look for the address, the key and the model."""
+    return {
+        "OPENAI_BASE_URL": f"{address.url}/v1",
+        "OPENAI_API_BASE": f"{address.url}/v1",
+        "OPENAI_API_KEY": address.key,
+        "OPENAI_MODEL": model,
+        "ANTHROPIC_BASE_URL": address.url,
+        "ANTHROPIC_API_KEY": address.key,
+        "ANTHROPIC_MODEL": model,
+        "GOOGLE_GEMINI_BASE_URL": address.url,
+        "GEMINI_API_KEY": address.key,
+        "GEMINI_MODEL": model,
+        "PRORL_GATEWAY": address.url,
+        "PRORL_MODEL": model,
+    }
+
+
+async def run_program(
+    context: RolloutContext,
+    program: AgentProgram,
+    messages: Sequence[ChatMessage],
+    style: AgentStyle,
+    after_answer: AfterAnswer | None = None,
+) -> None:
+    """Have a program work on `messages`; what it asked of the policy is recorded, and `context.answer` set.
+
+    Its time is the policy's, as that of a tool is, but for the time in which the policy answers.
+
+    Raises:
+        AgentProgramFailed: it ended, or could not be started, before it had asked for a single turn.
+        HandlerError: this node serves no programs, or the task has no sandbox.
+        Otherwise as `run_agent`.
+    """
+    sandbox, serve = context.sandbox, context.resources.serve_gateway
+    if sandbox is None or serve is None:
+        raise HandlerError("a program works in the task's sandbox, and this task has none")
+    told = messages
+    async with open_gateway(context) as gateway, serve(gateway, sandbox) as address:
+        while told:
+            asked = len(context.turns)
+            result = await _run_once(context, gateway, sandbox, program, address, told)
+            if len(context.turns) == asked:
+                raise AgentProgramFailed(_failure(program, result))
+            last = gateway.final_turn()
+            context.answer = None if last is None else style.final_answer(last)
+            context.stop_reason = _stop_reason(gateway, result)
+            if context.answer is None and last is not None and result.exit_code == 0:
+                context.answer = last.content
+            more = await after_answer(context.answer) if after_answer and context.answer is not None else None
+            told = more or ()
+
+
+async def _run_once(
+    context: RolloutContext,
+    gateway: Gateway,
+    sandbox: Sandbox,
+    program: AgentProgram,
+    address: Address,
+    messages: Sequence[ChatMessage],
+) -> ExecResult:
+    """Run the program on one instruction, to its end, and log what it said."""
+    instruction = "\n\n".join(message.content for message in messages)
+    argv = [part.replace(INSTRUCTION, instruction) for part in program.command]
+    env = {**environment(address, program.model or MODEL), **program.env}
+    env = {name: value.replace("{url}", address.url).replace("{key}", address.key) for name, value in env.items()}
+    stdin = b"" if argv != list(program.command) else instruction.encode(errors="replace")
+    timeout_s = context.resources.config.budgets.of_agent(context.spec.budgets)
+    with gateway.budget.tool("agent program") as gateway.program, context.acting():
+        try:
+            result = await sandbox.exec(
+                argv, timeout_s=timeout_s, cwd=program.cwd, env=env, stdin=stdin, max_output_bytes=MAX_LOG_BYTES
+            )
+        except (OSError, ValueError) as exc:
+            raise AgentProgramFailed(f"the agent's program {program.command[0]!r} cannot be run: {exc}") from exc
+        finally:
+            gateway.program = None
+    context.log_evaluation(f"agent: exit code {result.exit_code}\n{_said(result)}\n")
+    await trio.lowlevel.checkpoint()
+    return result
+
+
+def _said(result: ExecResult) -> str:
+    return f"{result.stdout.decode(errors='replace')}\n{result.stderr.decode(errors='replace')}".strip()
+
+
+def _failure(program: AgentProgram, result: ExecResult) -> str:
+    said = _said(result)[-MAX_SAID_CHARS:]
+    return (
+        f"the agent's program {program.command[0]!r} ended with exit code {result.exit_code} before it had asked for a "
+        f"turn; is it set up to ask where OPENAI_BASE_URL, ANTHROPIC_BASE_URL or GOOGLE_GEMINI_BASE_URL say? It said: "
+        f"{said or 'nothing'}"
+    )
+
+
+def _stop_reason(gateway: Gateway, result: ExecResult) -> StopReason:
+    """Return how the agent's work ended: a limit that the program was told of counts, unless it ended well."""
+    if result.exit_code == 0:
+        return "finished"
+    return gateway.limit or "program_error"
