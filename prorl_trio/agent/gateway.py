@@ -237,8 +237,10 @@ class Gateway:
         """Return how an assistant's message echoes a turn; None if it does not."""
         if turn.said is None:
             return None
+        if turn.answer is None:  # given by the client, whose words it is
+            return alike(message, turn.said, drops_reasoning=False)
         echo = alike(message, turn.said, drops_reasoning=self._keeps_reasoning)
-        if message.key and turn.key:
+        if message.key:
             return (echo or "keyed") if message.key == turn.key else None
         return echo
 
