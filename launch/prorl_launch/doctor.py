@@ -21,8 +21,8 @@ from prorl_launch.environments import engine_environment
 from prorl_launch.userns import user_namespace_problem
 from prorl_trio.sandbox.limits.cgroup import find_site
 from prorl_trio.sandbox.limits.pid_limit import pid_limit_problem
-from prorl_trio.sandbox.providers.probe import user_namespace_remedy
 from prorl_trio.sandbox.providers.registry import probe_providers
+from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.runtime.bundle import bundle_path
 
 if TYPE_CHECKING:

@@ -147,7 +147,7 @@ def _setup_trainer(environment: environments.Environment, checkout: Path) -> Non
 
 def _warn_without_user_namespaces() -> None:
     if problem := user_namespace_problem():
-        from prorl_trio.sandbox.providers.probe import user_namespace_remedy  # imports the standard library only
+        from prorl_trio.sandbox.providers.userns import user_namespace_remedy  # imports the standard library only
 
         say(f"WARNING: no rootless sandbox can start here ({problem}). What to do: {user_namespace_remedy()}")
         say("WARNING: `make doctor` tells whether a sandbox works all the same")

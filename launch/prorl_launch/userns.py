@@ -20,7 +20,7 @@ def user_namespace_problem() -> str:
     """Empty if a user namespace with a mount namespace in it can be made; else what goes wrong.
 
     Tries it, in a child process that ends at once (about 20 ms). The mount namespace shows the systems that hand out
-    user namespaces stripped of their capabilities. `prorl_trio.sandbox.providers.probe` knows what to do about it.
+    user namespaces stripped of their capabilities. `prorl_trio.sandbox.providers.userns` knows what to do about it.
     """
     probe = subprocess.run(
         [sys.executable, "-I", "-S", "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S

@@ -2,75 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import fcntl
 import os
 import struct
 import termios
-from typing import TYPE_CHECKING, Any
 
 import trio
 
 from prorl_daemon.output import OutputBuffer
-from prorl_ipc.sandbox_calls import Display
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 READ_BYTES = 64 * 1024
 IDLE_OUTPUT_BYTES = 64 * 1024
 """Kept of what threads and background processes write between two cells, for each of the two streams."""
-
-CARRIED_TYPES = ("image/png", "image/jpeg")
-NAMED_TYPES = ("image/svg+xml", "text/html")
-MAX_DISPLAY_BYTES = 4 * 1024 * 1024
-"""Bytes of all images of one cell together. One that does not fit is named only."""
-MAX_DISPLAYS = 32
-"""Displays of one cell. Further ones are counted."""
-
-
-class Displays:
-    """Collects the displays of one cell. Holds at most `MAX_DISPLAYS` of them and `MAX_DISPLAY_BYTES`."""
-
-    def __init__(self) -> None:
-        self.dropped = 0
-        """The number of displays beyond those that are kept."""
-        self.kept: list[Display] = []
-        self._room_bytes = MAX_DISPLAY_BYTES
-
-    def add(self, forms: Mapping[str, Any]) -> None:
-        """Take one object in its forms by MIME type, as Jupyter has them: images as bytes, or as text in base 64.
-
-        The first form of `CARRIED_TYPES`, then of `NAMED_TYPES`, is the object's display; without any, it has none.
-        """
-        for mime in (*CARRIED_TYPES, *NAMED_TYPES):
-            if mime in forms:
-                self._keep(mime, _raw(forms[mime], is_image=mime in CARRIED_TYPES))
-                return
-
-    def _keep(self, mime: str, raw: bytes) -> None:
-        if len(self.kept) == MAX_DISPLAYS:
-            self.dropped += 1
-            return
-        carried = mime in CARRIED_TYPES and len(raw) <= self._room_bytes
-        if carried:
-            self._room_bytes -= len(raw)
-        self.kept.append(Display(mime=mime, data=raw if carried else b"", size_bytes=len(raw)))
-
-
-def _raw(form: Any, *, is_image: bool) -> bytes:
-    if isinstance(form, bytes):
-        return form
-    text = form if isinstance(form, str) else str(form)
-    encoded = text.encode(errors="backslashreplace")
-    if is_image:
-        try:
-            return base64.b64decode(encoded)
-        except binascii.Error:
-            return b""
-    return encoded
 
 
 class CellOutput:

@@ -25,8 +25,8 @@ from IPython.utils.text import DollarFormatter
 from traitlets import Type
 from traitlets.config import Config
 
-from prorl_daemon.cell_output import CARRIED_TYPES, NAMED_TYPES, Displays
 from prorl_daemon.child_wire import CellDone
+from prorl_daemon.displays import CARRIED_TYPES, NAMED_TYPES, Displays
 from prorl_daemon.output import cap_text
 from prorl_ipc.sandbox_calls import CellError
 

@@ -18,9 +18,10 @@ import trio
 import zmq
 from jupyter_client.session import Session
 
-from prorl_daemon.cell_output import Displays, OutputPipe
+from prorl_daemon.cell_output import OutputPipe
 from prorl_daemon.child_wire import CellDone
 from prorl_daemon.children import open_pipe
+from prorl_daemon.displays import Displays
 from prorl_daemon.keeper import StartFailed
 from prorl_daemon.kernelspec import plan_kernel
 from prorl_daemon.output import cap_text

@@ -202,7 +202,7 @@ def test_set_up_needs_the_standard_library_only():
     """It runs before anything is installed: -S leaves `site-packages` out, and the warning's remedy is imported too."""
     code = (
         f"import sys; sys.path[:0] = {import_path().split(os.pathsep)!r}; "
-        "import prorl_launch.setup; from prorl_trio.sandbox.providers.probe import user_namespace_remedy; "
+        "import prorl_launch.setup; from prorl_trio.sandbox.providers.userns import user_namespace_remedy; "
         "print([name for name in sys.modules if 'site-packages' in str(getattr(sys.modules[name], '__file__', ''))])"
     )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -13,7 +13,7 @@ import trio
 
 from prorl_trio.file_systems import file_system_of
 from prorl_trio.sandbox import reaper
-from prorl_trio.sandbox.providers.probe import user_namespace_remedy
+from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.run_dir import (
     MARKER_NAME,
     MAX_SOCKET_PATH_BYTES,

@@ -21,9 +21,9 @@ from prorl_trio.sandbox.providers.probe import (
     make_probe_layer,
     report_of,
     run_probe,
-    user_namespace_remedy,
 )
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
+from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
 from prorl_trio.sandbox.runtime.runtime import HOME, LIB_DIR, Mount, host_runtime, image_runtime
 from prorl_trio.sandbox.runtime.skeleton import USER, host_mounts, proc_mounts

@@ -17,15 +17,9 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.sandbox.fork_server import HOLD, open_fork_server
 from prorl_trio.sandbox.images.locate import check_host_layers, locate_root, open_root
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider
-from prorl_trio.sandbox.providers.probe import (
-    FOLDER_REMEDY,
-    REPLACE_IN_LAYER,
-    make_probe_layer,
-    report_of,
-    run_probe,
-    user_namespace_remedy,
-)
+from prorl_trio.sandbox.providers.probe import FOLDER_REMEDY, REPLACE_IN_LAYER, make_probe_layer, report_of, run_probe
 from prorl_trio.sandbox.providers.start import Launch, open_daemon_sandbox
+from prorl_trio.sandbox.providers.userns import user_namespace_remedy
 from prorl_trio.sandbox.run_dir import open_run_dir, open_shared_run_dir
 from prorl_trio.sandbox.runtime.runtime import HOME, LIB_DIR, host_runtime, image_runtime
 from prorl_trio.sandbox.runtime.skeleton import USER, host_mounts, proc_mounts

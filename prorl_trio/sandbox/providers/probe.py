@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -12,7 +11,7 @@ from prorl_trio.sandbox.provider import ProviderReport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
+    from pathlib import Path
 
 FOLDER_REMEDY: Final = "make room there, or set sandbox.runtime_dir to a folder of this user's on a local disk or tmpfs"
 """The remedy where the folder for a probe cannot be used."""
@@ -41,38 +40,6 @@ mv new old && test -f old && test ! -e new && rm old && test ! -e old
 REPLACE_IN_LAYER: Final = ("/bin/sh", "-c", _REPLACE)
 """The command that removes, renames and replaces folders and files of `make_probe_layer`, as `git checkout` and the
 preparation of a repository do. It fails where an overlay cannot do that."""
-
-_FORBIDDING: Final = {
-    "kernel/unprivileged_userns_clone": ("0", "sysctl -w kernel.unprivileged_userns_clone=1"),
-    "user/max_user_namespaces": ("0", "sysctl -w user.max_user_namespaces=15000"),
-    "kernel/apparmor_restrict_unprivileged_userns": (
-        "1",
-        "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or load an AppArmor profile with `userns,` for it",
-    ),
-}
-"""Kernel settings below /proc/sys that forbid user namespaces: the forbidding value, and the way out (as root)."""
-
-_ELSEWHERE: Final = (
-    "if this is a container, its runtime forbids it: start it with user namespaces allowed "
-    "(Docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
-    "--security-opt systempaths=unconfined)"
-)
-
-
-def user_namespace_remedy(sysctls: Path = Path("/proc/sys")) -> str:
-    """Return what an administrator can do so that user namespaces work here.
-
-    That is to change the settings that forbid them; a hint where none does.
-    """
-    remedies = [remedy for name, (value, remedy) in _FORBIDDING.items() if _read(sysctls / name) == value]
-    return "as root: " + "; ".join(remedies) if remedies else _ELSEWHERE
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def make_probe_layer(folder: Path) -> Path:

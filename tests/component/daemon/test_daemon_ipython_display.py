@@ -8,7 +8,7 @@ import zlib
 import pytest
 import trio
 
-from prorl_daemon.cell_output import MAX_DISPLAY_BYTES, MAX_DISPLAYS, Displays
+from prorl_daemon.displays import MAX_DISPLAY_BYTES, MAX_DISPLAYS, Displays
 from prorl_ipc.sandbox_calls import CellResult, Display, IpythonRun
 from prorl_trio.tools.builtin import render_cell
 
