@@ -18,6 +18,8 @@ Tools = Collection[str]
 values without quotes types them."""
 
 _MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
+SHORT_DIGITS = 19
+"""An integer with fewer fits in 64 bits."""
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,200})"')
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LITERALS = {"True": True, "False": False, "None": None}
@@ -182,6 +184,8 @@ def check_portable(value: Any, levels_left: int = MAX_ARGUMENT_NESTING) -> None:
 
 
 def _parse_int(digits: str) -> int:
+    if len(digits) < SHORT_DIGITS:
+        return int(digits)
     if len(digits) > 20 or not _MIN_INTEGER <= int(digits) <= _MAX_INTEGER:
         raise Malformed(f"invalid JSON: the integer {digits[:24]} does not fit in 64 bits")
     return int(digits)
