@@ -23,6 +23,7 @@ from prorl_trio.agent.said import (
     Said,
     alike,
     context_digest,
+    cut,
     digest,
     merged,
     planted_call,
@@ -271,7 +272,7 @@ class Gateway:
                 if echoed.key and not echoed.seen:
                     self.context.echoes[echo] += 1
                 echoed.seen = True
-            await self._sample(turn, turn.line, question.max_tokens)
+            await self._sample(turn, turn.line, question)
         except (BadQuestion, ContextLengthExceeded, RolloutOver) as exc:
             turn.error = exc
             if isinstance(exc, ContextLengthExceeded):
@@ -432,12 +433,12 @@ class Gateway:
 
     # ------------------------------------------------------------ sampling
 
-    async def _sample(self, turn: _Turn, line: _Line, max_tokens: int | None) -> None:
+    async def _sample(self, turn: _Turn, line: _Line, question: Question) -> None:
         turns, line.tip = line.turns, turn
         number, self._turns_begun = self._turns_begun, self._turns_begun + 1
         prompt_tokens = len(turns.conversation)
         cached_tokens = turns.conversation.completion_ranges[-1].end if turns.conversation.completion_ranges else 0
-        sampled = await turns.sample(number, max_tokens)
+        sampled = await turns.sample(number, question.max_tokens, question.stops)
         turns.record(sampled)
         line.sampled, line.last = line.sampled + 1, sampled.parsed
         turn.index = len(turns.conversation.completion_ranges) - 1
@@ -445,6 +446,7 @@ class Gateway:
         self._by_key[turn.key] = turn
         parsed, completion = sampled.parsed, sampled.completion
         text, calls = served_calls(parsed, turn.key)
+        text, stopped_at = cut(text, question.stops)
         turn.said = Said("assistant", text, parsed.reasoning, calls, key=turn.key)
         turns.check_staleness(completion.policy_version)
         tokens = len(completion.token_ids)
@@ -454,6 +456,7 @@ class Gateway:
             reasoning=parsed.reasoning,
             calls=calls,
             finish_reason=completion.finish_reason,
+            stopped_at=stopped_at,
             prompt_tokens=prompt_tokens,
             completion_tokens=tokens,
             cached_tokens=cached_tokens,

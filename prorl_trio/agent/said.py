@@ -92,6 +92,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         messages: in order; the last is no assistant's.
         tools: as chat templates take them.
         max_tokens: the most that the client wants; None: it does not say.
+        stops: texts at the first of which the turn ends, and what is served of it before.
         agent, agent_type: who asks, as the client calls it.
         kind: why a new segment begins, if one does, as the client says; None: it does not say.
     """
@@ -99,6 +100,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[Said]
     tools: list[ToolSchema] = []
     max_tokens: int | None = None
+    stops: list[str] = []
     agent: str = ""
     agent_type: str = ""
     kind: SegmentReason | None = None
@@ -113,6 +115,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         calls: what it calls, with planted ids. One that could not be read has its raw text as arguments where it names
             a tool; else that is part of `text`.
         finish_reason: why it ended.
+        stopped_at: the text of `Question.stops` that ended it; empty if none did.
         prompt_tokens, completion_tokens: as the engine had them.
         cached_tokens: of the prompt, that the dialogue had before.
         reasoning_tokens: of the completion, about.
@@ -125,6 +128,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
+    stopped_at: str = ""
     cached_tokens: int = 0
     reasoning_tokens: int = 0
 
@@ -139,6 +143,13 @@ def served_calls(turn: ParsedTurn, key: str) -> tuple[str, list[SaidCall]]:
         arguments = call.raw if call.error else json.dumps(call.arguments, ensure_ascii=False)
         calls.append(SaidCall(call.name, arguments, planted(key, len(calls))))
     return text, calls
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Return a text up to the first of `stops` in it, and that one; all of it, and nothing, where there is none."""
+    found = [(at, stop) for stop in stops if stop and (at := text.find(stop)) >= 0]
+    at, stop = min(found, default=(len(text), ""))
+    return text[:at], stop
 
 
 def merged(messages: Iterable[Said]) -> list[Said]:

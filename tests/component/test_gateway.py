@@ -244,3 +244,15 @@ async def test_what_a_client_left_while_it_was_sampled_is_recorded_and_served(ri
             answer = await ask(gateway, TASK)
             assert (answer.text, gateway.joined) == ("One.", 1)
         check_exact(rig, context.trajectory())
+
+
+async def test_a_turn_ends_where_the_client_wants_it_to(rig):
+    async with rig.open():
+        context, gateway = opened(rig, "Look at </code> this and that.", "Next.")
+        async with gateway as gateway:
+            first = await gateway.ask(Question(messages=[TASK], stops=["that", "</code>"]))
+            assert (first.text, first.stopped_at) == ("Look at ", "</code>")
+            await ask(gateway, TASK, echo(first, key=False), Said("user", "On."), tools=[])
+        trajectory = context.trajectory()
+    assert lineage(trajectory) == [(None, None, 0)]
+    assert trajectory.turns[0].text == "Look at </code>"

@@ -16,6 +16,7 @@ from prorl_trio.edges.gateway.wire import (
     objects,
     refuse,
     said_call,
+    stops_of,
     take,
     text_of,
 )
@@ -40,6 +41,7 @@ KNOWN: Final = frozenset(
         "stream_options",
         "n",
         "response_format",
+        "stop",
     ]
 )
 _FINISH: Final = {"stop": "stop", "length": "length", "abort": "length", "tool_call": "stop"}
@@ -68,6 +70,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
             messages=[_said(each, index) for index, each in enumerate(objects(body.get("messages"), "messages"))],
             tools=tools_of(body),
             max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
+            stops=stops_of(body.get("stop"), "stop"),
         ),
         model=take(body, "model", str, model),
         stream=take(body, "stream", bool, False),

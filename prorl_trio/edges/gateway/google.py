@@ -17,6 +17,7 @@ from prorl_trio.edges.gateway.wire import (
     objects,
     refuse,
     said_call,
+    stops_of,
     take,
 )
 
@@ -57,7 +58,12 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     for index, content in enumerate(objects(body.get("contents"), "contents")):
         said += _said(content, f"contents[{index}]")
     return Asked(
-        question=Question(messages=said, tools=_tools(body), max_tokens=limit_of(config, "maxOutputTokens")),
+        question=Question(
+            messages=said,
+            tools=_tools(body),
+            max_tokens=limit_of(config, "maxOutputTokens"),
+            stops=stops_of(config.get("stopSequences"), "generationConfig.stopSequences"),
+        ),
         model=model,
         id=new_id("resp"),
         ignored=sorted(set(body) - KNOWN),

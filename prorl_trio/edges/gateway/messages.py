@@ -16,6 +16,7 @@ from prorl_trio.edges.gateway.wire import (
     objects,
     refuse,
     said_call,
+    stops_of,
     take,
     text_of,
 )
@@ -28,7 +29,17 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import SegmentReason, ToolSchema
 
 KNOWN: Final = frozenset(
-    ["model", "messages", "system", "tools", "tool_choice", "max_tokens", "stream", "context_management"]
+    [
+        "model",
+        "messages",
+        "system",
+        "tools",
+        "tool_choice",
+        "max_tokens",
+        "stream",
+        "context_management",
+        "stop_sequences",
+    ]
 )
 _STOPS: Final = {"stop": "end_turn", "length": "max_tokens", "abort": "max_tokens", "tool_call": "end_turn"}
 _CLASSES: Final[dict[str, SegmentReason]] = {
@@ -65,6 +76,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
             messages=said,
             tools=_tools(body),
             max_tokens=limit_of(body, "max_tokens"),
+            stops=stops_of(body.get("stop_sequences"), "stop_sequences"),
             agent=headers.get("x-claude-code-agent-id", ""),
             agent_type=headers.get("x-claude-code-agent-type", ""),
             kind=_CLASSES.get(headers.get("x-claude-code-request-class", "")),
@@ -157,7 +169,9 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _stop(answer: Answer) -> str:
-    return "tool_use" if answer.calls else _STOPS[answer.finish_reason]
+    if answer.calls:
+        return "tool_use"
+    return "stop_sequence" if answer.stopped_at else _STOPS[answer.finish_reason]
 
 
 def _message(asked: Asked) -> dict[str, Any]:
@@ -179,6 +193,7 @@ def whole(answer: Answer, asked: Asked) -> dict[str, Any]:
         **_message(asked),
         "content": _blocks(answer),
         "stop_reason": _stop(answer),
+        "stop_sequence": answer.stopped_at or None,
         "usage": _usage(answer),
     }
 
@@ -215,7 +230,7 @@ def events(answer: Answer, asked: Asked) -> bytes:
         sent.append({"type": "content_block_start", "index": index, "content_block": empty})
         sent += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
         sent.append({"type": "content_block_stop", "index": index})
-    stop = {"stop_reason": _stop(answer), "stop_sequence": None}
+    stop = {"stop_reason": _stop(answer), "stop_sequence": answer.stopped_at or None}
     sent += [{"type": "message_delta", "delta": stop, "usage": _usage(answer)}, {"type": "message_stop"}]
     return b"".join(event(each, str(each["type"])) for each in sent)
 

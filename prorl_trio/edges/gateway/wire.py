@@ -183,6 +183,16 @@ def key_of(*fields: object) -> str:
     return next((key for each in fields if isinstance(each, str) and (key := planted_key(each))), "")
 
 
+def stops_of(value: object, name: str) -> list[str]:
+    """Return the texts at which a turn is to end: a text, or a list of such."""
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return []
+    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
+        raise refuse(name, "expected a text, or a list of texts")
+    return [each for each in stops if each]
+
+
 def new_id(prefix: str) -> str:
     """Return an id that nobody else has."""
     return f"{prefix}_{secrets.token_hex(12)}"
