@@ -360,7 +360,9 @@ class Gateway:
             raise ContextLengthExceeded(len(conversation), turns.limit)
         system = context_digest([message for message in messages if message.role == "system"])
         line = _Line(turns, digest(question.tools), system)
-        if self._lines:
+        # Some programs ask for a title before they begin with the task: that has no tools, and is nobody's parent.
+        is_own = line.tools != NO_TOOLS and all(each.tools == NO_TOOLS for each in self._lines)
+        if self._lines and not is_own:
             line.origin = self._origin(place, question, messages, line)
             self.context.echoes[line.origin.reason] += 1  # type: ignore[index]  # a program's are echoes
         else:

@@ -183,6 +183,20 @@ async def test_dialogues_of_several_agents_grow_side_by_side(rig):
     assert (trajectory.segments[1].agent, trajectory.segments[1].agent_type) == ("a7", "helper")
 
 
+async def test_a_title_that_is_asked_for_first_is_not_the_tasks_own_dialogue(rig):
+    async with rig.open():
+        context, gateway = opened(rig, "A title", call("look"), "A fox.")
+        async with gateway as gateway:
+            await ask(gateway, Said("user", "Name this."), tools=[])
+            first = await ask(gateway, SYSTEM, TASK)
+            await ask(gateway, SYSTEM, TASK, echo(first), *results(first, "dark"))
+            assert gateway.final_turn().content == "A fox."
+        trajectory = context.trajectory()
+        check_exact(rig, trajectory)
+    assert lineage(trajectory) == [(None, None, 0), (None, None, 0)]
+    assert trajectory.tools == TOOLS
+
+
 async def test_a_compacted_history_with_a_carried_turn_goes_on_as_a_segment(rig):
     async with rig.open():
         context, gateway = opened(rig, call("look"), call("look"), "Sum.", call("look"), "Done.")

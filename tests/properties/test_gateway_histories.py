@@ -205,7 +205,7 @@ async def session(resources, seed, requests):
     assert sorted(delivered) == sorted(engine.sampled), "lost, or delivered twice"
     trained = sum(int(segment.loss_mask.sum()) for segment in trajectory.segments)
     assert trained == sum(turn.completion_end - turn.completion_start for turn in trajectory.turns)
-    for segment in trajectory.segments[1:]:
+    for segment in (each for each in trajectory.segments if each.parent is not None):
         parent = trajectory.segments[segment.parent]
         assert np.array_equal(segment.token_ids[: segment.shared], parent.token_ids[: segment.shared])
         assert segment.reason is not None
