@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         ServiceError,
     )
     from prorl_trio.types.models import (
+        AgentProgram,
         Budgets,
         ChatMessage,
         GroupPolicy,
@@ -56,6 +57,7 @@ __all__ = [
     "AgentEnd",
     "AgentFault",
     "AgentHandler",
+    "AgentProgram",
     "AgentStyle",
     "BashTool",
     "BlockingClient",
@@ -129,7 +131,7 @@ _HOMES = {
     "prorl_trio.types.batch": "PaddedBatch pad_batch",
     "prorl_trio.types.errors": "AgentFault EvaluationError HandlerError MalformedJob ProrlError "
     "RolloutError SandboxCallFailed SandboxLost SandboxUnavailable ServiceError",
-    "prorl_trio.types.models": "Budgets ChatMessage GroupPolicy JobSpec Outcome RetryPolicy SamplingParams "
+    "prorl_trio.types.models": "AgentProgram Budgets ChatMessage GroupPolicy JobSpec Outcome RetryPolicy SamplingParams "
     "Segment TaskInstance ToolCall ToolResult Trajectory Turn",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
