@@ -131,8 +131,8 @@ _HOMES = {
     "prorl_trio.types.batch": "PaddedBatch pad_batch",
     "prorl_trio.types.errors": "AgentFault EvaluationError HandlerError MalformedJob ProrlError "
     "RolloutError SandboxCallFailed SandboxLost SandboxUnavailable ServiceError",
-    "prorl_trio.types.models": "AgentProgram Budgets ChatMessage GroupPolicy JobSpec Outcome RetryPolicy SamplingParams "
-    "Segment TaskInstance ToolCall ToolResult Trajectory Turn",
+    "prorl_trio.types.models": "AgentProgram Budgets ChatMessage GroupPolicy JobSpec Outcome RetryPolicy "
+    "SamplingParams Segment TaskInstance ToolCall ToolResult Trajectory Turn",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
