@@ -210,9 +210,10 @@ class Resources:
 class RolloutContext:
     """The working state of a job. Belongs to the stage the job is in; no two tasks touch it at once.
 
-    `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `dialogues`, `turns` and
-    `stop_reason` grow while the agent runs, so that a failure leaves a partial trajectory. `conversation` is the task's
-    own agent's; `dialogues` has those of agents it asked, too. `tools` are what the task's own agent was offered.
+    `sandbox` is set from INIT until the handler's `after_run` releases it; `is_layered`: the agent of a preset is in
+    it. `conversation`, `dialogues`, `turns` and `stop_reason` grow while the agent runs, so that
+    a failure leaves a partial trajectory. `conversation` is the task's own agent's; `dialogues` has those of agents it
+    asked, too. `tools` are what the task's own agent was offered.
     `answer` is what the agent gave as final. `handler_state` is the handler's own, from one stage to the next.
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `sandboxes`, `stage_scope` and
@@ -224,6 +225,7 @@ class RolloutContext:
     spec: JobSpec
     resources: Resources
     sandbox: Sandbox | None = None
+    is_layered: bool = False
     conversation: Conversation | None = None
     tokens: RolloutTokens = field(default_factory=RolloutTokens)
     dialogues: Dialogues = field(default_factory=Dialogues)

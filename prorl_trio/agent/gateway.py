@@ -193,6 +193,11 @@ class Gateway:
         """Answer no more questions: `why` is what clients are told. Idempotent."""
         self._over = self._over or why
 
+    @property
+    def context_tokens(self) -> int:
+        """Return the most tokens that a dialogue may have."""
+        return self.context.resources.max_trajectory_tokens(self.context.spec, self._lease.info.max_model_len)
+
     def final_turn(self) -> ParsedTurn | None:
         """Return what the policy said last in the task's own dialogue; None if it has said nothing.
 

@@ -21,7 +21,7 @@ from prorl_trio.threads import run_sync
 from prorl_trio.tools.base import Observation
 from prorl_trio.tools.fitting import fit_texts
 from prorl_trio.types.errors import StaleTrajectory
-from prorl_trio.types.models import ChatMessage
+from prorl_trio.types.models import AgentProgram, ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +95,7 @@ async def run_agent(
         BackendError, SandboxLost, TokenDrift: infrastructure failed.
     """
     resources = context.resources
-    if context.spec.agent is not None:
+    if isinstance(context.spec.agent, AgentProgram):  # a name has become one
         await run_program(context, context.spec.agent, messages, style, after_answer)
         return
     context.tools = tools.schemas()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from prorl_trio.agent.gateway import open_gateway
+from prorl_trio.agents.preset import INSIDE, Start, Started, find_preset
 from prorl_trio.types.errors import AgentProgramFailed, HandlerError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ MODEL: Final = "policy"
 """The name that the model goes by, where a program does not choose one."""
 INSTRUCTION: Final = "{instruction}"
 MAX_LOG_BYTES: Final = 64 * 1024
+PREPARE_S: Final = 30.0
 MAX_SAID_CHARS: Final = 2000
 
 
@@ -96,10 +98,17 @@ async def _run_once(
 ) -> ExecResult:
     """Run the program on one instruction, to its end, and log what it said."""
     instruction = "\n\n".join(message.content for message in messages)
-    argv = [part.replace(INSTRUCTION, instruction) for part in program.command]
-    env = {**environment(address, program.model or MODEL), **program.env}
-    env = {name: value.replace("{url}", address.url).replace("{key}", address.key) for name, value in env.items()}
-    stdin = b"" if argv != list(program.command) else instruction.encode(errors="replace")
+    env = {
+        name: value.replace("{url}", address.url).replace("{key}", address.key) for name, value in program.env.items()
+    }
+    env = {**environment(address, program.model or MODEL), **env}
+    stdin = b""
+    if program.preset:
+        started = await _prepared(context, gateway, sandbox, program, address, instruction)
+        argv, env = list(started.argv), {**env, **started.env, **program.env}
+    else:
+        argv = [part.replace(INSTRUCTION, instruction) for part in program.command]
+        stdin = b"" if argv != list(program.command) else instruction.encode(errors="replace")
     timeout_s = context.resources.config.budgets.of_agent(context.spec.budgets)
     with gateway.budget.tool("agent program") as gateway.program, context.acting():
         try:
@@ -107,12 +116,43 @@ async def _run_once(
                 argv, timeout_s=timeout_s, cwd=program.cwd, env=env, stdin=stdin, max_output_bytes=MAX_LOG_BYTES
             )
         except (OSError, ValueError) as exc:
-            raise AgentProgramFailed(f"the agent's program {program.command[0]!r} cannot be run: {exc}") from exc
+            raise AgentProgramFailed(f"the agent's program {argv[0]!r} cannot be run: {exc}") from exc
         finally:
             gateway.program = None
     context.log_evaluation(f"agent: exit code {result.exit_code}\n{_said(result)}\n")
     await trio.lowlevel.checkpoint()
     return result
+
+
+async def _prepared(
+    context: RolloutContext,
+    gateway: Gateway,
+    sandbox: Sandbox,
+    program: AgentProgram,
+    address: Address,
+    instruction: str,
+) -> Started:
+    """Return how a preset's agent is started, with its files written into a folder of its own."""
+    preset = find_preset(program.preset)
+    made = await sandbox.exec(["mktemp", "-d", "/tmp/agent-XXXXXXXX"], timeout_s=PREPARE_S)
+    home = made.stdout.decode().strip()
+    if made.exit_code or not home:
+        raise AgentProgramFailed(f"no folder can be made for the agent {preset.name!r}: {_said(made)}")
+    started = preset.start(
+        Start(
+            root=f"{INSIDE}/{preset.name}" if context.is_layered else str(preset.folder) + f"{INSIDE}/{preset.name}",
+            home=home,
+            url=address.url,
+            key=address.key,
+            model=program.model or MODEL,
+            instruction=instruction,
+            context_tokens=gateway.context_tokens,
+            output_tokens=context.spec.sampling.max_output_tokens,
+        )
+    )
+    for path, text in started.files.items():
+        await sandbox.write_file(f"{home}/{path}", text.encode())
+    return started
 
 
 def _said(result: ExecResult) -> str:
@@ -121,10 +161,11 @@ def _said(result: ExecResult) -> str:
 
 def _failure(program: AgentProgram, result: ExecResult) -> str:
     said = _said(result)[-MAX_SAID_CHARS:]
+    name = program.preset or program.command[0]
     return (
-        f"the agent's program {program.command[0]!r} ended with exit code {result.exit_code} before it had asked for a "
-        f"turn; is it set up to ask where OPENAI_BASE_URL, ANTHROPIC_BASE_URL or GOOGLE_GEMINI_BASE_URL say? It said: "
-        f"{said or 'nothing'}"
+        f"the agent's program {name!r} ended with exit code {result.exit_code} before it had asked for a turn; is it "
+        "set up to ask where OPENAI_BASE_URL, ANTHROPIC_BASE_URL or GOOGLE_GEMINI_BASE_URL say? "
+        f"It said: {said or 'nothing'}"
     )
 
 

@@ -211,6 +211,7 @@ class SandboxHost:
         puller: ImagePuller | None = None,
     ) -> None:
         self._provider = provider
+        self.has_layers = provider.has_layers
         self._puller = puller
         self._nursery = nursery
         self._gates = gates

@@ -595,22 +595,24 @@ class AgentProgram(_Model, frozen=True):
     """A program that works on a task in place of the node's own loop. The policy answers what it asks of a model.
 
     Attributes:
-        command: program and arguments, run in the task's sandbox. `{instruction}` in an argument is replaced by what is
-            to be done; without it, that is the standard input.
+        preset: the name of an agent that the node knows how to start (`prorl-trio agents list`).
+        command: in place of a preset: program and arguments, run in the task's sandbox. `{instruction}` in an argument
+            is replaced by what is to be done; without it, that is the standard input.
         env: its variables, besides those in which the SDKs look for the model's API, its key and its name (see
             docs/agents.md); `{url}` and `{key}` are replaced by these.
         cwd: where it starts; empty: where shells do.
         model: the name that the model goes by; empty: `policy`.
     """
 
-    command: list[str]
+    preset: str = ""
+    command: list[str] = []
     env: dict[str, str] = {}
     cwd: str = ""
     model: str = ""
 
     def __post_init__(self) -> None:
-        if not self.command or not self.command[0]:
-            raise ValueError("command is empty: name the program to run")
+        if bool(self.preset) == bool(self.command and self.command[0]):
+            raise ValueError("an agent is either a preset or a command")
 
 
 class JobSpec(_Model, frozen=True):
@@ -635,7 +637,7 @@ class JobSpec(_Model, frozen=True):
     over waits as long as it has to: updates after its last token do not end it. Versions that are integers lie as far
     apart as they say; others as many updates as the node was told of between them.
 
-    `agent`: a program that works on the task in place of the node's own loop.
+    `agent`: a program that works on the task in place of the node's own loop; a text is the name of a preset.
 
     `recorded`: nothing is sampled; what an earlier rollout of the instance left is graded again, by EVAL alone.
     """
@@ -654,9 +656,11 @@ class JobSpec(_Model, frozen=True):
     max_staleness: int | None = None
     max_trajectory_tokens: int | None = None
     recorded: Recorded | None = None
-    agent: AgentProgram | None = None
+    agent: AgentProgram | str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.agent, str):
+            msgspec.structs.force_setattr(self, "agent", AgentProgram(preset=self.agent))
         if self.max_trajectory_tokens is not None and self.max_trajectory_tokens < 1:
             raise ValueError(f"max_trajectory_tokens must be >= 1, got {self.max_trajectory_tokens}")
         if self.max_staleness is not None and self.max_staleness < 0:

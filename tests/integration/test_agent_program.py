@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import trio
 
-from prorl_trio.client import connect
 from prorl_trio.types.models import AgentProgram, RetryPolicy
-from support.whole_node import TOKEN, job, open_service, usable
+from support.whole_node import job, open_service, outcome_of, usable
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -41,14 +39,6 @@ CALL = '<tool_call>{"name": "sh", "arguments": {"command": "expr 6 \\\\* 7"}}</t
 
 def program(code=LOOP, **fields):
     return AgentProgram(command=["python3", "-c", code, "{instruction}"], **fields)
-
-
-async def outcome_of(url, spec):
-    with trio.fail_after(60):
-        async with connect(url, TOKEN) as client:
-            await client.submit([spec])
-            async for outcome in client.results(count=1):
-                return outcome
 
 
 async def test_a_program_in_the_sandbox_works_on_a_task_and_the_handler_grades_it(tmp_path, provider):

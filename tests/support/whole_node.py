@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
+from prorl_trio.client import connect
 from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.node.serve import serve_node
@@ -32,13 +33,17 @@ def usable(provider):
 
 
 @asynccontextmanager
-async def open_service(tmp_path, *, provider="process", says=(), max_model_len=4000, **config):
-    """A node that serves; yields (url, engine, Ends)."""
+async def open_service(tmp_path, *, provider="process", says=(), policy=None, max_model_len=4000, **config):
+    """A node that serves; yields (url, engine, Ends).
+
+    Its policy says what `says` has, or what `policy` makes of a prompt.
+    """
     tiny = make_tiny_model(tmp_path / "model")
     turns = list(says)
 
-    def script(_prompt):
-        ids = tiny.turn(turns.pop(0) if turns else "I do not know.")
+    def script(prompt):
+        next_one = turns.pop(0) if turns else "I do not know."
+        ids = tiny.turn(next_one if policy is None else policy(tiny.decode(list(prompt))))
         return ids, [-0.5] * len(ids), "stop"
 
     engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=max_model_len)
@@ -78,3 +83,12 @@ def job(job_id, question="What is 6 * 7?", **fields):
     instance = TaskInstance(instance_id="q", handler="math", payload={"question": question, "answer": "42"})
     sampling = SamplingParams(max_output_tokens=200)
     return JobSpec(**{"job_id": job_id, "instance": instance, "sampling": sampling, "max_turns": 3, **fields})
+
+
+async def outcome_of(url, spec):
+    """Submit a job, and return its outcome."""
+    with trio.fail_after(90):
+        async with connect(url, TOKEN) as client:
+            await client.submit([spec])
+            async for outcome in client.results(count=1):
+                return outcome

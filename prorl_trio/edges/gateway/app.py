@@ -24,6 +24,7 @@ from prorl_trio.agent.gateway import BadQuestion, RolloutOver
 from prorl_trio.agent.program import MODEL
 from prorl_trio.edges.gateway import chat, google, messages, responses
 from prorl_trio.edges.gateway.wire import Problem
+from prorl_trio.edges.http1 import ConnectionEnded
 from prorl_trio.edges.responses import Response
 from prorl_trio.types.errors import ContextLengthExceeded
 
@@ -216,7 +217,7 @@ class GatewayApp:
             body = msgspec.json.encode({_COUNTED[dialect]: tokens, "object": "response.input_tokens"})
             await Response(body, 200, {}, _JSON)({}, receive, send)
             return
-        outcome = _Outcome()
+        outcome, answered = _Outcome(), False
         async with open_single_nursery() as nursery:
             nursery.start_soon(_leave, receive, nursery.cancel_scope)
             nursery.start_soon(outcome.wait_for, gateway, asked)
@@ -225,8 +226,11 @@ class GatewayApp:
             else:
                 answer = await outcome.get()
                 await Response(msgspec.json.encode(dialect.whole(answer, asked)), 200, {}, _JSON)({}, receive, send)
+            answered = True
             self.results[dialect.__name__.rpartition(".")[2], "ok"] += 1
             nursery.cancel_scope.cancel("answered")
+        if not answered:
+            raise ConnectionEnded
 
     async def _stream(self, dialect: ModuleType, asked: Asked, outcome: _Outcome, send: Send) -> None:
         with trio.move_on_after(KEEP_ALIVE_S):
