@@ -80,7 +80,7 @@ async def run_agent(
 
     All calls of the task go to one backend, leased for the whole loop and released whatever happens; no budget is
     charged for the wait for one. Sets `context.stop_reason`, and `context.answer` if the agent gave one. When the
-    budget `agent_s` is used up (see `agent.clock`), the loop ends with `agent_budget`: the call in flight is aborted,
+    budget `agent_s` is used up (see `agent.budget`), the loop ends with `agent_budget`: the call in flight is aborted,
     and what was recorded is the agent's work, the tokens of that call included. It ends in the same way before a turn
     that would be too stale because of the time that the agent's tools have taken. Cancellation, too, aborts it and
     leaves what was recorded.
@@ -138,7 +138,7 @@ async def run_sub_agent(
     reason `sub_agent`; its turns are recorded as they come, that is before the turn that asked.
 
     Raises:
-        TooManyDialogues: see `dialogues.MAX_DIALOGUES`.
+        TooManyDialogues: see `context.MAX_DIALOGUES`.
         RuntimeError: it was not called from within the `run_agent` of this rollout.
         Otherwise as `run_agent`.
     """

@@ -10,7 +10,7 @@
         payload = await ledger.read(ref)
         await ledger.acknowledge("trainer", 1)
 
-SQLite keeps them, with a write-ahead log and a sync for each group of calls (`database`, `tables`, `store`).
+SQLite keeps them, with a write-ahead log and a sync for each group of calls (`database`, `store`).
 """
 
 from __future__ import annotations

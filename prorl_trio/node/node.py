@@ -108,7 +108,7 @@ class Node:
     def apply(self, config: NodeConfig) -> None:
         """Replace the configuration of the running node; worker counts, queue sizes and limits change at once.
 
-        `config` must differ from the present one only in the fields of `live.LIVE`, as `plan_reload` makes it.
+        `config` must differ from the present one only in the fields of `reference.LIVE`, as `plan_reload` makes it.
         """
         self._resources.config = config
         sizes = config.stages

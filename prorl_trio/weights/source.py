@@ -100,7 +100,7 @@ def write_model(state: StateDict, folder: Path, base: ModelFolder, check: Weight
     """Write tensors as a model in the empty `folder`; configuration and tokenizer are copied from `base`.
 
     Each tensor is checked and written as it comes, and one at a time is in memory. An output layer that is tied to the
-    embedding is written, too, given or not: see `tied`. Blocks; for worker threads.
+    embedding is written, too, given or not: see `name_tied_head`. Blocks; for worker threads.
 
     Args:
         state: see `StateDict`. Its names are those of the model's own files.

@@ -203,7 +203,7 @@ class ChildReaper:
             pass_fds: descriptors that it inherits by the same numbers; they stay the caller's to close.
             limiter: of the threads in which programs are started.
             account: whom it runs as, if not as this process.
-            mark: what it and all that it starts can be told by, for ever: see `marks`.
+            mark: what it and all that it starts can be told by, for ever: see `born_with`.
 
         Raises:
             OSError, ValueError: it could not be started.

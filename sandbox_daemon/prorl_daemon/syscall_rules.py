@@ -169,7 +169,7 @@ SECCOMP_NEW_LISTENER = 1 << 3
 PRLIMIT64 = (302, 261)
 SETRLIMIT = (160, 164)
 RLIMIT_LOCKS = 10
-"""The mark of what the daemon starts (`marks`), which nobody may take off."""
+"""The mark of what the daemon starts (`children`), which nobody may take off."""
 
 
 def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list[Rule]:
@@ -178,7 +178,7 @@ def rules(architecture: Architecture, daemon_pid: int, *, guarded: bool) -> list
     Args:
         architecture: whose numbers they have.
         daemon_pid: as the tools see it.
-        guarded: the kernel keeps the tools from the daemon's priority, scheduling and processors: see `privileges`.
+        guarded: the kernel keeps the tools from the daemon's priority, scheduling and processors: see `limits`.
     """
     column = architecture.column
     found = [

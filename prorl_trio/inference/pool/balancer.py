@@ -249,7 +249,7 @@ class LoadBalancer:
         ]
 
     def _better(self, current: Backend, turn: PartialCompletion) -> Backend | None:
-        """Return where a task is better off than on the `current` backend, by the formula of `inference.pool.load`."""
+        """Return where a task is better off than on the `current` backend, by the formula of `pool.backend`."""
         here = current.load
         worth_s = (here.wait_s or 0.0) - self.load.skew_margin_s
         if worth_s <= 0:

@@ -360,7 +360,7 @@ class Backends:
 
         Waits while no backend accepts tasks and has room: bounded by the caller's own deadline, and with `waiting`
         entered, which is told what is missing. Of those who wait, the lowest `priority` goes first, and of one priority
-        who came first; nobody is passed over for ever (see `line.WaitingLine`).
+        who came first; nobody is passed over for ever (see `balancer.WaitingLine`).
 
         Raises:
             BackendError: closed, also while waiting.

@@ -95,7 +95,7 @@ class PassAtK(msgspec.Struct, frozen=True, kw_only=True):
         k: of it.
         tasks: those with at least k graded rollouts, over which it is the mean.
         value: with what has no reward taken as unknown; None where no task has k graded rollouts.
-        low: lower end of its interval; see `estimate.mean_interval`.
+        low: lower end of its interval; see `mean_interval`.
         high: upper end.
         if_failed: of all tasks, had every rollout without a reward been wrong.
         if_passed: of all tasks, had every one of them been correct.
@@ -116,7 +116,7 @@ class MeanReward(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tasks: the tasks with a graded rollout.
         value: the mean; None if there is no such task.
-        low: lower end of its interval; see `estimate.mean_interval`. None if a task's mean is beyond [0, 1].
+        low: lower end of its interval; see `mean_interval`. None if a task's mean is beyond [0, 1].
         high: upper end.
     """
 
