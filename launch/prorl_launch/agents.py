@@ -24,7 +24,7 @@ INSTALL_TIMEOUT_S: Final = 900.0
 
 @click.group()
 def agents() -> None:
-    """Install agents that people already have, so that jobs can name them.
+    """Install the agents of others, which jobs may name.
 
     A job with `agent="codex"` is worked on by that program, in the task's sandbox; the policy answers what it asks of a
     model. See docs/agents.md.

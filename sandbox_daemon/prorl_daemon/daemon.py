@@ -77,6 +77,7 @@ MAX_THREADS = 8
 """Threads for files and for starting processes."""
 STDIN_READ_BYTES = 4096
 PORT_BACKLOG = 64
+MAX_PORT = 65535
 END_DEADLINE_S = 2.0
 """For everything the daemon started to end after SIGKILL."""
 
@@ -241,7 +242,9 @@ async def serve_daemon(
 
 
 def open_port(call: PortOpen, ports: socket.socket | None) -> PortOpened:
-    """Listen as `PortOpen` says, and send the socket on `ports`. Raises CallError: `no_ports` or `io`."""
+    """Listen as `PortOpen` says, and send the socket on `ports`. Raises CallError: `bad_request`, `no_ports`, `io`."""
+    if not 0 <= call.port <= MAX_PORT:
+        raise CallError("bad_request", f"port: {call.port} is none; 0 is any, {MAX_PORT} the last")
     if ports is None:
         raise CallError("no_ports", "whoever started this sandbox takes no ports of it")
     try:

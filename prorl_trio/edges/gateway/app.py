@@ -11,7 +11,6 @@ import hmac
 import io
 import logging
 import re
-import time
 import zlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -23,7 +22,7 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.agent.gateway import BadQuestion, RolloutOver
 from prorl_trio.agent.program import MODEL
 from prorl_trio.edges.gateway import chat, google, messages, responses
-from prorl_trio.edges.gateway.wire import Problem
+from prorl_trio.edges.gateway.wire import Problem, now_s
 from prorl_trio.edges.http1 import ConnectionEnded
 from prorl_trio.edges.responses import Response
 from prorl_trio.types.errors import ContextLengthExceeded
@@ -257,8 +256,7 @@ class GatewayApp:
         if dialect is messages:
             model = {"type": "model", "id": self._model, "display_name": self._model}
             return model if operation == "model" else {"data": [model], "has_more": False}
-        now_s = int(time.time())
-        described = {"id": self._model, "object": "model", "created": now_s, "owned_by": "prorl-trio"}
+        described = {"id": self._model, "object": "model", "created": now_s(), "owned_by": "prorl-trio"}
         return described if operation == "model" else {"object": "list", "data": [described]}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 from prorl_trio.agent.said import Question, Said, planted
@@ -13,6 +12,7 @@ from prorl_trio.edges.gateway.wire import (
     function,
     key_of,
     limit_of,
+    now_s,
     objects,
     refuse,
     said_call,
@@ -153,7 +153,7 @@ def whole(answer: Answer, asked: Asked) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{planted(answer.key)}",
         "object": "chat.completion",
-        "created": int(time.time()),
+        "created": now_s(),
         "model": asked.model,
         "choices": [{"index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": None}],
         "usage": _usage(answer),
@@ -177,7 +177,7 @@ def events(answer: Answer, asked: Asked) -> bytes:
     head = {
         "id": f"chatcmpl-{planted(answer.key)}",
         "object": "chat.completion.chunk",
-        "created": int(time.time()),
+        "created": now_s(),
         "model": asked.model,
     }
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any, Final
 
 from prorl_trio.agent.said import Question, Said, planted
@@ -15,6 +14,7 @@ from prorl_trio.edges.gateway.wire import (
     key_of,
     limit_of,
     new_id,
+    now_s,
     objects,
     refuse,
     said_call,
@@ -170,7 +170,7 @@ def _response(asked: Asked, status: str, output: list[dict[str, Any]], answer: A
     return {
         "id": asked.id,
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": now_s(),
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

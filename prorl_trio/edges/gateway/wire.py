@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -196,6 +197,11 @@ def stops_of(value: object, name: str) -> list[str]:
 def new_id(prefix: str) -> str:
     """Return an id that nobody else has."""
     return f"{prefix}_{secrets.token_hex(12)}"
+
+
+def now_s() -> int:
+    """Return the time of day as OpenAI's answers give it, in seconds."""
+    return int(time.time())
 
 
 def limit_of(body: Mapping[str, Any], *names: str) -> int | None:
