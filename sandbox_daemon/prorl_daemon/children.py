@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
-from prorl_daemon.limits import limit_process, limit_this
+from prorl_daemon.limits import die_first, limit_this
 from prorl_daemon.paths import open_path
 from prorl_daemon.seccomp import prlimit
 from prorl_daemon.syscall_rules import RLIMIT_LOCKS
@@ -150,13 +150,15 @@ class ChildReaper:
     """Waits for every child of the process. Nothing else in it may call `wait` in any form.
 
     Args:
-        limits: what each child that is adopted may use, with all that it starts.
-        isolated: see `limit_process`.
+        limits: what each child may use, with all that it starts.
+        isolated: see `limit_this`.
+
+    Attributes:
+        limit_this: what a child calls before it executes its program: what that starts at once has the limits as well.
     """
 
     def __init__(self, limits: SandboxLimits, *, isolated: bool) -> None:
-        self._limits = limits
-        self._isolated = isolated
+        self.limit_this = partial(limit_this, limits, isolated=isolated)
         self._children: dict[int, Child] = {}
         self._starting = 0
 
@@ -211,7 +213,6 @@ class ChildReaper:
         identity: dict[str, Any] = {}
         if account is not None:
             identity = {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
-            identity["preexec_fn"] = partial(limit_this, self._limits, isolated=self._isolated)
 
         def spawn() -> int:
             stdin, stdout, stderr = streams
@@ -225,6 +226,7 @@ class ChildReaper:
                     cwd=folder,
                     pass_fds=pass_fds,
                     start_new_session=True,
+                    preexec_fn=self.limit_this,
                     **identity,
                 )
             process.returncode = 0  # the reaper waits for it, not this object
@@ -234,8 +236,8 @@ class ChildReaper:
             return self.adopt(await run_blocking(spawn, limiter=limiter))
 
     def adopt(self, pid: int) -> Child:
-        """Watch a process just started, and limit it. Call inside `starting`."""
-        limit_process(pid, self._limits, isolated=self._isolated)
+        """Watch a process just started, which called `limit_this`. Call inside `starting`."""
+        die_first(pid)
         child = self._children[pid] = Child(pid)
         return child
 

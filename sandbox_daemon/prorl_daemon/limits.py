@@ -126,23 +126,40 @@ def hide_self() -> None:
 
 
 def limit_process(pid: int, limits: SandboxLimits, *, isolated: bool) -> None:
-    """Set the limits of a process that the daemon has just started, and of all that it starts.
+    """Set the limits of a process that the daemon has started and that has not begun to work, as `limit_this` does.
 
-    Nothing happens if it has ended. Of memory it gets private pages only up to the limit: more is refused to it, which
-    most programs report themselves. Reserved address space is free. The number of processes is counted in the sandbox
-    if that is `isolated`; otherwise all those of the user would count, and there is no such limit. Nor is there for
-    root, whom the kernel exempts.
+    Nothing happens if it has ended.
     """
     for what, limit in _kept(limits, isolated=isolated):
         with suppress(ProcessLookupError, PermissionError):  # it may have ended, or run a setuid program
             hard = resource.prlimit(pid, what)[1]
             prlimit(pid, what, (_lower(limit, hard), _lower(limit, hard)))
+
+
+def die_first(pid: int) -> None:
+    """Have the kernel end this process before others when the machine itself runs out of memory.
+
+    So it is for what it starts from now on. Nothing happens if it has ended, or is out of reach. A copy of the daemon
+    cannot do so for itself: it is hidden, and only root may write its files in /proc.
+    """
     with suppress(OSError):
         fd = os.open(f"{pid}/oom_score_adj", os.O_WRONLY, dir_fd=hold_proc())
         try:
             os.write(fd, b"%d" % OOM_SCORE_ADJUSTMENT)
         finally:
             os.close(fd)
+
+
+def limit_this(limits: SandboxLimits, *, isolated: bool) -> None:
+    """Limit this process, which has been forked to execute a program, and all that the program will start.
+
+    Of memory it gets private pages only up to the limit: more is refused to it, which most programs report themselves.
+    Reserved address space is free. The number of processes is counted in the sandbox if that is `isolated`; otherwise
+    all those of the user would count, and there is no such limit. Nor is there for root, whom the kernel exempts.
+    """
+    for what, limit in _kept(limits, isolated=isolated):
+        hard = resource.getrlimit(what)[1]
+        resource.setrlimit(what, (_lower(limit, hard), _lower(limit, hard)))
 
 
 @functools.cache
@@ -155,18 +172,12 @@ def hold_proc() -> int:
     return os.open("/proc", os.O_PATH | os.O_DIRECTORY)
 
 
-def limit_this(limits: SandboxLimits, *, isolated: bool) -> None:
-    """Limit this process itself: one that becomes another user is out of its parent's reach. See `limit_process`."""
-    for what, limit in _kept(limits, isolated=isolated):
-        hard = resource.getrlimit(what)[1]
-        resource.setrlimit(what, (_lower(limit, hard), _lower(limit, hard)))
-
-
 def _kept(limits: SandboxLimits, *, isolated: bool) -> list[tuple[int, int]]:
-    kept = [(resource.RLIMIT_DATA, limits.memory_bytes), (resource.RLIMIT_CPU, limits.cpu_s + BACKSTOP_CPU_S)]
+    kept = [(resource.RLIMIT_CPU, limits.cpu_s + BACKSTOP_CPU_S)]
     if isolated:
         kept.append((resource.RLIMIT_NPROC, BACKSTOP_FACTOR * limits.max_processes))
-    return kept
+    # The last: a copy of the daemon may have more, and gets no memory from then on.
+    return [*kept, (resource.RLIMIT_DATA, limits.memory_bytes)]
 
 
 def _lower(limit: int, hard: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from prorl_daemon.daemon import serve_daemon
-from prorl_daemon.limits import KEPT, drop_privileges, hide_self, hold_proc, limit_self
+from prorl_daemon.limits import KEPT, drop_privileges, hide_self, hold_proc, limit_process, limit_self
 from prorl_daemon.memory_files import start_maker
 from prorl_daemon.seccomp import confine
 from prorl_daemon.settings import read_start_line
@@ -63,6 +63,7 @@ def run_daemon(
         limit_self(start.limits)
         if kernel is not None:
             limit_self(start.limits, pid=kernel.pid)
+            limit_process(kernel.pid, start.limits, isolated=start.isolated)
         hide_self()
         gc.freeze()  # what the daemon itself is made of need not be looked through again and again
         trio.run(

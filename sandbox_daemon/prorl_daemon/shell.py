@@ -167,7 +167,13 @@ class Terminal:
 
 
 def spawn_on_terminal(
-    argv: list[str], *, env: Mapping[str, str], cwd: str, inherited: Mapping[int, int], terminal_copy: int | None
+    argv: list[str],
+    *,
+    env: Mapping[str, str],
+    cwd: str,
+    inherited: Mapping[int, int],
+    terminal_copy: int | None,
+    limit_this: Callable[[], None],
 ) -> tuple[int, int]:
     """Start `argv` as leader of a new session with a new pty as its controlling terminal. Blocks: call it in a thread.
 
@@ -177,6 +183,7 @@ def spawn_on_terminal(
         cwd: its working directory; `/` if that is gone.
         inherited: file descriptor there -> file descriptor here.
         terminal_copy: one more file descriptor, there, for the terminal; None for none.
+        limit_this: called there, last before the program is executed.
 
     Returns:
         The process id, and the pty's controlling end, which the caller owns.
@@ -197,6 +204,7 @@ def spawn_on_terminal(
             os.dup2(here, there)
         if terminal_copy is not None:
             os.dup2(0, terminal_copy)
+        limit_this()
 
     process = PtyProcess.spawn(
         argv,
@@ -625,6 +633,7 @@ async def _spawn(
                 cwd=cwd,
                 inherited=dialect.inherited(),
                 terminal_copy=dialect.terminal_fd,
+                limit_this=reaper.limit_this,
             )
 
     with ExitStack() as unused:
