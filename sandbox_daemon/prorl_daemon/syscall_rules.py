@@ -43,7 +43,7 @@ class Also(NamedTuple):
 class Rule(NamedTuple):
     """A call that is refused with `error`: always, or by the lower 32 bits of its argument `argument`.
 
-    `flags`: if one of these bits is set. `above`: if it is more. `equal`: if it is this, and the next argument is one of
+    `flags`: if one of these bits is set. `above`: if it is more. `equal`: if it is this, and the next argument one of
     `next_is`, where that has values. `unless`: if it is none of these; and for one of them, `also.value`, if the
     argument `also.argument` is none of `also.unless`, with `also.error`.
     """
