@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from prorl_trio.agent.activity import Charge
+    from prorl_trio.agent.external import ExternalAgents
     from prorl_trio.agent.scoring import ScorerPool
     from prorl_trio.chat.format import ChatFormat
     from prorl_trio.config import NodeConfig
@@ -192,6 +193,8 @@ class Resources:
     """Called with the `Gateway` of a rollout and its sandbox, or None for programs elsewhere: serves it in a block.
 
     None: this node runs no programs."""
+    external_agents: ExternalAgents | None = None
+    """None: nobody can offer an agent to this node."""
 
     def max_trajectory_tokens(self, spec: JobSpec, longest: int | None = None) -> int:
         """Return the longest context that a rollout may have, in tokens.
@@ -214,7 +217,8 @@ class RolloutContext:
     it. `conversation`, `dialogues`, `turns` and `stop_reason` grow while the agent runs, so that
     a failure leaves a partial trajectory. `conversation` is the task's own agent's; `dialogues` has those of agents it
     asked, too. `tools` are what the task's own agent was offered.
-    `answer` is what the agent gave as final. `handler_state` is the handler's own, from one stage to the next.
+    `answer` is what the agent gave as final; `given_reward` what an agent elsewhere was graded with by its own caller.
+    `handler_state` is the handler's own, from one stage to the next.
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `sandboxes`, `stage_scope` and
     `uncharged_s` are the pipeline's: where sandboxes come from, the scope of the stage the job is in, and the seconds
@@ -234,6 +238,7 @@ class RolloutContext:
     echoes: Counter[Echo] = field(default_factory=Counter)
     stop_reason: StopReason = "aborted"
     answer: str | None = None
+    given_reward: float | None = None
     handler_state: Any = None
     activity: Activity = field(default_factory=Activity)
     on_turn: Callable[[Turn], None] | None = None

@@ -7,13 +7,14 @@ it grades what was left. A program is run once for each instruction: again where
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import trio
 
 from prorl_trio.agent.gateway import open_gateway
 from prorl_trio.agents.preset import INSIDE, Start, Started, find_preset
 from prorl_trio.types.errors import AgentProgramFailed, HandlerError
+from prorl_trio.types.programs import AgentOpened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from prorl_trio.agent.gateway import Gateway
     from prorl_trio.agent.style import AfterAnswer, AgentStyle
     from prorl_trio.sandbox.sandbox import Sandbox
-    from prorl_trio.types.models import AgentProgram, ChatMessage, StopReason
+    from prorl_trio.types.models import AgentProgram, ChatMessage
 
 logger = logging.getLogger(__name__)
 
@@ -65,27 +66,79 @@ async def run_program(
     Its time is the policy's, as that of a tool is, but for the time in which the policy answers.
 
     Raises:
-        AgentProgramFailed: it ended, or could not be started, before it had asked for a single turn.
+        AgentProgramFailed: it ended, or could not be started, or its time was over, before it had asked for a turn.
         HandlerError: this node serves no programs, or the task has no sandbox.
         Otherwise as `run_agent`.
     """
-    sandbox, serve = context.sandbox, context.resources.serve_gateway
-    if sandbox is None or serve is None:
+    sandbox, serve = None if program.external else context.sandbox, context.resources.serve_gateway
+    if serve is None or (sandbox is None and not program.external):
         raise HandlerError("a program works in the task's sandbox, and this task has none")
     told = messages
     async with open_gateway(context) as gateway, serve(gateway, sandbox) as address:
         while told:
             asked = len(context.turns)
-            result = await _run_once(context, gateway, sandbox, program, address, told)
+            if sandbox is None:
+                end = await _wait_for_another(context, gateway, program, address, told)
+            else:
+                end = await _run_once(context, gateway, sandbox, program, address, told)
             if len(context.turns) == asked:
-                raise AgentProgramFailed(_failure(program, result))
-            last = gateway.final_turn()
-            context.answer = None if last is None else style.final_answer(last)
-            context.stop_reason = _stop_reason(gateway, result)
-            if context.answer is None and last is not None and result.exit_code == 0:
-                context.answer = last.content
-            more = await after_answer(context.answer) if after_answer and context.answer is not None else None
-            told = more or ()
+                raise AgentProgramFailed(end.failure)
+            # A limit that the program was told of counts, unless it ended well.
+            context.stop_reason = "finished" if end.is_well else gateway.limit or "program_error"
+            context.answer = end.answer
+            if end.answer is None and (last := gateway.final_turn()) is not None:
+                context.answer = style.final_answer(last)
+                if context.answer is None and end.is_well:
+                    context.answer = last.content
+            told = ()
+            if after_answer and context.answer is not None and context.given_reward is None:
+                told = await after_answer(context.answer) or ()
+    if context.stop_reason == "agent_budget" and not gateway.calls:
+        raise AgentProgramFailed("the agent has asked for nothing in all of its time (budgets.agent_s)")
+
+
+class _End(NamedTuple):
+    """The end of an agent's work: whether it says that it is done, its answer if it gave one, and words for a failure.
+
+    The last are for one that has not asked for a turn.
+    """
+
+    is_well: bool
+    answer: str | None
+    failure: str
+
+
+async def _wait_for_another(
+    context: RolloutContext,
+    gateway: Gateway,
+    program: AgentProgram,
+    address: Address,
+    messages: Sequence[ChatMessage],
+) -> _End:
+    """Offer an instruction to an agent elsewhere, and wait until that is done."""
+    agents = context.resources.external_agents
+    if agents is None:
+        raise HandlerError("nobody can offer an agent to this node")
+    model = program.model or MODEL
+    opened = AgentOpened(
+        urls={"openai": f"{address.url}/v1", "anthropic": address.url, "google": address.url},
+        key=address.key,
+        model=model,
+        env=environment(address, model),
+        messages=list(messages),
+        context_tokens=gateway.context_tokens,
+    )
+    with (
+        gateway.budget.tool("agent elsewhere") as gateway.program,
+        agents.offered(context.spec.job_id, opened, context.turns) as offer,
+    ):
+        try:
+            await offer.finished.wait()
+        finally:
+            gateway.program = None
+    assert offer.finish is not None
+    context.given_reward = offer.finish.reward
+    return _End(True, offer.finish.text, "the agent elsewhere said that it is done before it had asked for a turn")
 
 
 async def _run_once(
@@ -95,7 +148,7 @@ async def _run_once(
     program: AgentProgram,
     address: Address,
     messages: Sequence[ChatMessage],
-) -> ExecResult:
+) -> _End:
     """Run the program on one instruction, to its end, and log what it said."""
     instruction = "\n\n".join(message.content for message in messages)
     env = {
@@ -121,7 +174,7 @@ async def _run_once(
             gateway.program = None
     context.log_evaluation(f"agent: exit code {result.exit_code}\n{_said(result)}\n")
     await trio.lowlevel.checkpoint()
-    return result
+    return _End(result.exit_code == 0, None, _failure(program, result))
 
 
 async def _prepared(
@@ -167,10 +220,3 @@ def _failure(program: AgentProgram, result: ExecResult) -> str:
         "set up to ask where OPENAI_BASE_URL, ANTHROPIC_BASE_URL or GOOGLE_GEMINI_BASE_URL say? "
         f"It said: {said or 'nothing'}"
     )
-
-
-def _stop_reason(gateway: Gateway, result: ExecResult) -> StopReason:
-    """Return how the agent's work ended: a limit that the program was told of counts, unless it ended well."""
-    if result.exit_code == 0:
-        return "finished"
-    return gateway.limit or "program_error"

@@ -20,7 +20,7 @@ from prorl_trio.edges.prorl_compat import configured_endpoints
 from prorl_trio.edges.serve import serve_edges
 from prorl_trio.edges.tcp import load_tls, open_listeners
 from prorl_trio.edges.websocket.local_sockets import claim_local_sockets, release_local_sockets
-from prorl_trio.node.membership import Endpoints
+from prorl_trio.node.membership import Endpoints, advertised_host
 from prorl_trio.node.node import Node
 from prorl_trio.sessions.node_api import NodeApi
 from prorl_trio.sessions.session_table import recover_sessions
@@ -135,6 +135,8 @@ async def open_edges(
         address = await accept.start(service_task(serve, "server", restarts=False))
         if gateways is not None:
             gateways.url = rest_url(address, secure=secure)
+            public = advertised_host(node.config.fleet.advertise, address[0]), address[1]
+            gateways.public_url = rest_url(public, secure=secure)
         unix_url = f"unix://{local.node}" if local is not None else ""
         endpoints = {"url": endpoint_url(address, secure=secure)}
         endpoints["rest_url"] = rest_url(address, secure=secure)

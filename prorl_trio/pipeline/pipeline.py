@@ -25,6 +25,7 @@ from prorl_trio.pipeline.observer import Observers
 from prorl_trio.pipeline.outcomes import check_evaluation, completed, finalise, not_completed, retry_after
 from prorl_trio.pipeline.stages import WorkStage
 from prorl_trio.supervision import service_task
+from prorl_trio.tasks.handlers.base import Evaluation
 from prorl_trio.types.errors import ConfigError, Draining, HandlerError
 from prorl_trio.types.models import LINES, AgentProgram
 
@@ -442,7 +443,11 @@ class Pipeline:
             job.context.sandboxes = self._sandboxes
             job.context.turns, job.context.stop_reason = list(recorded.turns), recorded.stop_reason
             job.handler.restore(job.context, recorded)
-        job.evaluation = check_evaluation(job, await job.handler.eval(job.context))
+        if (given := job.context.given_reward) is not None:
+            evaluation = Evaluation(reward=given, details={"graded_by": "agent"})
+        else:
+            evaluation = await job.handler.eval(job.context)
+        job.evaluation = check_evaluation(job, evaluation)
 
     # ------------------------------------------------------------ ends
 

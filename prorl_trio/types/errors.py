@@ -153,6 +153,12 @@ class UnknownJob(ServiceError):
     code = "unknown_job"
 
 
+class NoAgentWanted(ServiceError):
+    """The job does not wait for an agent elsewhere, or not yet."""
+
+    code = "no_agent_wanted"
+
+
 class UnknownHandler(ServiceError):
     """No handler of that name is registered. The message lists those that are."""
 

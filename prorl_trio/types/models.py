@@ -657,6 +657,8 @@ class AgentProgram(_Model, frozen=True):
         preset: the name of an agent that the node knows how to start (`prorl-trio agents list`).
         command: in place of a preset: program and arguments, run in the task's sandbox. `{instruction}` in an argument
             is replaced by what is to be done; without it, that is the standard input.
+        external: in place of both: the agent is elsewhere, and asks for its work itself (`OpenAgent`). The rollout
+            waits for it, at most `agent_s`.
         env: its variables, besides those in which the SDKs look for the model's API, its key and its name (see
             docs/agents.md); `{url}` and `{key}` are replaced by these.
         cwd: where it starts; empty: where shells do.
@@ -665,13 +667,14 @@ class AgentProgram(_Model, frozen=True):
 
     preset: str = ""
     command: list[str] = []
+    external: bool = False
     env: dict[str, str] = {}
     cwd: str = ""
     model: str = ""
 
     def __post_init__(self) -> None:
-        if bool(self.preset) == bool(self.command and self.command[0]):
-            raise ValueError("an agent is either a preset or a command")
+        if bool(self.preset) + bool(self.command and self.command[0]) + self.external != 1:
+            raise ValueError("an agent is either a preset or a command, or it is external")
 
 
 class JobSpec(_Model, frozen=True):

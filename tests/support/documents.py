@@ -18,7 +18,7 @@ from msgspec import inspect as types
 
 from prorl_trio.config.live import is_live
 from prorl_trio.config.quantities import YEAR_S
-from prorl_trio.edges.backend_operations import TABLE
+from prorl_trio.edges.operations import TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,12 +105,12 @@ def _values(module: ModuleType, name: str) -> str:
 
 
 def _operations(_: ModuleType) -> str:
-    """The operations on the backends."""
+    """What may be asked of a node."""
     rows = []
     for operation in TABLE:
         asked = operation.request
         takes = f"`{asked.__name__}`: {_signature(asked) or 'none'}"
-        rest = f"`{operation.method} /v1/backends{operation.path}`"
+        rest = f"`{operation.method} {operation.path}`"
         rows.append([f"`{asked.operation}`", takes, f"`{asked.answer.__name__}`", rest])
     return _nil(_table("operation, `arguments`, `answer`, REST", rows))
 

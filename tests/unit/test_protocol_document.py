@@ -29,7 +29,7 @@ from prorl_ipc.framing import encode_frame
 from prorl_ipc.websocket import CloseCode
 from prorl_ipc.wire import encode_envelope
 from prorl_trio.client import BlockingClient, RolloutClient, backend_calls
-from prorl_trio.edges.backend_operations import TABLE
+from prorl_trio.edges.operations import TABLE
 from prorl_trio.edges.websocket import server as connection
 from prorl_trio.node import edges
 from prorl_trio.sessions import feed, observation
@@ -37,11 +37,12 @@ from prorl_trio.types import backends, errors
 from prorl_trio.types import models as trajectory
 from prorl_trio.types.errors import ErrorCode, FailureCause, ServiceError
 from prorl_trio.types.models import Outcome, PolicySpan, Segment
+from prorl_trio.types.programs import FinishAgent, OpenAgent
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from prorl_trio.edges.backend_operations import Row
+    from prorl_trio.edges.operations import Row
 
 VERBS = [name for name, verb in vars(backend_calls._BackendVerbs).items() if isinstance(verb, backend_calls._Verb)]
 TEXT = (Path(prorl_ipc.__file__).parents[1] / "PROTOCOL.md").read_text()
@@ -67,7 +68,8 @@ def tables(kind: str) -> set[object]:
 def test_every_struct_of_the_wire_has_a_table():
     domain = [struct for struct in structs(trajectory) if struct.__struct_config__.forbid_unknown_fields]
     assert {Outcome, Segment} <= {*domain}
-    assert {*WIRE, *domain} <= tables("frames") | tables("fields")
+    answers = {row.request.answer for row in TABLE}
+    assert {*WIRE, *domain, *answers} <= tables("frames") | tables("fields")
 
 
 def test_every_closed_set_of_what_a_rollout_records_has_a_table():
@@ -84,7 +86,7 @@ def test_each_operation_returns_what_its_type_says(row: Row[Any]):
 
 def test_every_request_has_a_row_and_every_client_a_method_of_its_own():
     requests = {struct for struct in structs(backends) if hasattr(struct, "operation")}
-    assert {row.request for row in TABLE} == requests
+    assert {row.request for row in TABLE} == requests | {OpenAgent, FinishAgent}  # which `open_agent` sends
     for each in (RolloutClient, BlockingClient):
         assert {vars(backend_calls._BackendVerbs)[name].__doc__ for name in VERBS} == {r.__doc__ for r in requests}
         assert all(getattr(each, name) is vars(backend_calls._BackendVerbs)[name] for name in VERBS)

@@ -89,10 +89,11 @@ class GatewayTable:
 
     Attributes:
         url: of the node's own port; empty while it has none.
+        public_url: the same, as other machines reach it.
     """
 
     def __init__(self) -> None:
-        self.url = ""
+        self.url = self.public_url = ""
         self._served: dict[str, _Served] = {}
         self._over: dict[str, None] = {}
 

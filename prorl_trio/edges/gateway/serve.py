@@ -48,7 +48,7 @@ async def open_gateway_port(
 ) -> AsyncIterator[Address]:
     """Serve a gateway during the block: on a port of the sandbox's own network, or where it has none, on the node's.
 
-    There the path has an id, and the key is a secret.
+    There the path has an id, and the key is a secret. `sandbox` is None for an agent on any machine.
 
     Raises:
         HandlerError: neither is there: the node has no server.
@@ -63,7 +63,7 @@ async def open_gateway_port(
         session, secret = secrets.token_hex(8), secrets.token_urlsafe(24)
         table.add(session, gateway, secret)
         try:
-            yield Address(f"{table.url}/s/{session}", secret)
+            yield Address(f"{table.public_url if sandbox is None else table.url}/s/{session}", secret)
         finally:
             table.remove(session)
         return
