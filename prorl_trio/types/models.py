@@ -549,7 +549,8 @@ class Budgets(_Model, frozen=True):
         run_s: for the stage in which the agent works.
         eval_s: for the stage that scores.
         total_s: for all stages of all attempts.
-        agent_s: of the policy's own, in one attempt; None is the node's, but no more than a `run_s` of this job.
+        agent_s: of the policy's own, in one attempt: when it is used up, the agent's loop ends (`agent_budget`), and
+            what it did is scored. None is the node's, but no more than a `run_s` of this job.
     """
 
     init_s: float | None = None
@@ -703,9 +704,7 @@ class JobSpec(_Model, frozen=True):
         group: when the rest of the group is cancelled; needs a `group_id`.
         retry: when the rollout is run again as a whole.
         max_staleness: policy updates that may lie between the first sampled token and the newest weights, be these what
-            the next token is sampled by or what the trainer has announced (the last resume). A job that could not keep
-            it waits, and one that turns out to have more fails with the code `stale`; if only the time of its own tools
-            made it so, it ends with the stop reason `agent_budget` and is graded. None: the node's bound, if any.
+            the next token is sampled by or what the trainer has announced (the last resume). None: the node's bound.
         max_trajectory_tokens: of each segment, prompt included; None, or more than the node's limit or the engine's
             context, takes that.
         recorded: nothing is sampled: what an earlier rollout of the instance left is graded again, by EVAL alone.

@@ -21,7 +21,6 @@ from prorl_trio.config.quantities import YEAR_S
 from prorl_trio.edges.operations import TABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import ModuleType
 
 ROOT: Final = Path(__file__).parents[2]
@@ -68,9 +67,7 @@ def _table(heads: str, rows: list[list[str]]) -> str:
 
 
 def _fields_of(struct: type[msgspec.Struct]) -> tuple[types.Field, ...]:
-    info = types.type_info(struct)
-    assert isinstance(info, types.StructType)
-    return info.fields
+    return types.type_info(struct).fields  # type: ignore[attr-defined,no-any-return]
 
 
 def _value(field: types.Field) -> Any:
@@ -161,10 +158,10 @@ def _nil(table: str) -> str:
 
 def _settings(module: ModuleType, name: str) -> str:
     """Each table of the configuration, with its fields."""
-    return "".join(_sections(getattr(module, name), ""))
+    return _section(getattr(module, name), "")
 
 
-def _sections(table: type[msgspec.Struct], path: str) -> Iterator[str]:
+def _section(table: type[msgspec.Struct], path: str) -> str:
     about, meanings = described(table)
     rows, below = [], []
     for field in _fields_of(table):
@@ -176,9 +173,8 @@ def _sections(table: type[msgspec.Struct], path: str) -> Iterator[str]:
         else:
             rows.append(_setting(field, meanings[field.name] + (" *live*" if is_live(place) else "")))
     heading = f"[{path}]" if path else "Fields outside tables"
-    yield f"\n## {heading}\n\n{about}\n\n{_table('field, type, default, unit, meaning', rows)}"
-    for inner, place in below:
-        yield from _sections(inner, place)
+    text = f"\n## {heading}\n\n{about}\n\n{_table('field, type, default, unit, meaning', rows)}"
+    return text + "".join(_section(*each) for each in below)
 
 
 def _setting(field: types.Field, meaning: str) -> list[str]:
@@ -188,14 +184,10 @@ def _setting(field: types.Field, meaning: str) -> list[str]:
 
 def _toml_type(found: types.Type) -> str:
     match found:
-        case types.IntType():
-            return f"integer{_bounds(found)}"
-        case types.FloatType():
-            return f"number{_bounds(found)}"
-        case types.BoolType():
-            return "boolean"
-        case types.StrType():
-            return "string"
+        case types.IntType() | types.FloatType():
+            return ("integer" if isinstance(found, types.IntType) else "number") + _bounds(found)
+        case types.BoolType() | types.StrType():
+            return "boolean" if isinstance(found, types.BoolType) else "string"
         case types.LiteralType():
             return ", ".join(f'`"{value}"`' for value in found.values)
         case types.ListType() | types.VarTupleType():

@@ -55,7 +55,7 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             Python.
         plain_answer: True: a message without a call ends the rollout if it has a number; the last one is the answer
             where none is boxed. For a policy that knows no boxes.
-        think: True: there is the tool `think`, too; `details["thoughts"]` counts its calls.
+        think: True: there is the tool `think`, too, which does nothing; `details["thoughts"]` counts its calls.
         style: how the policy writes calls: `tools` as its model's family does, or in blocks of Python, of which the
             first is run; `json` as JSON objects anywhere in its text; `code` as blocks of Python, all of which are run.
             With `json` and `code` it is told once what is wrong with a call that cannot be read, and the next such turn
