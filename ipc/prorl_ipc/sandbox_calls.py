@@ -63,7 +63,7 @@ class Forked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, 
     """The answer.
 
     Attributes:
-        pid: the sandbox's first process, a child of the node, by its id there; 0 where there is none.
+        pid: of the sandbox's first process, a child of the node, in the node's PID namespace; 0 where there is none.
         problem: why there is none; empty if there is.
     """
 
