@@ -114,8 +114,8 @@ def find_interpreter(at_least: tuple[int, int] = (3, 11)) -> Interpreter:
         if found is None:
             continue
         # pyenv has a shim in PATH for each version that is there, which runs those alone that are chosen.
-        for program in (found, *map(str, Path(found).parent.parent.glob(f"versions/*/bin/{name}"))):
-            if len(lines := _run([program, "-c", ask], check=False).splitlines()) == len(Interpreter._fields) - 1:
+        for each in (found, *map(str, Path(found).parent.parent.glob(f"versions/*/bin/{name}"))):
+            if len(lines := _run([each, "-c", ask], check=False).splitlines()) == len(Interpreter._fields) - 1:
                 return Interpreter(Path(lines[0]), Path(lines[1]), (at_least[0], minor))
     raise SetupError(f"it needs Python {at_least[0]}.{at_least[1]} or later: install that, so that it is in PATH")
 

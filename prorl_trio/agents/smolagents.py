@@ -14,7 +14,8 @@ import os, sys
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
 
-model = OpenAIModel(sys.argv[2], api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+address = {"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
+model = OpenAIModel(sys.argv[2], tool_choice="auto", **address)  # it forces tools otherwise
 agent = ToolCallingAgent(tools=[tool(shell)], model=model, max_steps=1000)
 print(agent.run(sys.argv[1]))
 """
