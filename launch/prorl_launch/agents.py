@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Final
 import click
 from rich.table import Table
 
+from prorl_launch.bundle import fill_python, find_interpreter
+from prorl_launch.locks import lock_path
 from prorl_launch.progress import SetupError, run_step
 from prorl_launch.venv import exclusive
-from prorl_trio.agents.preset import INSIDE, INSTALLED, presets
+from prorl_trio.agents.preset import INSIDE, INSTALLED, PACKAGES, presets
 from prorl_trio.client.terminal import Console, say
 
 if TYPE_CHECKING:
@@ -71,9 +73,11 @@ def install_agent(preset: Preset) -> Path:
         try:
             inside = draft / INSIDE.lstrip("/") / preset.name
             inside.mkdir(parents=True)
-            packages = [source.format(version=preset.versions[0]) for source in preset.source]
             log_file = folder.parent / f"{folder.name}.log"
-            run_step(f"agent {preset.name}", _argv(preset, inside, packages), log_file=log_file)
+            if preset.index == "pypi":
+                _install_python(preset, inside, log_file)
+            else:
+                run_step(f"agent {preset.name}", _npm(preset, inside), log_file=log_file)
             (draft / INSTALLED).write_text(preset.versions[0])
             draft.chmod(0o755)
             shutil.rmtree(folder, ignore_errors=True)
@@ -83,12 +87,28 @@ def install_agent(preset: Preset) -> Path:
     return folder
 
 
-def _argv(preset: Preset, folder: Path, packages: list[str]) -> list[str]:
-    if preset.index == "pypi":
-        return [sys.executable, "-m", "pip", "install", "--no-input", "--target", str(folder / "python"), *packages]
+def _packages(preset: Preset) -> list[str]:
+    return [source.format(version=preset.versions[0]) for source in preset.source]
+
+
+def _npm(preset: Preset, folder: Path) -> list[str]:
     npm = shutil.which("npm")
     if npm is None:
         raise SetupError("npm is not installed: install Node.js, 20 or later, with its npm")
     return [
-        npm, "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", "--force", *packages,
+        npm, "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", "--force",
+        *_packages(preset),
     ]  # fmt: skip
+
+
+def _install_python(preset: Preset, folder: Path, log_file: Path) -> None:
+    """Fill a folder with packages of PyPI, of the versions of the lock if it has one, and with a Python for them."""
+    python = find_interpreter(preset.python)
+    pip = [sys.executable, "-m", "pip", "--python", str(python.program), "install", "--no-input", "--no-compile"]
+    lock = lock_path(f"agent-{preset.name}")
+    if lock.exists():
+        pip += ["--constraint", str(lock)]
+    packages = str(folder / PACKAGES)
+    run_step(f"agent {preset.name}", [*pip, "--target", packages, *_packages(preset)], log_file=log_file)
+    inside = f"{INSIDE}/{preset.name}"
+    fill_python(folder, inside, python, [f"{inside}/{PACKAGES}"])

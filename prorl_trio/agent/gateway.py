@@ -8,6 +8,7 @@ begins a segment, which says why. Each sampled token is delivered once.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -51,6 +52,8 @@ SPARE_CALLS: Final = 40
 THREAD_CHARS: Final = 20_000
 """A new dialogue of so many characters is rendered and encoded in a thread."""
 NO_TOOLS: Final = digest([])
+ASIDE: Final = ("sub_agent", "side_call")
+"""Reasons of dialogues that are not the task's own."""
 
 
 class RolloutOver(ProrlError):
@@ -92,15 +95,31 @@ class _Turn:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """A dialogue. `tip` is the last turn in it, and `last` what the policy said in the last that was sampled."""
+    """A dialogue.
+
+    Attributes:
+        after: the dialogue whose work it goes on with, in other words; None: it is nobody's.
+        tip: the last turn in it.
+        last: what the policy said in the last that was sampled, and the number of that among the rollout's.
+        sampled: turns of it that were.
+    """
 
     turns: Turns
     tools: bytes
     system: bytes
     origin: Origin | None = None
+    after: _Line | None = None
     tip: _Turn | None = None
-    last: ParsedTurn | None = None
+    last: tuple[int, ParsedTurn] | None = None
     sampled: int = 0
+
+    @property
+    def first(self) -> _Line:
+        """Return the dialogue in which the work began that this one goes on with."""
+        line = self
+        while line.after is not None:
+            line = line.after
+        return line
 
 
 class _Place(NamedTuple):
@@ -201,10 +220,17 @@ class Gateway:
     def final_turn(self) -> ParsedTurn | None:
         """Return what the policy said last in the task's own dialogue; None if it has said nothing.
 
-        That is the dialogue with most turns, the first of several.
+        That is the one with most turns, the first of several, with all that go on with its work: where a client
+        rewrites its history each time, they have a turn each.
         """
-        main = max(self._lines, key=lambda line: line.sampled, default=None)
-        return None if main is None else main.last
+        turns: Counter[int] = Counter()
+        said: dict[int, tuple[int, ParsedTurn]] = {}
+        for line in self._lines:
+            if line.last is not None:
+                of = id(line.first)
+                turns[of] += line.sampled
+                said[of] = max(said.get(of, line.last), line.last, key=lambda each: each[0])
+        return said[turns.most_common(1)[0][0]][1] if turns else None
 
     def _admit(self) -> None:
         if self.failure is not None:
@@ -355,7 +381,7 @@ class Gateway:
         )
         self.context.echoes["branch"] += 1
         turns = Turns(self.context, self._lease, self.budget, conversation, keeps_cut=True)
-        return _Line(turns, after.line.tools, after.line.system, origin)
+        return _Line(turns, after.line.tools, after.line.system, origin, None if question.kind in ASIDE else after.line)
 
     async def _new_line(self, place: _Place, question: Question, messages: Sequence[Said]) -> _Line:
         """Begin a dialogue with a history as the template renders it."""
@@ -390,6 +416,7 @@ class Gateway:
             reason = "branch" if place.continues else "rewrite"
         else:
             reason = _reason(parent, near, place, messages, line)
+        line.after = None if reason in ASIDE else parent
         shared = common_prefix(of.token_ids_of(segment), line.turns.conversation.token_ids_of(0))
         return Origin(parent.turns.dialogue, segment, reason, shared, question.agent, question.agent_type)
 
@@ -447,7 +474,7 @@ class Gateway:
         cached_tokens = turns.conversation.completion_ranges[-1].end if turns.conversation.completion_ranges else 0
         sampled = await turns.sample(number, question.max_tokens, question.stops)
         turns.record(sampled)
-        line.sampled, line.last = line.sampled + 1, sampled.parsed
+        line.sampled, line.last = line.sampled + 1, (number, sampled.parsed)
         turn.index = len(turns.conversation.completion_ranges) - 1
         turn.key = secrets.token_hex(KEY_DIGITS // 2)
         self._by_key[turn.key] = turn

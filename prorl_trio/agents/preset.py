@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -65,10 +66,10 @@ class Preset:
     Attributes:
         name: by which jobs ask for it.
         source: the packages that it is made of, `{version}` being its own: of npm, or of PyPI.
-        index: which of the two.
+        index: which of the two. What is of PyPI comes with a Python of its own: see `python_program`.
+        python: the version of Python that it needs at least.
         versions: those that it was tested with, the newest first.
         start: says how it is started.
-        failed: the exit codes with which it may end although it has done its work, beside 0.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Preset:
     index: Literal["npm", "pypi"]
     versions: tuple[str, ...]
     start: Callable[[Start], Started]
-    failed: frozenset[int] = frozenset()
+    python: tuple[int, int] = (3, 11)
 
     @property
     def folder(self) -> Path:
@@ -87,6 +88,54 @@ class Preset:
     def is_installed(self) -> bool:
         """Return whether its installation was finished."""
         return (self.folder / INSTALLED).exists()
+
+
+LOADER: Final = f"ld-linux-{platform.machine().replace('_', '-')}.so." + (
+    "2" if platform.machine() == "x86_64" else "1"
+)
+PACKAGES: Final = "packages"
+"""The folder of the packages of an agent of PyPI, beside the `bin` and `lib` of its Python."""
+_BOOT: Final = (
+    "import runpy, sys; sys.path.insert(0, sys.argv[1]); what = sys.argv[2]; del sys.argv[1:3]; "
+    "run = runpy.run_path if what.endswith('.py') else runpy.run_module; "
+    "run(what, run_name='__main__', **({} if run is runpy.run_path else {'alter_sys': True}))"
+)
+
+
+def python_program(start: Start, what: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs a module, or a file `.py`, by an agent's own Python, not by one of the image.
+
+    It is started by its own loader, so that it may be in any folder, and needs no variables, which the programs that
+    the agent runs would inherit.
+    """
+    root = start.root
+    python = (f"{root}/lib/{LOADER}", "--library-path", f"{root}/lib", f"{root}/bin/python3", "-I")
+    return (*python, "-c", _BOOT, f"{root}/{PACKAGES}", what, *arguments)
+
+
+def python_script(start: Start, text: str, **env: str) -> Started:
+    """Return how a script is run by an agent's own Python: with the instruction and the model's name as arguments."""
+    argv = python_program(start, f"{start.home}/agent.py", start.instruction, start.model)
+    return Started(argv=argv, env={"HOME": start.home, **env}, files={"agent.py": text})
+
+
+SHELL_TOOL: Final = '''\
+import subprocess
+
+
+def shell(command: str) -> str:
+    """Run a shell command and return its output.
+
+    Args:
+        command: what to run.
+    """
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    done = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, **how)
+    return f"{done.stdout[-20000:]}\\n[exit code {done.returncode}]"
+
+
+'''
+"""The tool of presets that are made with a framework: what such a script begins with."""
 
 
 @cache

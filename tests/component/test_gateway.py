@@ -197,6 +197,21 @@ async def test_a_title_that_is_asked_for_first_is_not_the_tasks_own_dialogue(rig
     assert trajectory.tools == TOOLS
 
 
+async def test_a_program_that_rewrites_its_history_each_time_has_said_last_what_it_said_last(rig):
+    async with rig.open():
+        context, gateway = opened(rig, call("look"), "A helper's.", call("look"), "A fox.")
+        async with gateway as gateway:
+            await ask(gateway, SYSTEM, TASK)
+            await ask(gateway, Said("system", "You help."), Said("user", "Help."), kind="sub_agent")
+            await ask(gateway, SYSTEM, TASK, Said("assistant", "Calling look."), Said("user", "A den."))
+            last = [Said("assistant", "Called look twice."), Said("user", "A den, and again.")]
+            await ask(gateway, SYSTEM, TASK, *last)
+            assert gateway.final_turn().content == "A fox."
+        trajectory = context.trajectory()
+        check_exact(rig, trajectory)
+    assert [reason for _, reason, _ in lineage(trajectory)] == [None, "sub_agent", "rewrite", "rewrite"]
+
+
 async def test_a_compacted_history_with_a_carried_turn_goes_on_as_a_segment(rig):
     async with rig.open():
         context, gateway = opened(rig, call("look"), call("look"), "Sum.", call("look"), "Done.")

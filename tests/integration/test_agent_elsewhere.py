@@ -77,6 +77,29 @@ async def test_an_agent_of_the_trainers_own_works_on_a_rollout_and_the_handler_g
     assert (outcome.trajectory.stop_reason, len(outcome.trajectory.turns)) == ("finished", 1)
 
 
+QUESTIONS = {
+    "math": {"question": "What is 6 * 7?", "answer": "42"},
+    "stem": {
+        "question": "Which metal is liquid?",
+        "grader": {"kind": "choice", "choices": ["iron", "Hg"], "answer": "B"},
+    },
+    "code": {"prompt": "Write double(x).", "tests": {"calls": [{"args": [2], "result": 4}], "function": "double"}},
+}
+
+
+@pytest.mark.parametrize("handler", QUESTIONS)
+@pytest.mark.parametrize("own", ["", "Do as finish says."])
+async def test_it_is_told_of_no_tool_that_it_does_not_have(service, handler, own):
+    client, _ = service
+    payload = {**QUESTIONS[handler], **({"instruction": own} if own else {})}
+    instance = TaskInstance(instance_id="q", handler=handler, payload=payload)
+    with pytest.raises(ZeroDivisionError):
+        async with client.open_agent(msgspec.structs.replace(job("j"), instance=instance)) as agent:
+            assert ("finish" in agent.instruction) == bool(own), "a task's own words are what they are"
+            assert "ipython" not in agent.instruction
+            raise ZeroDivisionError
+
+
 async def test_what_it_says_is_graded_in_place_of_what_the_policy_said_and_its_own_reward_in_place_of_both(service):
     client, _ = service
     async with client.open_agent(job("j")) as agent:

@@ -22,6 +22,20 @@ AfterRun = Literal["release", "keep"]
 wants one in which the agent has left nothing opens it itself, by `RolloutContext.open_sandbox`."""
 
 
+def worded(context: RolloutContext, text: str, ours: str, for_programs: str) -> str:
+    """Return what a payload has the policy told; in place of our own words those for a program that works on the task.
+
+    It has tools of its own, and knows nothing of `finish`. A task's own words are what they are.
+
+    Args:
+        context: of the rollout.
+        text: of the payload.
+        ours: its default, for our own agent.
+        for_programs: its default for programs of others.
+    """
+    return for_programs if text == ours and context.spec.agent is not None else text
+
+
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """A score.
 

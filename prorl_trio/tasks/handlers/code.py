@@ -13,7 +13,7 @@ from prorl_trio.agent.style import AgentStyle
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.grading import SOLUTION_PATH, CodeTests, grade_code
 from prorl_trio.tasks.grading.verifier import again_if_killed
-from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation, worded
 from prorl_trio.tasks.handlers.restoring import restored_text
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.errors import HostileAnswer, SandboxCallFailed, SandboxUnavailable, malformed_job
@@ -35,6 +35,10 @@ SYSTEM_PROMPT: Final = "You are a careful programmer. You write Python, run it, 
 INSTRUCTION: Final = f"""\
 Write the complete solution to {SOLUTION_PATH}, try it, and call finish when it is right. Hidden tests decide. Only \
 that file counts; without one, the code that you give to finish."""
+
+FOR_PROGRAMS: Final = f"""\
+Write the complete solution to {SOLUTION_PATH}, and try it. Hidden tests decide. Only that file counts; without one, \
+the code in your last message."""
 
 NUDGE: Final = f"Go on with the tools. When {SOLUTION_PATH} is right, call finish."
 
@@ -104,9 +108,10 @@ class CodeHandler(AgentHandler):
     async def run(self, context: RolloutContext) -> None:
         """Let the agent work, and take its solution out of its sandbox."""
         payload = _payload(context.spec.instance.payload)
+        instruction = worded(context, payload.instruction, INSTRUCTION, FOR_PROGRAMS)
         messages = [
             ChatMessage(role="system", content=payload.system_prompt),
-            ChatMessage(role="user", content=f"{payload.prompt}\n\n{payload.instruction}".strip()),
+            ChatMessage(role="user", content=f"{payload.prompt}\n\n{instruction}".strip()),
         ]
         tools = ToolSet(
             [BashTool(), IpythonTool(), EditorTool(), FinishTool()],

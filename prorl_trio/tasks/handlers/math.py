@@ -12,7 +12,7 @@ from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation, worded
 from prorl_trio.tasks.handlers.final_answer import extract_boxed, last_number
 from prorl_trio.tasks.handlers.lost_backslash import check_backslashes
 from prorl_trio.tasks.handlers.restoring import restored_text
@@ -38,6 +38,9 @@ INSTRUCTION = """\
 Use Python for the calculations: call the ipython tool, or write a ```python block that prints the result; you will \
 see its output. When you know the answer, call finish with it, or write it as \\boxed{answer}: a number or an \
 expression, nothing else."""
+
+FOR_PROGRAMS = """\
+When you know the answer, write it as \\boxed{answer} in your last message: a number or an expression, nothing else."""
 
 NUDGE = "Continue. Compute with the ipython tool, or give the final answer as \\boxed{answer}."
 
@@ -122,9 +125,10 @@ class MathHandler(AgentHandler):
     async def run(self, context: RolloutContext) -> None:
         """See `prorl_trio.agent.loop.run_agent`."""
         payload = _payload(context.spec.instance.payload)
+        instruction = worded(context, payload.instruction, INSTRUCTION, FOR_PROGRAMS)
         messages = [
             ChatMessage(role="system", content=payload.system_prompt),
-            ChatMessage(role="user", content=f"{payload.question}\n\n{payload.instruction}".strip()),
+            ChatMessage(role="user", content=f"{payload.question}\n\n{instruction}".strip()),
         ]
         tools = ToolSet(
             [IpythonTool(), *([ThinkTool()] if payload.think else []), FinishTool()],

@@ -20,7 +20,7 @@ from prorl_trio.tasks.grading.repository_base import BASE, GIT, GIT_ENV, BaseNot
 from prorl_trio.tasks.grading.repository_tests import RepositoryTests
 from prorl_trio.tasks.grading.row_patches import read_patch
 from prorl_trio.tasks.grading.verifier import again_if_killed, check_end
-from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation, worded
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, ToolSet
 from prorl_trio.types.errors import NotRestorable, SandboxCallFailed, SandboxUnavailable, malformed_job
 from prorl_trio.types.models import ChatMessage
@@ -49,9 +49,10 @@ GIT_TIMEOUT_S: Final = 120.0
 
 SYSTEM_PROMPT: Final = "You are a careful software engineer. You find the cause of a problem before you change code."
 
-INSTRUCTION: Final = """\
+FOR_PROGRAMS: Final = """\
 The repository is in {repo_dir}. Change it so that the problem is solved: find the cause, mend it, and try what you \
-changed. Hidden tests decide; changes to tests and to their configuration do not count. Call finish when it is done."""
+changed. Hidden tests decide; changes to tests and to their configuration do not count."""
+INSTRUCTION: Final = f"{FOR_PROGRAMS} Call finish when it is done."
 
 NUDGE: Final = "Go on with the tools. When the problem is solved, call finish."
 
@@ -146,7 +147,8 @@ class SweHandler(AgentHandler):
     async def run(self, context: RolloutContext) -> None:
         """Let the agent work, and take the difference that it made, also when a budget has ended its work."""
         payload = _payload(context.spec.instance.payload)
-        instruction = payload.instruction.replace("{repo_dir}", payload.repo_dir)
+        instruction = worded(context, payload.instruction, INSTRUCTION, FOR_PROGRAMS)
+        instruction = instruction.replace("{repo_dir}", payload.repo_dir)
         messages = [
             ChatMessage(role="system", content=payload.system_prompt),
             ChatMessage(role="user", content=f"{payload.problem_statement}\n\n{instruction}".strip()),

@@ -15,7 +15,7 @@ from prorl_trio.agent.loop import run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.tasks.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
 from prorl_trio.tasks.grading.verifier import ProgramKilled, again_if_killed, backstop_s, check_end
-from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation, worded
 from prorl_trio.tasks.handlers.shell.artifacts import MAX_KEPT_CHARS, NotTaken, collect, pack, put, unpack
 from prorl_trio.tasks.handlers.shell.environment import (
     CLEAR,
@@ -26,7 +26,7 @@ from prorl_trio.tasks.handlers.shell.environment import (
     spec_of,
     start_shell,
 )
-from prorl_trio.tasks.handlers.shell.payload import HOME, read_payload
+from prorl_trio.tasks.handlers.shell.payload import FOR_PROGRAMS, HOME, SYSTEM_PROMPT, read_payload
 from prorl_trio.tasks.handlers.shell.steps import Progress, StepRecord, is_unanswered, meets, reward_of
 from prorl_trio.threads import run_sync
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, ToolSet
@@ -465,7 +465,7 @@ class ShellHandler(AgentHandler):
             await self._solve(context, task)
             return
         messages = [
-            ChatMessage(role="system", content=task.system_prompt),
+            ChatMessage(role="system", content=worded(context, task.system_prompt, SYSTEM_PROMPT, FOR_PROGRAMS)),
             ChatMessage(role="user", content=task.steps[0].instruction),
         ]
         tools = ToolSet(

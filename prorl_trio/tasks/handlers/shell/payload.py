@@ -21,7 +21,8 @@ HOME: Final = "/home/agent"
 """Working directory of a task that names none."""
 _MIB: Final = 1024 * 1024
 
-SYSTEM_PROMPT: Final = "You work on a Linux machine by its shell. Do what is asked for. When it is done, call finish."
+FOR_PROGRAMS: Final = "You work on a Linux machine by its shell. Do what is asked for."
+SYSTEM_PROMPT: Final = f"{FOR_PROGRAMS} When it is done, call finish."
 
 
 class TaskFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

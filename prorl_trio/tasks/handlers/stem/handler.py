@@ -11,12 +11,20 @@ import msgspec
 from prorl_trio.agent.loop import asking_service, run_agent
 from prorl_trio.agent.style import AgentStyle
 from prorl_trio.sandbox.provider import SandboxSpec
-from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
+from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation, worded
 from prorl_trio.tasks.handlers.final_answer import extract_boxed
 from prorl_trio.tasks.handlers.lost_backslash import check_backslashes
 from prorl_trio.tasks.handlers.restoring import restored_text
 from prorl_trio.tasks.handlers.stem.generated import REFUSED, SOLVED, check_family
-from prorl_trio.tasks.handlers.stem.payload import Generated, Number, ShortAnswer, StemPayload, read_payload
+from prorl_trio.tasks.handlers.stem.payload import (
+    FOR_PROGRAMS,
+    INSTRUCTION,
+    Generated,
+    Number,
+    ShortAnswer,
+    StemPayload,
+    read_payload,
+)
 from prorl_trio.tasks.handlers.stem.stated import place_of_box
 from prorl_trio.tools import BashTool, FinishTool, IpythonTool, SearchTool, ToolSet
 from prorl_trio.types.errors import HostileAnswer, MalformedJob, NotRestorable, SandboxUnavailable
@@ -103,9 +111,10 @@ class StemHandler(AgentHandler):
             max_observation_chars=context.resources.config.agent.max_observation_chars,
             described=payload.describe_tools,
         )
+        instruction = worded(context, payload.instruction, INSTRUCTION, FOR_PROGRAMS)
         messages = [
             ChatMessage(role="system", content=payload.system_prompt),
-            ChatMessage(role="user", content=payload.prompt),
+            ChatMessage(role="user", content=payload.prompt(instruction)),
         ]
         await run_agent(context, messages, tools, _StemStyle(keeps_unit=isinstance(payload.grader, Number)))
 

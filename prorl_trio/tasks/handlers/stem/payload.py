@@ -19,6 +19,8 @@ SYSTEM_PROMPT: Final = "You answer questions of science and engineering. You loo
 
 INSTRUCTION: Final = """\
 When you know the answer, call finish with it, or write it as \\boxed{answer}: nothing but the answer."""
+FOR_PROGRAMS: Final = """\
+When you know the answer, write it as \\boxed{answer} in your last message: nothing but the answer."""
 
 Tolerance = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
@@ -114,14 +116,13 @@ class StemPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if not self.question.strip():
             raise ValueError("question is empty")
 
-    @property
-    def prompt(self) -> str:
-        """The user's message: the question, its choices, and the instruction."""
+    def prompt(self, instruction: str) -> str:
+        """Return the user's message: the question, its choices, and the instruction."""
         parts = [self.question]
         if isinstance(self.grader, Choice):
             choices = zip(self.grader.letters, self.grader.choices, strict=True)
             parts.append("\n".join(f"{letter}. {text}" for letter, text in choices))
-        return "\n\n".join([*parts, self.instruction]).strip()
+        return "\n\n".join([*parts, instruction]).strip()
 
 
 def read_payload(payload: Mapping[str, Any]) -> StemPayload:
