@@ -83,7 +83,7 @@ QUESTIONS = {
         "question": "Which metal is liquid?",
         "grader": {"kind": "choice", "choices": ["iron", "Hg"], "answer": "B"},
     },
-    "code": {"prompt": "Write double(x).", "tests": {"calls": [{"args": [2], "result": 4}], "function": "double"}},
+    "code": {"prompt": "Write double(x).", "tests": {"kind": "output", "cases": [{"input": "2\n", "output": "4"}]}},
 }
 
 
