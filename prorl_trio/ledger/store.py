@@ -29,7 +29,7 @@ from prorl_trio.ledger.database import (
     open_database,
 )
 from prorl_trio.ledger.disk import REMEDY, LedgerFolder
-from prorl_trio.ledger.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, LedgerStatistics
+from prorl_trio.ledger.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, LedgerRefused, LedgerStatistics
 from prorl_trio.ledger.operations import (
     LAZY,
     Accept,
@@ -66,6 +66,9 @@ CLEAN_STEP_PAGES: Final = 1024
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _PASSING: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL)
 """Why SQLite cannot read now what may be read later."""
+
+_UNSTORABLE: Final = (OverflowError, UnicodeEncodeError, sqlite3.DataError)
+"""Errors that a value of an operation causes, which SQLite cannot hold, and not the disk."""
 
 _PUT_JOB: Final = "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
@@ -412,6 +415,7 @@ class Store:
             return True
         counts = self._tables.counts
         lazy = all(isinstance(operations[number], LAZY) for number in numbers)
+        number = -1
         try:
             self._db.execute(f"PRAGMA synchronous = {'NORMAL' if lazy else 'FULL'}")
             self._db.execute("BEGIN IMMEDIATE")
@@ -425,6 +429,12 @@ class Store:
             self._db.execute("UPDATE marks SET mark = ?", (mark.encode(),))
             started = time.perf_counter()
             self._db.execute("COMMIT")
+        except _UNSTORABLE as exc:
+            self._roll_back()
+            self._tables.counts = counts
+            answers[number] = LedgerRefused(f"a value cannot be stored: {exc}")
+            others = [other for other in numbers if other != number]
+            return not others or self._transact(operations, others, answers, held_back)
         except (sqlite3.Error, UnicodeDecodeError, Changed) as exc:
             self._roll_back()
             self._tables.counts = counts
@@ -434,6 +444,10 @@ class Store:
             self._fail(exc)
             self._refuse(operations, numbers, answers)
             return True
+        except BaseException:  # of a machine without memory, say: the next transaction must be able to begin
+            self._roll_back()
+            self._tables.counts = counts
+            raise
         if lazy:
             self._mark = mark
         else:

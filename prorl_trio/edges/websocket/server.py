@@ -293,6 +293,8 @@ class Connection:
                 specs[index] = read(_decode_spec, raw)
             except ServiceError as exc:
                 errors[index] = (job_id_of(_decode_id, raw), exc)
+            if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
+                await trio.lowlevel.checkpoint()
         if unexamined := [spec for spec in specs.values() if self._node.is_unexamined(spec)]:
             await self._node.examine(unexamined)
         for index, spec in specs.items():
