@@ -530,7 +530,7 @@ def _pages(job_ids: Sequence[str]) -> list[list[str]]:
     return [list(job_ids[start : start + MAX_FRAME_JOBS]) for start in starts]
 
 
-def _withdraw_jobs(job_ids: list[str], reason: str, ended: bool, request_id: int) -> WithdrawJobs:  # noqa: FBT001
+def _withdraw_jobs(job_ids: list[str], reason: str, ended: bool, request_id: int) -> WithdrawJobs:
     return WithdrawJobs(request_id, job_ids, reason, ended)
 
 
