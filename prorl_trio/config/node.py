@@ -93,11 +93,13 @@ class LedgerConfig(Table, frozen=True):
             return Path(self.dir) if self.dir else None
         if not node_id:
             return None
+        state = Path(environ.get("XDG_STATE_HOME", ""))
         try:
-            state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+            if not state.is_absolute():  # relative ones do not count, as the specification asks
+                state = Path.home() / ".local" / "state"
         except RuntimeError as exc:
             raise ConfigError("ledger.dir: this user has no home folder; set it to a folder on a local disk") from exc
-        return Path(state) / "prorl-trio" / node_id
+        return state / "prorl-trio" / node_id
 
 
 class ArenaConfig(Table, frozen=True):

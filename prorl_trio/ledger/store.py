@@ -300,6 +300,8 @@ class Store:
         """Why nothing is stored until the ledger is opened again."""
         self._full = ""
         """Why the disk takes nothing new."""
+        self._gone = ""
+        """The same, where somebody has removed the database: what is written to it ends with this process."""
         self._told_full = False
         self._over = ""
         """The same of `max_bytes`, until less than `_over_bytes` are in use."""
@@ -365,7 +367,7 @@ class Store:
     @property
     def disk_is_full(self) -> bool:
         """Return whether a `commit` should follow in a while, if only to see whether the disk has room again."""
-        return bool(self._full) and not self._failed
+        return bool(self._full or self._gone) and not self._failed
 
     def commit(self, operations: Sequence[Operation]) -> list[Answer]:
         """Do them in one transaction, then a step of cleaning if it is due.
@@ -377,7 +379,8 @@ class Store:
         # Those that need no sync come last: a session is not closed before an outcome that was asked for earlier.
         order = sorted(range(len(operations)), key=lambda n: isinstance(operations[n], LAZY))
         held_back: set[str] = set()
-        if self._full:
+        self._gone = self._why_gone()
+        if self._full and not self._gone:
             self._refill_reserve()
         if order and not self._transact(operations, order, answers, held_back):
             self._shrink_reserve(min(LAST_RESORT_BYTES, self._limits.reserve_bytes // 4))
@@ -512,8 +515,8 @@ class Store:
             return ""
         limit_bytes = self._limits.max_bytes
         if not isinstance(operation, Finish):
-            if self._full:
-                return self._full
+            if reason := self._gone or self._full:
+                return reason
             limit_bytes -= self._limits.reserve_bytes
         used_bytes = self._tables.used_bytes() + self._limits.log_bytes
         size_bytes = size_of(operation) + ROW_BYTES
@@ -525,6 +528,15 @@ class Store:
             f"of which {self._limits.reserve_bytes} are for outcomes alone; acknowledge results"
         )
         return self._over
+
+    def _why_gone(self) -> str:
+        try:
+            self._path.stat()
+        except FileNotFoundError:
+            return f"{self._path} was removed: put it back, or end the node, which then begins a new one"
+        except OSError as exc:
+            logger.debug("%s cannot be looked at: %s", self._path, exc)
+        return ""
 
     def _is_full(self, error: sqlite3.Error) -> bool:
         """The disk works, and has no space. SQLite does not say it of quotas, nor of the index of its log."""
@@ -682,9 +694,11 @@ class Store:
         return msgspec.structs.replace(self._statistics, fsync_p50_s=p50, fsync_p99_s=p99)
 
     def _note_statistics(self) -> None:
-        if bool(self._full) != self._told_full:
-            self._told_full = bool(self._full)
-            if self._full:
+        if bool(self._gone or self._full) != self._told_full:
+            self._told_full = bool(self._gone or self._full)
+            if self._gone:
+                logger.critical("the ledger takes nothing new: %s", self._gone)
+            elif self._full:
                 logger.error("the ledger takes nothing new until there is room: %s", self._full)
             else:
                 logger.warning("the ledger has room, and takes new jobs again")
@@ -697,7 +711,7 @@ class Store:
             commits=self._commits,
             operations=self._operations,
             largest_group=self._largest_group,
-            full=self._failed or self._full or self._over,
+            full=self._failed or self._gone or self._full or self._over,
         )
 
 

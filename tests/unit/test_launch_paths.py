@@ -51,6 +51,13 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
         LedgerConfig().folder("node", {})
 
 
+def test_a_ledger_does_not_follow_a_relative_folder():
+    """Its next start, in another working directory, would not find it."""
+    here = LedgerConfig().folder("node", {"XDG_STATE_HOME": "state"})
+    assert here == Path.home() / ".local" / "state" / "prorl-trio" / "node"
+    assert LedgerConfig().folder("node", {"XDG_STATE_HOME": "/state"}) == Path("/state/prorl-trio/node")
+
+
 def test_cache_dir_follows_xdg_unless_it_is_relative(monkeypatch):
     monkeypatch.delenv("PRORL_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from prorl_trio.ledger import LedgerFailed, LedgerLimits, LedgerRefused, NewJob
+from prorl_trio.ledger import LedgerFailed, LedgerFull, LedgerLimits, LedgerRefused, NewJob
 from prorl_trio.ledger.operations import Accept, Acknowledge, BeginAttempt, CloseSession, Finish, Forget, OpenSession
 from prorl_trio.ledger.store import WAIT_FOR_ROOM, Store
 from prorl_trio.types.errors import ProtocolError, UnknownJob
@@ -146,6 +146,24 @@ def test_a_value_that_cannot_be_stored_is_refused_alone_and_fails_no_disk(bench,
     bench.reopen()
     assert {job.job_id for job in bench.store.jobs()} == {*"abcde"}
     assert [session.session_id for session in bench.store.sessions()] == ["s"]
+
+
+def test_a_ledger_that_somebody_has_removed_takes_nothing_new_until_it_is_back(bench):
+    """What is written to a removed file ends with the process: an accepted job would be lost in silence."""
+    new = Accept("s", [NewJob(job_id="e", fingerprint=b"f", spec=b"x")])
+    elsewhere = bench.folder.with_name("moved")
+    bench.folder.rename(elsewhere)
+    done, refused = bench.commit(finish("a", 1), new)
+    assert done is None, "those who wait for outcomes get them"
+    assert isinstance(refused, LedgerFull)
+    assert "was removed" in str(refused)
+    assert "was removed" in bench.store.statistics().full
+    assert bench.store.disk_is_full, "it is looked at again"
+    elsewhere.rename(bench.folder)
+    assert bench.commit(new) == [None]
+    assert not bench.store.statistics().full
+    bench.reopen()
+    assert {job.job_id for job in bench.store.jobs()} == {*"abcde"}
 
 
 def test_a_lack_of_memory_in_a_transaction_fails_no_disk(bench, monkeypatch):
