@@ -91,6 +91,13 @@ async def test_a_frame_that_would_stall_the_node_ends_its_connection_alone(frame
         assert "is not a frame: Expected" in refused.message
 
 
+async def test_a_count_of_attempts_beyond_the_limit_ends_no_session():
+    """As of the head of a fleet, whose next attempt of a job would be one too many for the frame."""
+    async with two_clients(FakeNode()) as (client, _):
+        (answer,) = await client.submit([spec("old")], attempts={"old": MAX_ATTEMPTS + 1})
+        assert isinstance(answer, Accepted)
+
+
 async def test_a_client_names_more_jobs_than_fit_into_a_frame():
     node = FakeNode()
     async with two_clients(node) as (client, _):
