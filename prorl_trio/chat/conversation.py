@@ -139,6 +139,7 @@ class Conversation:
         tools: Sequence[ToolSchema] = (),
         *,
         on_break: OnBreak | None = None,
+        at_most: int | None = None,
     ) -> None:
         """Begin a conversation that is ready for the assistant's first turn.
 
@@ -148,9 +149,11 @@ class Conversation:
                 control token is encoded as text, save `<think>` and `<tool_call>` in an assistant's message.
             tools: functions the policy may call, as JSON schemas in OpenAI's format.
             on_break: see `OnBreak`; None takes the format's.
+            at_most: the most tokens that it may have. A prompt that is surely longer is not encoded.
 
         Raises:
             HandlerError: the template refuses the messages, or a tool has no name.
+            ContextLengthExceeded: they are far more than `at_most` tokens.
         """
         self._format = chat_format
         self._template = chat_format.template.dated()
@@ -159,6 +162,7 @@ class Conversation:
         self._on_break = (on_break or chat_format.on_break) if chat_format.capabilities.rewrites_history else "keep"
         self._calls_so_far = self._closings_read = 0
         self._answer = assistant_message(())
+        self._check_messages(messages, at_most)
         self._history = self._marked(messages)
         self._tokens = RolloutTokens()
         self._current = _OpenSegment(self._tokens.open_segment())
@@ -168,9 +172,19 @@ class Conversation:
         self.prefix_breaks = self.drift_tokens = 0
         self.completion_ranges = []
         prompt = self._template.prompt(self._history, self._tools)
+        self._check_length(prompt, at_most)
         ids = array("i", chat_format.codec.encode(prompt))
         self._current.tokens.append(ids)
         self._proven = bytearray(memoryview(ids))
+
+    def _check_messages(self, messages: Sequence[ChatMessage], at_most: int | None) -> None:
+        """Do what `_check_length` does, before the template reads what it may leave out only of an assistant."""
+        self._check_length("".join(message.content for message in messages if message.role != "assistant"), at_most)
+
+    def _check_length(self, text: str, at_most: int | None) -> None:
+        """Raise ContextLengthExceeded if a prompt with this text is surely longer than `at_most` tokens."""
+        if at_most is not None and (found := self._format.codec.count_beyond(text, at_most)):
+            raise ContextLengthExceeded(found, at_most)
 
     def __len__(self) -> int:
         """Return the number of tokens in the current segment, that is of the next prompt."""
@@ -304,8 +318,11 @@ class Conversation:
             raise RuntimeError("the conversation has been sealed")
         calls_before = self._calls_so_far
         try:
+            self._check_messages(messages, at_most)
             history = self._marked(messages)
-            prompt = array("i", self._format.codec.encode(self._template.prompt(history, self._tools)))
+            rendered = self._template.prompt(history, self._tools)
+            self._check_length(rendered, at_most)
+            prompt = array("i", self._format.codec.encode(rendered))
             if at_most is not None and len(prompt) > at_most:
                 raise ContextLengthExceeded(len(prompt), at_most)
         except (HandlerError, ContextLengthExceeded):
