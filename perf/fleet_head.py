@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.engines.protocol import EngineClient
     from prorl_trio.pipeline.observer import JobView
     from prorl_trio.sessions.node_api import SessionSink
-    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.backends import AnswerT, NodeRequest
     from prorl_trio.types.models import ToolCall, ToolSchema
 
 HANDLER: Final = "nothing"
@@ -75,7 +75,7 @@ class _Node:
         self.node_id = node_id
         self.backends = Backends(_no_engine)
 
-    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
         return await self.backends.operate(request)
 
     def validate(self, spec: JobSpec) -> None:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from prorl_ipc.limits import SandboxLimits
     from prorl_ipc.session import Accepted, Rejected
     from prorl_trio.agent.context import Resources, RolloutContext
-    from prorl_trio.agent.loop import AgentEnd, AgentStyle, NewDialogue, run_agent, run_sub_agent
+    from prorl_trio.agent.loop import AgentEnd, NewDialogue, run_agent, run_sub_agent
+    from prorl_trio.agent.style import AgentStyle
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.client import BlockingClient, RolloutClient, connect
     from prorl_trio.sampling import BlockingGroups, GroupRules, JobTemplate, open_groups
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         ServiceError,
     )
     from prorl_trio.types.models import (
+        AgentProgram,
         Budgets,
         ChatMessage,
         GroupPolicy,
@@ -55,6 +57,7 @@ __all__ = [
     "AgentEnd",
     "AgentFault",
     "AgentHandler",
+    "AgentProgram",
     "AgentStyle",
     "BashTool",
     "BlockingClient",
@@ -115,7 +118,8 @@ _HOMES = {
     "prorl_ipc.limits": "SandboxLimits",
     "prorl_ipc.session": "Accepted Rejected",
     "prorl_trio.agent.context": "Resources RolloutContext",
-    "prorl_trio.agent.loop": "AgentEnd AgentStyle NewDialogue run_agent run_sub_agent",
+    "prorl_trio.agent.loop": "AgentEnd NewDialogue run_agent run_sub_agent",
+    "prorl_trio.agent.style": "AgentStyle",
     "prorl_trio.chat.conversation": "ParsedTurn",
     "prorl_trio.client": "BlockingClient RolloutClient connect",
     "prorl_trio.sampling": "BlockingGroups GroupRules JobTemplate open_groups",
@@ -127,8 +131,8 @@ _HOMES = {
     "prorl_trio.types.batch": "PaddedBatch pad_batch",
     "prorl_trio.types.errors": "AgentFault EvaluationError HandlerError MalformedJob ProrlError "
     "RolloutError SandboxCallFailed SandboxLost SandboxUnavailable ServiceError",
-    "prorl_trio.types.models": "Budgets ChatMessage GroupPolicy JobSpec Outcome RetryPolicy SamplingParams "
-    "Segment TaskInstance ToolCall ToolResult Trajectory Turn",
+    "prorl_trio.types.models": "AgentProgram Budgets ChatMessage GroupPolicy JobSpec Outcome RetryPolicy "
+    "SamplingParams Segment TaskInstance ToolCall ToolResult Trajectory Turn",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

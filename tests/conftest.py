@@ -8,10 +8,12 @@ import signal
 import tempfile
 import threading
 from collections import Counter
+from itertools import chain, combinations
 from pathlib import Path
 
 import pytest
 import trio
+from _pytest.mark.expression import Expression
 
 from prorl_launch.paths import engine_python, model_dir
 from prorl_launch.vllm import open_vllm
@@ -21,6 +23,8 @@ from support.skips import Skips, because, read_allowed
 VLLM_TIMEOUT_S = 400
 LONG_TEST_TIMEOUT_S = 3600
 LONGEST = {"test_policy_text.py", "test_wheels_only.py", "test_trl.py", "test_sandbox_kill_sweep.py"}
+MARKS = {"slow": ["slow"], "soak": ["soak"], "alone": ["alone", "vllm_url"]}
+"""The marks by which runs choose, and what stands in a file that has tests so marked."""
 MEMORY = Path("/dev/shm")
 
 # A job that a shell put into the background ignores SIGINT, and one of nohup SIGHUP; so would what the tests start.
@@ -33,17 +37,30 @@ def pytest_configure(config):
     config.pluginmanager.register(LEAKS)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """A file whose text mentions no mark that `-m` asks for is not even imported: that takes half a minute for all."""
+    if not config.option.markexpr or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text()
+    mentioned = [mark for mark, words in MARKS.items() if any(word in text for word in words)]
+    some = chain.from_iterable(combinations(mentioned, n) for n in range(len(mentioned) + 1))
+    asked = Expression.compile(config.option.markexpr)
+    return None if any(asked.evaluate(lambda name, marks=marks: name in marks) for marks in some) else True
+
+
 def pytest_collection_modifyitems(items):
     """What is marked as slow may take longer than pyproject.toml allows, but not for ever.
 
-    Alone is also what needs a vLLM, which takes all cores, and what shares its name: xdist would run one of them. Files
-    that take minutes come first, so that no worker has one left when all the others are done.
+    Alone is also what needs a vLLM, which takes all cores; what shares its name has to be: xdist would run one of them.
+    Files that take minutes come first, so that no worker has one left when all the others are done.
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
     names = Counter(item.nodeid for item in items)
     for item in items:
-        if "vllm_url" in item.fixturenames or names[item.nodeid] > 1:
+        if "vllm_url" in item.fixturenames:
             item.add_marker(pytest.mark.alone)
+        if names[item.nodeid] > 1 and not item.get_closest_marker("alone"):
+            raise pytest.UsageError(f"{item.nodeid} is there {names[item.nodeid]} times: mark it as alone")
         if not item.get_closest_marker("timeout") and any(map(item.get_closest_marker, ("slow", "soak"))):
             item.add_marker(pytest.mark.timeout(LONG_TEST_TIMEOUT_S))
 

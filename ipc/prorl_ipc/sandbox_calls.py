@@ -86,6 +86,22 @@ class Pong(_Wire, frozen=True):
     open_fds: int
 
 
+class PortOpen(_Wire, frozen=True):
+    """Listen on `port` of 127.0.0.1, of the sandbox's own network; 0: any free one.
+
+    The listening socket is sent on the socket of the start line (`ports_fd`), with `PortOpened` as its message, and is
+    the receiver's alone. Refused with the code `no_ports` where there is no such pair, and `io` if it cannot listen.
+    """
+
+    port: int = 0
+
+
+class PortOpened(_Wire, frozen=True):
+    """Answer to `PortOpen`."""
+
+    port: int
+
+
 class BashRun(_Wire, frozen=True):
     """Run `command` in the persistent shell. Refused with the code `busy` while a command is still running there.
 
@@ -305,6 +321,7 @@ class ExecResult(_Wire, frozen=True):
 
 SandboxCall = (
     Ping
+    | PortOpen
     | Exec
     | ExecInput
     | BashRun
@@ -324,6 +341,7 @@ SandboxCall = (
 )
 SandboxReply = (
     Pong
+    | PortOpened
     | ExecResult
     | ExecInputTaken
     | BashResult

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +23,10 @@ from prorl_trio.types.models import Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
-    from contextlib import AbstractContextManager
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
 
     from prorl_trio.agent.activity import Charge
+    from prorl_trio.agent.external import ExternalAgents
     from prorl_trio.agent.scoring import ScorerPool
     from prorl_trio.chat.format import ChatFormat
     from prorl_trio.config import NodeConfig
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.sandbox.sandbox import Sandbox
     from prorl_trio.search.service import Search
-    from prorl_trio.types.models import JobSpec, Segment, StopReason, Turn
+    from prorl_trio.types.models import Echo, JobSpec, Segment, SegmentReason, StopReason, Turn
 
 
 MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
@@ -45,12 +47,25 @@ MAX_DIALOGUES: Final = 1024
 """The most dialogues of one rollout. A policy that asks for more agents than that asks for ever."""
 
 
+class Origin(NamedTuple):
+    """Where a dialogue comes from: `shared` tokens of segment `segment` of the dialogue `asker` are its beginning.
+
+    `agent` and `agent_type` as in `Segment`.
+    """
+
+    asker: int
+    segment: int
+    reason: SegmentReason = "sub_agent"
+    shared: int = 0
+    agent: str = ""
+    agent_type: str = ""
+
+
 class _Dialogue(NamedTuple):
-    """`asker` and `segment`: which dialogue it was asked in, and in which segment of that; None for the first."""
+    """`origin`: None for the first."""
 
     conversation: Conversation
-    asker: int | None
-    segment: int
+    origin: Origin | None
 
 
 class Dialogues:
@@ -64,11 +79,14 @@ class Dialogues:
     def __len__(self) -> int:
         return len(self._all)
 
-    def begin(self, conversation: Conversation, asker: int | None = None) -> int:
-        """Add a new dialogue, asked in the present segment of the dialogue `asker`, and return its number."""
-        segment = 0 if asker is None else self._all[asker].conversation.segment
-        self._all.append(_Dialogue(conversation, asker, segment))
+    def begin(self, conversation: Conversation, origin: Origin | None = None) -> int:
+        """Add a new dialogue and return its number."""
+        self._all.append(_Dialogue(conversation, origin))
         return len(self._all) - 1
+
+    def asked_in(self, asker: int) -> Origin:
+        """Return the origin of a dialogue that the agent of `asker` begins now, in its present segment."""
+        return Origin(asker, self._all[asker].conversation.segment)
 
     def record(self, turn: Turn, dialogue: int = 0) -> None:
         """Keep a turn of `dialogue`, whose segment is counted within it."""
@@ -96,18 +114,21 @@ class Dialogues:
     def assemble(self, segments_of: Callable[[Conversation], list[Segment]]) -> tuple[list[Segment], list[Turn]]:
         """The segments of all dialogues one after the other, and the turns in the order they were recorded.
 
-        Turns, and parents of segments, are numbered through. The first segment of a dialogue that was asked has the one
-        it was asked in as its parent.
+        Turns, and parents of segments, are numbered through. The first segment of a dialogue with an origin has that as
+        its parent.
         """
         segments: list[Segment] = []
         firsts: list[int] = []
-        for conversation, asker, asked_in in self._all:
+        for conversation, origin in self._all:
             first = len(segments)
             firsts.append(first)
             for segment in segments_of(conversation):
-                if asker is not None and segment.parent is None:
-                    parent, reason = firsts[asker] + asked_in, "sub_agent"
-                    segment = msgspec.structs.replace(segment, parent=parent, reason=reason)
+                if origin is not None and segment.parent is None:
+                    asker, asked_in, reason, shared, agent, agent_type = origin
+                    parent = firsts[asker] + asked_in
+                    segment = msgspec.structs.replace(
+                        segment, parent=parent, reason=reason, shared=shared, agent=agent, agent_type=agent_type
+                    )
                 elif first and segment.parent is not None:
                     segment = msgspec.structs.replace(segment, parent=first + segment.parent)
                 segments.append(segment)
@@ -144,6 +165,16 @@ class BoundedText:
         return f"{self._head}\n[... {self._dropped} characters left out ...]\n{self._tail}"
 
 
+class Address(NamedTuple):
+    """Where a program finds a gateway: the URL, without a path of an API, and the key that it shows.
+
+    The key is a secret where the URL is not the rollout's alone.
+    """
+
+    url: str
+    key: str
+
+
 @dataclass(slots=True, kw_only=True)
 class Resources:
     """The resources that all jobs of a node share.
@@ -158,6 +189,12 @@ class Resources:
     tokens: TokenMemory = field(default_factory=TokenMemory)
     search: Search | None = None
     """None: agents of this node cannot search."""
+    serve_gateway: Callable[..., AbstractAsyncContextManager[Address]] | None = None
+    """Called with the `Gateway` of a rollout and its sandbox, or None for programs elsewhere: serves it in a block.
+
+    None: this node runs no programs."""
+    external_agents: ExternalAgents | None = None
+    """None: nobody can offer an agent to this node."""
 
     def max_trajectory_tokens(self, spec: JobSpec, longest: int | None = None) -> int:
         """Return the longest context that a rollout may have, in tokens.
@@ -176,10 +213,12 @@ class Resources:
 class RolloutContext:
     """The working state of a job. Belongs to the stage the job is in; no two tasks touch it at once.
 
-    `sandbox` is set from INIT until the handler's `after_run` releases it. `conversation`, `dialogues`, `turns` and
-    `stop_reason` grow while the agent runs, so that a failure leaves a partial trajectory. `conversation` is the task's
-    own agent's; `dialogues` has those of agents it asked, too. `tools` are what the task's own agent was offered.
-    `answer` is what the agent gave as final. `handler_state` is the handler's own, from one stage to the next.
+    `sandbox` is set from INIT until the handler's `after_run` releases it; `is_layered`: the agent of a preset is in
+    it. `conversation`, `dialogues`, `turns` and `stop_reason` grow while the agent runs, so that
+    a failure leaves a partial trajectory. `conversation` is the task's own agent's; `dialogues` has those of agents it
+    asked, too. `tools` are what the task's own agent was offered.
+    `answer` is what the agent gave as final; `given_reward` what an agent elsewhere was graded with by its own caller.
+    `handler_state` is the handler's own, from one stage to the next.
     `tokens` is where the conversation is recorded, released when the attempt is over and its outcome delivered.
     `activity` is what those who watch see; `on_turn` is called with each recorded turn. `sandboxes`, `stage_scope` and
     `uncharged_s` are the pipeline's: where sandboxes come from, the scope of the stage the job is in, and the seconds
@@ -190,13 +229,16 @@ class RolloutContext:
     spec: JobSpec
     resources: Resources
     sandbox: Sandbox | None = None
+    is_layered: bool = False
     conversation: Conversation | None = None
     tokens: RolloutTokens = field(default_factory=RolloutTokens)
     dialogues: Dialogues = field(default_factory=Dialogues)
     turns: list[Turn] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    echoes: Counter[Echo] = field(default_factory=Counter)
     stop_reason: StopReason = "aborted"
     answer: str | None = None
+    given_reward: float | None = None
     handler_state: Any = None
     activity: Activity = field(default_factory=Activity)
     on_turn: Callable[[Turn], None] | None = None
@@ -396,11 +438,10 @@ class RolloutContext:
         """
         self.evaluation_log.append(text.encode(errors="replace").decode())
 
-    def begin_dialogue(self, conversation: Conversation, asker: int | None = None) -> int:
+    def begin_dialogue(self, conversation: Conversation, origin: Origin | None = None) -> int:
         """Record `conversation` as a new dialogue and return its number; its tokens go to the rollout's memory.
 
-        With `asker` None it becomes the conversation of the task's agent, else it is one that dialogue `asker` asked
-        for.
+        With `origin` None it becomes the conversation of the task's agent.
 
         Raises:
             TooManyDialogues: there are `MAX_DIALOGUES` already.
@@ -408,9 +449,9 @@ class RolloutContext:
         if len(self.dialogues) >= MAX_DIALOGUES:
             raise TooManyDialogues(f"a rollout may ask {MAX_DIALOGUES - 1} other agents; this one asks for more")
         conversation.keep_in(self.tokens)
-        if asker is None:
+        if origin is None:
             self.conversation = conversation
-        return self.dialogues.begin(conversation, asker)
+        return self.dialogues.begin(conversation, origin)
 
     def record(self, turn: Turn, dialogue: int = 0) -> None:
         """Record a turn of the policy with its observations, in `dialogue`, and call `on_turn` with it."""
@@ -441,4 +482,5 @@ class RolloutContext:
             prefix_breaks=self.dialogues.prefix_breaks,
             drift_tokens=self.dialogues.drift_tokens,
             tools=self.tools,
+            echoes=dict(self.echoes),
         )

@@ -8,27 +8,29 @@ from contextlib import AsyncExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
 from prorl_ipc.turnstile import pass_turnstile
 from prorl_trio.agent.budget import AgentBudget
+from prorl_trio.agent.program import run_program
+from prorl_trio.agent.style import PLAIN, AgentStyle
 from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.threads import run_sync
 from prorl_trio.tools.base import Observation
 from prorl_trio.tools.fitting import fit_texts
 from prorl_trio.types.errors import StaleTrajectory
-from prorl_trio.types.models import ChatMessage
+from prorl_trio.types.models import AgentProgram, ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from prorl_trio.agent.budget import ToolTime
     from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.agent.style import AfterAnswer
     from prorl_trio.agent.turns import SampledTurn
-    from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.tools import ToolSet
     from prorl_trio.types.models import SegmentReason, StopReason, ToolCall
 
@@ -39,36 +41,6 @@ LONG_DIALOGUE_TOKENS = 16_000
 """Replies in a longer dialogue are, too: some templates are rendered over all of it."""
 MAX_FITTINGS = 4
 """Attempts to fit observations to the room that is left, before the loop ends for lack of it."""
-
-
-class AgentStyle:
-    """The reading of a turn without a formal tool call, and the reminder of the policy.
-
-    Override what differs; no I/O.
-
-    Attributes:
-        max_reflections: turns of a rollout of which nothing could be understood and whose errors the policy is told;
-            the next one ends the loop with `parse_error`. None: as many as there are turns.
-    """
-
-    max_reflections: int | None = None
-
-    def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
-        """Return the calls that a turn without formal ones still asks for (a fenced block, say). Default: none."""
-        del parsed
-        return []
-
-    def final_answer(self, parsed: ParsedTurn) -> str | None:
-        """Return the final answer if the turn gives one in its text (`\\boxed{42}`, say). Default: None."""
-        del parsed
-        return None
-
-    def nudge(self) -> str:
-        """Return the user message after a turn with neither call nor answer."""
-        return "Go on by calling one of the tools."
-
-
-PLAIN: Final = AgentStyle()
 
 
 class NewDialogue(NamedTuple):
@@ -87,11 +59,6 @@ BeforeTurn = Callable[[Conversation, int], Awaitable[NewDialogue | None]]
 """Asked before each turn but the first, with the dialogue so far, whose length is in tokens, and the tokens that there
 is room for after it. None: go on as it is. What was said is in `RolloutContext.turns`. A summary may be asked of the
 policy itself, by `run_sub_agent`."""
-
-
-AfterAnswer = Callable[[str], Awaitable[Sequence[ChatMessage] | None]]
-"""Asked when the agent has given an answer and has turns left. Messages: it goes on with them, in the same dialogue,
-and its answer is the one that it gives next. None: it is done. The time that this takes is the handler's own."""
 
 
 class AgentEnd(NamedTuple):
@@ -119,6 +86,9 @@ async def run_agent(
     that would be too stale because of the time that the agent's tools have taken. Cancellation, too, aborts it and
     leaves what was recorded.
 
+    Where the job names a program as its agent, that works on `messages` instead, with tools of its own: see
+    `prorl_trio.agent.program.run_program`.
+
     Raises:
         ContextLengthExceeded: the first prompt does not fit, so there is nothing to record; or one of `before_turn`.
         StaleTrajectory: the weights changed too often meanwhile, and not for the time of the agent's tools; or there
@@ -126,6 +96,9 @@ async def run_agent(
         BackendError, SandboxLost, TokenDrift: infrastructure failed.
     """
     resources = context.resources
+    if isinstance(context.spec.agent, AgentProgram):  # a name has become one
+        await run_program(context, context.spec.agent, messages, style, after_answer)
+        return
     context.tools = tools.schemas()
     begin = partial(Conversation, at_most=resources.max_trajectory_tokens(context.spec))
     conversation = await run_sync(begin, resources.chat_format, messages, context.tools)
@@ -178,7 +151,7 @@ async def run_sub_agent(
     begin = partial(Conversation, at_most=asker.turns.limit)
     conversation = await run_sync(begin, chat_format, messages, tools.schemas())
     turns = Turns(context, asker.turns.lease, asker.turns.budget, conversation, said=messages)
-    turns.begin(asker.turns.dialogue)
+    turns.begin(context.dialogues.asked_in(asker.turns.dialogue))
     agent = _Agent(turns, tools, style, before_turn, None)
     try:
         with asker.tool_time.given_away() if asker.tool_time is not None else nullcontext():

@@ -22,11 +22,11 @@ from prorl_trio.types.errors import BackendError, ContextLengthExceeded, StaleTr
 from prorl_trio.types.models import PRIORITY, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AsyncExitStack
 
     from prorl_trio.agent.budget import AgentBudget
-    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.agent.context import Origin, RolloutContext
     from prorl_trio.chat.conversation import Conversation, ParsedTurn
     from prorl_trio.inference.engines.protocol import Completion
     from prorl_trio.inference.pool.lease import Lease
@@ -39,6 +39,8 @@ MIN_TURN_TOKENS = 16
 """A turn with less room than this in the context is not begun."""
 LONG_TURN_TOKENS = 4096
 """A turn of so many tokens is read in a thread: the loop would stand still for 5 ms and more."""
+STOP_TAIL_TOKENS = 8
+"""Looked at beside as many as a stop text has characters: each token has a byte at least."""
 KEEP_S = 30.0
 """For reading a turn, also when the agent is cancelled meanwhile: what was sampled is recorded."""
 
@@ -67,6 +69,7 @@ class Turns:
         conversation: the tokens. It grows by `sample`, `say` and `go_on_from`.
         said: what the policy was told since its last turn, besides what its tools returned.
         dialogue: the number of the dialogue in the rollout.
+        keeps_cut: what was sampled of a turn is recorded however it is cancelled, and not only at the budget's end.
     """
 
     context: RolloutContext
@@ -75,6 +78,7 @@ class Turns:
     conversation: Conversation
     said: Sequence[ChatMessage] = ()
     dialogue: int = 0
+    keeps_cut: bool = False
 
     @property
     def limit(self) -> int:
@@ -87,11 +91,11 @@ class Turns:
         """Tokens that may still follow the dialogue so far."""
         return self.limit - len(self.conversation)
 
-    def begin(self, asker: int | None = None) -> None:
+    def begin(self, origin: Origin | None = None) -> None:
         """Record the dialogue from now on. Raises ContextLengthExceeded: there is no room in it for a single token."""
         if self.room < 1:
             raise ContextLengthExceeded(len(self.conversation), self.limit)
-        self.dialogue = self.context.begin_dialogue(self.conversation, asker)
+        self.dialogue = self.context.begin_dialogue(self.conversation, origin)
 
     def say(self, messages: Sequence[ChatMessage]) -> int:
         """Say to the policy what came of its turn; return how many tokens too many that is, for another turn to fit.
@@ -106,16 +110,17 @@ class Turns:
         self.conversation.continue_from(messages, reason, at_most=self.limit - 1)
         self.said = messages
 
-    async def sample(self, turn: int) -> SampledTurn:
+    async def sample(self, turn: int, at_most: int | None = None, stops: Sequence[str] = ()) -> SampledTurn:
         """Sample the turn of that number, and add it to the dialogue; nobody is charged for a pause.
 
-        What was sampled when the agent's budget ended is recorded as a turn that was cut.
+        What was sampled when the agent's budget ended is recorded as a turn that was cut. It has `at_most` tokens, if
+        that is given, and none after one of the texts `stops`.
 
         Raises:
             StaleTrajectory: its tokens would not go with those before, or with the weights that the trainer has.
             BackendError, TokenDrift: infrastructure failed.
         """
-        context, started_s, so_far = self.context, trio.current_time(), self._completion(turn)
+        context, started_s, so_far = self.context, trio.current_time(), self._completion(turn, at_most, stops)
         heard, self.said = self.said, ()
         try:
             completion = await self.lease.complete(
@@ -126,7 +131,7 @@ class Turns:
             )
             context.activity.progress()
         except BaseException as exc:
-            if only_cancelled(exc) and self.budget.used_up and len(so_far):
+            if only_cancelled(exc) and (self.keeps_cut or self.budget.used_up) and len(so_far):
                 cut = so_far.whole("abort")
                 parsed = await self._keep(cut)  # noqa: ASYNC102 - it shields itself
                 self.record(SampledTurn(cut, parsed, heard, started_s, trio.current_time()))
@@ -184,7 +189,7 @@ class Turns:
         versions, sampled = self.context.resources.backends.versions, self.context.dialogues.policy_versions
         return any(versions.updates(older, newer) > bound for older in sampled for newer in sampled)
 
-    def _completion(self, turn: int) -> PartialCompletion:
+    def _completion(self, turn: int, at_most: int | None, texts: Sequence[str]) -> PartialCompletion:
         """The completion that is to follow, of which nothing is sampled yet."""
         spec, config = self.context.spec, self.context.resources.config
         stops = [*spec.sampling.stop_token_ids, *self.context.resources.chat_format.stop_token_ids]
@@ -193,15 +198,28 @@ class Turns:
             CompletionRequest(
                 prompt_token_ids=self.conversation.prompt_array(),
                 sampling=msgspec.structs.replace(spec.sampling, stop_token_ids=stops),
-                max_tokens=min(spec.sampling.max_output_tokens, self.room),
+                max_tokens=min(filter(None, (at_most, spec.sampling.max_output_tokens, self.room))),
                 request_id=f"{who}-t{turn}",
                 timeout_s=config.backends.request_timeout_s,
             ),
-            stop=self.conversation.ends_with_tool_call if config.agent.stop_at_tool_call else None,
+            stop=self._stop(texts),
             stream=config.backends.stream,
             slice_tokens=config.backends.slice_tokens,
             admit=self.check_staleness,
         )
+
+    def _stop(self, texts: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
+        """Return what says of sampled tokens that they are enough: a call is complete, or one of `texts` was said."""
+        at_call = self.context.resources.config.agent.stop_at_tool_call
+        if not texts:
+            return self.conversation.ends_with_tool_call if at_call else None
+        chat_format, tail = self.context.resources.chat_format, max(map(len, texts)) + STOP_TAIL_TOKENS
+
+        def is_enough(token_ids: Sequence[int]) -> bool:
+            said = chat_format.decode(token_ids[-tail:])
+            return any(text in said for text in texts) or (at_call and self.conversation.ends_with_tool_call(token_ids))
+
+        return is_enough
 
     async def _keep(self, completion: Completion) -> ParsedTurn:
         """Add what was sampled to the dialogue, and return what it says. A cancel does not stop it."""

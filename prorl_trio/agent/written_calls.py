@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from prorl_trio.agent.fences import MAX_BLOCKS, fenced_blocks
-from prorl_trio.agent.loop import PLAIN, AgentStyle
+from prorl_trio.agent.style import PLAIN, AgentStyle
 from prorl_trio.chat.families.call_values import Malformed, decode_json, failed_call, read_call
 from prorl_trio.chat.tool_calls import MAX_TOOL_CALLS_PER_TURN, too_many_calls
 from prorl_trio.types.models import ToolCall

@@ -20,7 +20,7 @@ from prorl_trio.types.errors import BackendError, ContextLengthExceeded, Handler
 from prorl_trio.types.models import ChatMessage, PolicySpan, Segment, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -114,6 +114,21 @@ class CompletionRange(NamedTuple):
     segment: int
 
 
+class _Point(NamedTuple):
+    """What a dialogue was after a completion: how many messages it had had, or what was remembered of them."""
+
+    history: int | list[Message]
+    answer: Message
+    calls: int
+
+
+def common_prefix(one: npt.NDArray[np.int32], other: npt.NDArray[np.int32]) -> int:
+    """Return how many tokens two sequences have in common at their beginning."""
+    shared = min(len(one), len(other))
+    differing = np.flatnonzero(one[:shared] != other[:shared])
+    return int(differing[0]) if len(differing) else shared
+
+
 class Conversation:
     """The token state of one trajectory. Not for concurrent use; nothing to close.
 
@@ -161,6 +176,7 @@ class Conversation:
         self._tools = chat_format.codec.mark_strings(list(tools))
         self._on_break = (on_break or chat_format.on_break) if chat_format.capabilities.rewrites_history else "keep"
         self._calls_so_far = self._closings_read = 0
+        self._points: list[_Point] = []
         self._answer = assistant_message(())
         self._check_messages(messages, at_most)
         self._history = self._marked(messages)
@@ -168,7 +184,7 @@ class Conversation:
         self._current = _OpenSegment(self._tokens.open_segment())
         self._closed: list[_OpenSegment] = []
         self._awaits_completion = True
-        self._sealed = False
+        self._has_sampled = self._sealed = False
         self.prefix_breaks = self.drift_tokens = 0
         self.completion_ranges = []
         prompt = self._template.prompt(self._history, self._tools)
@@ -195,9 +211,18 @@ class Conversation:
         """Return the index of the segment that is growing, which is the last one."""
         return len(self._closed)
 
+    @property
+    def awaits_completion(self) -> bool:
+        """Return whether the policy's turn is next."""
+        return self._awaits_completion
+
+    def token_ids_of(self, segment: int) -> npt.NDArray[np.int32]:
+        """Return a view of the tokens of a segment so far: int32."""
+        return self._all[segment].token_ids
+
     def keep_in(self, tokens: RolloutTokens) -> None:
         """Record into `tokens` from now on, the prompt included. Before the first completion only."""
-        if self.completion_ranges:
+        if self._has_sampled:
             raise RuntimeError("keep_in comes before the first completion")
         moved = _OpenSegment(tokens.open_segment())
         moved.tokens.append(self._current.tokens.arrays().token_ids)
@@ -255,11 +280,13 @@ class Conversation:
         ]
         self.completion_ranges.append(CompletionRange(start, end, self.segment))
         self._proven += memoryview(ids).cast("B")
-        self._awaits_completion = False
+        self._awaits_completion, self._has_sampled = False, True
         self._closings_read = 0
         turn = self._parse(ids)
         if self._keeps_texts or self._format.capabilities.needs_calls:
             self._answer = self._as_message(turn)
+        history = len(self._history) if self._keeps_texts else self._history
+        self._points.append(_Point(history, self._answer, self._calls_so_far))
         return turn
 
     def add_messages(self, messages: Sequence[ChatMessage], *, at_most: int | None = None) -> int:
@@ -329,8 +356,35 @@ class Conversation:
             self._calls_so_far = calls_before
             raise
         self._begin_segment(prompt, reason)
+        self._points.clear()
         self._history = self._kept(history)
         self._awaits_completion = True
+
+    def branch(self, completion: int) -> Conversation:
+        """Return another dialogue that has gone the same way up to that completion, and awaits `add_messages`.
+
+        Its tokens up to there are copies: none of them is trained on in the branch. Where a completion lies in an
+        earlier segment, it is the tokens of that one.
+
+        Raises:
+            IndexError: no such completion, or the dialogue was begun anew since (`continue_from`).
+        """
+        point, place = self._points[completion], self.completion_ranges[completion]
+        other: Conversation = object.__new__(Conversation)
+        other.__dict__.update(self.__dict__)
+        history = point.history
+        other._history = self._history[:history] if isinstance(history, int) else history
+        other._answer, other._calls_so_far, other._closings_read = point.answer, point.calls, 0
+        other._points = [point]
+        other._tokens = RolloutTokens()
+        other._current = _OpenSegment(other._tokens.open_segment())
+        ids = self._all[place.segment].token_ids[: place.end]
+        other._current.tokens.append(ids)
+        other._closed, other._awaits_completion, other._has_sampled, other._sealed = [], False, False, False
+        other.prefix_breaks = other.drift_tokens = 0
+        other.completion_ranges = [CompletionRange(place.start, place.end, 0)]
+        other._proven = bytearray(ids.view(np.uint8).data)
+        return other
 
     def ends_with_tool_call(self, token_ids: Sequence[int]) -> bool:
         """Return whether the last of these sampled ids completes a tool call whose reading nothing can change any more.
@@ -355,10 +409,7 @@ class Conversation:
 
     def segments(self) -> list[Segment]:
         """Return a copy of everything recorded, as the trainer gets it. Allowed at any time."""
-        return [
-            Segment.from_arrays(*each.tokens.arrays(), list(each.spans), parent=each.parent, reason=each.reason)
-            for each in self._all
-        ]
+        return [each.as_segment(Segment.from_arrays) for each in self._all]
 
     def seal(self) -> list[Segment]:
         """End the conversation: return everything recorded as views of the memory it is in, without a copy.
@@ -368,10 +419,7 @@ class Conversation:
         self._sealed = True
         for each in self._all:
             each.tokens.seal()
-        return [
-            Segment.over_arrays(*each.tokens.arrays(), list(each.spans), parent=each.parent, reason=each.reason)
-            for each in self._all
-        ]
+        return [each.as_segment(Segment.over_arrays) for each in self._all]
 
     # ------------------------------------------------------------ inside
 
@@ -448,9 +496,10 @@ class Conversation:
         return array("i", codec.encode(text))
 
     def _begin_segment(self, prompt: array[int], reason: SegmentReason) -> None:
+        shared = common_prefix(self._current.token_ids, np.frombuffer(prompt, dtype=np.int32))
         self._current.tokens.seal()
         self._closed.append(self._current)
-        self._current = _OpenSegment(self._tokens.open_segment(), parent=len(self._closed) - 1, reason=reason)
+        self._current = _OpenSegment(self._tokens.open_segment(), len(self._closed) - 1, reason, shared)
         self._current.tokens.append(prompt)
         self._proven = bytearray(memoryview(prompt))
 
@@ -567,14 +616,19 @@ class _OpenSegment:
     """A segment as it grows."""
 
     tokens: SegmentTokens
-    spans: list[PolicySpan] = field(default_factory=list)
     parent: int | None = None
     reason: SegmentReason | None = None
+    shared: int = 0
+    spans: list[PolicySpan] = field(default_factory=list)
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
         """A view of those so far."""
         return self.tokens.arrays().token_ids
+
+    def as_segment(self, make: Callable[..., Segment]) -> Segment:
+        """Return what `make`, one of the constructors of `Segment`, makes of it."""
+        return make(*self.tokens.arrays(), list(self.spans), parent=self.parent, reason=self.reason, shared=self.shared)
 
 
 def _written(call: ToolCall) -> str:

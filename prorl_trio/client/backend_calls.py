@@ -27,10 +27,12 @@ from prorl_trio.types.backends import (
 from prorl_trio.types.errors import (
     BackendError,
     BackendsBusy,
+    NoAgentWanted,
     PauseTimeout,
     ProtocolError,
     ServiceError,
     UnknownBackend,
+    UnknownJob,
     UpdateRefused,
 )
 
@@ -38,18 +40,20 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from prorl_trio.client.requests import FrameT, RequestFrame
-    from prorl_trio.types.backends import BackendRequest
+    from prorl_trio.types.backends import NodeRequest
     from prorl_trio.weights.store import WeightStores
 
 P = ParamSpec("P")
 
-_SERVICE_ERRORS: Final = {error.code: error for error in (BackendsBusy, PauseTimeout, UpdateRefused)}
+_SERVICE_ERRORS: Final = {
+    error.code: error for error in (BackendsBusy, NoAgentWanted, PauseTimeout, UnknownJob, UpdateRefused)
+}
 
 
 class _Verb(Generic[P, AnswerT]):
     """A method of a client that has it carry out the request of its arguments."""
 
-    def __init__(self, request: Callable[P, BackendRequest[AnswerT]]) -> None:
+    def __init__(self, request: Callable[P, NodeRequest[AnswerT]]) -> None:
         self._request = request
         self.__doc__ = getattr(request, "func", request).__doc__
 
@@ -95,7 +99,7 @@ class BlockingBackendCalls(_BackendVerbs, abc.ABC):
     """The operations on the pool of LLM backends, as blocking calls."""
 
     @abc.abstractmethod
-    def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+    def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
         """Have the node carry out a request: see `BackendCalls.operate`."""
 
 
@@ -119,7 +123,7 @@ class BackendCalls(_BackendVerbs, abc.ABC):
     async def _ask(self, answer_type: type[FrameT], build: Callable[[int], RequestFrame]) -> FrameT:
         """Send one request, made by `build` from its id, and return the node's answer."""
 
-    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
         """Have the node carry out a request: what the other methods are made of. See the request for its errors."""
         arguments = msgspec.Raw(msgspec.msgpack.encode(request))
         call = partial(CallBackends, operation=request.operation, arguments=arguments)

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
-    from prorl_trio.types.backends import AnswerT, BackendRequest, PauseMode
-    from prorl_trio.types.models import Outcome
+    from prorl_trio.client.agents import OpenedAgent
+    from prorl_trio.types.backends import AnswerT, NodeRequest, PauseMode
+    from prorl_trio.types.models import JobSpec, Outcome
     from prorl_trio.weights.check import WeightCheck
     from prorl_trio.weights.safetensors import StateDict
 
@@ -175,10 +176,25 @@ class BlockingClient(BlockingBackendCalls):
     cancel = _blocking(RolloutClient.cancel)
     status = _blocking(RolloutClient.status)
 
-    def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+    def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
         """Have the node carry out a request to its pool of LLM backends: see `RolloutClient.operate`."""
         answer: AnswerT = self._call(self._client.operate, request)
         return answer
+
+    @contextmanager
+    def open_agent(self, spec: JobSpec) -> Iterator[OpenedAgent]:
+        """Be a job's agent in the block; see `RolloutClient.open_agent`.
+
+        with client.open_agent(spec) as agent:
+            answers = openai.OpenAI(base_url=agent.urls["openai"], api_key=agent.key)
+        """
+        hosted = self.host(lambda client: client.open_agent(spec))
+        try:
+            yield hosted.value
+        except BaseException:
+            hosted.leave(abandon=True)
+            raise
+        hosted.leave(abandon=False)
 
     def policy_update(
         self,

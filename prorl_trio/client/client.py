@@ -38,6 +38,7 @@ from prorl_ipc.session import (
 from prorl_ipc.tls import client_context
 from prorl_ipc.websocket import LinkLimits
 from prorl_trio.client.address import Address, EndpointFile, HeadFile
+from prorl_trio.client.agents import open_agent
 from prorl_trio.client.backend_calls import BackendCalls
 from prorl_trio.client.policy_update import open_policy_update
 from prorl_trio.client.requests import Call, FrameT, RequestFrame, SubmitCall
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from prorl_ipc.session import JobEvent
+    from prorl_trio.client.agents import OpenedAgent
     from prorl_trio.client.policy_update import PolicyUpdate
     from prorl_trio.types.backends import PauseMode
     from prorl_trio.types.models import JobSpec
@@ -256,6 +258,22 @@ class RolloutClient(ResultCalls, BackendCalls):
         the session.
         """
         return ObservedStream(self._state)
+
+    def open_agent(self, spec: JobSpec) -> AbstractAsyncContextManager[OpenedAgent]:
+        """Submit a job, wait until it wants its agent, and be that agent in the block.
+
+            async with client.open_agent(spec) as agent:
+                answers = openai.AsyncOpenAI(base_url=agent.urls["openai"], api_key=agent.key)
+                ...
+
+        At the block's end the rollout is graded, by its handler or with `agent.reward`, and its outcome comes by
+        `results` as any other. An exception in the block cancels the job.
+
+        Raises:
+            ServiceError: the job was refused, or it ended before; or the session is over.
+            NoAgentWanted: at the block's end, if the attempt has failed meanwhile, and the job is tried again.
+        """
+        return open_agent(self, spec)
 
     async def cancel(
         self,

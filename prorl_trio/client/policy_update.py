@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.client.backend_calls import BackendCalls
-    from prorl_trio.types.backends import BackendRequest, PauseMode, UpdatedBackend
+    from prorl_trio.types.backends import NodeRequest, PauseMode, UpdatedBackend
     from prorl_trio.weights.check import WeightCheck
     from prorl_trio.weights.safetensors import StateDict
     from prorl_trio.weights.source import StagedWeights
@@ -327,7 +327,7 @@ class PolicyUpdate:
         self._replaced = True
         await self._step(LoadWeights(str(folder), self._timeout_s, self._holder), CANNOT_LOAD)
 
-    async def _step(self, request: BackendRequest[UpdateReport], not_offered: str = "") -> None:
+    async def _step(self, request: NodeRequest[UpdateReport], not_offered: str = "") -> None:
         """Carry a step out on all nodes; `not_offered` is why an engine fails that does not offer it, if it does."""
         self._in_step = True
         try:
@@ -341,7 +341,7 @@ class PolicyUpdate:
         if failed:
             raise PolicyUpdateFailed(self._version, failed)
 
-    async def _all(self, request: BackendRequest[UpdateReport], busy_s: float = 0.0) -> UpdateReport:
+    async def _all(self, request: NodeRequest[UpdateReport], busy_s: float = 0.0) -> UpdateReport:
         """Ask all nodes at once, and return their answers as one. Raises the first error, when all have answered.
 
         A node that is busy is asked again for `busy_s`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
@@ -15,8 +15,9 @@ from urllib.parse import unquote
 import h11
 import trio
 
-from prorl_ipc.nursery import leaves
+from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
 from prorl_trio.edges.guard import Refusal
+from prorl_trio.types.errors import InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,6 +144,27 @@ def _origin_form(method: bytes, target: bytes, headers: Headers) -> bytes:
     if any(name == b"host" and value.strip().lower() != authority.lower() for name, value in headers):
         raise Refusal(400, "malformed", "the target of a request and its Host name two different hosts")
     return rest if rest.startswith(b"/") else b"/" + rest
+
+
+@contextmanager
+def contain_errors(what: str) -> Iterator[None]:
+    """Log and suppress errors of the block, which serves one connection.
+
+    A stray `Cancelled`, raised while no scope around the block is cancelled, is suppressed, too: the nursery of all
+    connections would take it for its own cancel and end them. An `InternalError`, a real cancel, and exceptions that
+    end the process (`KeyboardInterrupt`) pass through.
+
+    Args:
+        what: names the connection in the log.
+    """
+    try:
+        yield
+    except BaseException as exc:  # noqa: ASYNC103 - a real cancel is raised again
+        strays = only_cancelled(exc) and not is_cancelled()
+        contained = isinstance(exc, Exception) and not any(isinstance(leaf, InternalError) for leaf in leaves(exc))
+        if not (strays or contained):
+            raise
+        logger.error("%s ended by an error of ours", what, exc_info=exc)
 
 
 class App(Protocol):

@@ -11,19 +11,20 @@ import trio
 
 from prorl_ipc.channel import listen_unix, serve_connections
 from prorl_ipc.errors import ProtocolViolation
-from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled, open_single_nursery, single_exception
+from prorl_ipc.nursery import open_single_nursery, single_exception
 from prorl_ipc.tls import open_tls
 from prorl_ipc.websocket import LinkClosed
 from prorl_trio.config import RestConfig
+from prorl_trio.edges.gateway.app import BesideRest
 from prorl_trio.edges.guard import Guard, Visitors, peer_of
-from prorl_trio.edges.http1 import HttpConnection
+from prorl_trio.edges.http1 import HttpConnection, contain_errors
 from prorl_trio.edges.rest.app import RestApp
 from prorl_trio.edges.rest.call import Api
 from prorl_trio.edges.rest.events import EventFeed
 from prorl_trio.edges.tcp import is_loopback, open_listeners
 from prorl_trio.edges.websocket.server import Trainers
 from prorl_trio.supervision import service_task
-from prorl_trio.types.errors import ConfigError, InternalError
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     import ssl
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.config import ListenConfig
     from prorl_trio.edges.auth import Door
+    from prorl_trio.edges.gateway.app import GatewayTable
     from prorl_trio.edges.guard import Visitor
     from prorl_trio.edges.http1 import App
     from prorl_trio.edges.rest.call import Endpoint
@@ -43,27 +45,6 @@ MAX_EXPIRY_INTERVAL_S: Final = 60.0
 
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def contain_errors(what: str) -> Iterator[None]:
-    """Log and suppress errors of the block, which serves one connection.
-
-    A stray `Cancelled`, raised while no scope around the block is cancelled, is suppressed, too: the nursery of all
-    connections would take it for its own cancel and end them. An `InternalError`, a real cancel, and exceptions that
-    end the process (`KeyboardInterrupt`) pass through.
-
-    Args:
-        what: names the connection in the log.
-    """
-    try:
-        yield
-    except BaseException as exc:  # noqa: ASYNC103 - a real cancel is raised again
-        strays = only_cancelled(exc) and not is_cancelled()
-        contained = isinstance(exc, Exception) and not any(isinstance(leaf, InternalError) for leaf in leaves(exc))
-        if not (strays or contained):
-            raise
-        logger.error("%s ended by an error of ours", what, exc_info=exc)
 
 
 class Server:
@@ -184,6 +165,7 @@ async def serve_edges(
     local: LocalSockets | None = None,
     listeners: Sequence[trio.SocketListener] = (),
     more: Sequence[Endpoint] = (),
+    gateways: GatewayTable | None = None,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Serve `node` until cancelled. Reports the (host, port) of the TCP listener through `task_status`.
@@ -203,6 +185,7 @@ async def serve_edges(
         local: Unix sockets for trainers on this host, to listen on as well.
         listeners: bound listeners, used instead of the configured addresses, and closed on leaving.
         more: endpoints besides those of REST.
+        gateways: of rollouts whose agents are programs outside of a sandbox's network.
         task_status: see `trio.Nursery.start`.
 
     Raises:
@@ -214,7 +197,9 @@ async def serve_edges(
     api = Api(node=node, sessions=sessions, config=rest, feed=feed, closing=trio.Event(), metrics=metrics)
     arena_socket = str(local.arena) if local is not None and sessions.shared is not None else ""
     trainers = Trainers(node, listen, door, sessions, arena_socket)
-    server = Server(RestApp(api, more), trainers, listen, door, api.closing, tls)
+    rest_app = RestApp(api, more)
+    app: App = rest_app if gateways is None else BesideRest(rest_app, gateways)
+    server = Server(app, trainers, listen, door, api.closing, tls)
     listeners = listeners or await open_listeners(listen)
     host, port = next(
         listener.socket.getsockname()[:2] for listener in listeners if listener.socket.family != trio.socket.AF_UNIX

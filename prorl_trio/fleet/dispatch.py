@@ -215,6 +215,11 @@ class Dispatch:
         """Return whether a member is the present one of a job."""
         return self._there(node_id, job_id) is not None
 
+    def member_of(self, job_id: str) -> str:
+        """Return the member that has a job, or is about to get it; empty: none, or there is no such job."""
+        job = self.jobs.get(job_id)
+        return "" if job is None else job.node_id
+
     def of_member(self, node_id: str) -> list[FleetJob]:
         """Return the jobs that a member has, or is about to get, or whose next start is to have them."""
         return [job for job in self.jobs.values() if job.node_id == node_id]

@@ -6,7 +6,7 @@ import logging
 from collections import Counter, deque
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, assert_never
+from typing import TYPE_CHECKING, Any, Final, assert_never, cast
 
 import msgspec
 import trio
@@ -28,10 +28,12 @@ from prorl_trio.types.errors import (
     ConfigError,
     Draining,
     DuplicateJob,
+    NoAgentWanted,
     ServiceError,
     UnknownJob,
 )
 from prorl_trio.types.models import EncodedOutcome
+from prorl_trio.types.programs import FinishAgent, OpenAgent
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -44,12 +46,15 @@ if TYPE_CHECKING:
     from prorl_trio.rendezvous.watch import FleetWatch
     from prorl_trio.sessions.node_api import SessionSink
     from prorl_trio.sessions.session_table import SessionTable
-    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.backends import AnswerT, NodeRequest
     from prorl_trio.types.models import JobSpec, Outcome, Status, ToolCall, ToolSchema
 
 logger = logging.getLogger(__name__)
 
 NO_MEMBER_RETRY_S: Final = 2.0
+MEMBER_ANSWER_S: Final = 10.0
+"""A member that is asked for a job may take so long, besides the time that the caller waits for."""
+MEMBER_LOOK_S: Final = 0.25
 """Wait that a submitter is told while the fleet has no member that gets jobs."""
 MAX_SHOWN_JOBS: Final = 1_000
 RECOVERY_POLL_S: Final = 0.1
@@ -208,9 +213,31 @@ class Fleet:
         """Cancel a job as `cancel` does, without waiting. See `NodeApi.cancel_soon`."""
         self.apply(on.Cancel(job_id, reason))
 
-    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
-        """Carry out a request on the pools of all members that it concerns. See `NodeApi.operate`."""
+    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
+        """Carry out a request on the pools of all members that it concerns, or on a job's. See `NodeApi.operate`."""
+        if isinstance(request, OpenAgent | FinishAgent):
+            return cast("AnswerT", await self._ask_member_of(request.job_id, request))
         return await self._pools.operate(request)
+
+    async def _ask_member_of(self, job_id: str, request: NodeRequest[AnswerT]) -> AnswerT:
+        """Have the member that has a job carry out a request, as soon as one has it, and another if it is lost."""
+        wait_s = request.wait_s if isinstance(request, OpenAgent) else 0.0
+        with trio.move_on_after(wait_s + MEMBER_ANSWER_S):
+            while True:
+                if job_id not in self._live:
+                    raise UnknownJob(f"job {job_id!r} is not live in the fleet of {self.node_id}")
+                member = self.members.all.get(self.dispatch.member_of(job_id))
+                try:
+                    if member is not None:
+                        return await member.client.operate(request)
+                except UnknownJob:  # it has not arrived there, or is on its way to another one
+                    pass
+                except NoAgentWanted:
+                    raise
+                except ServiceError as exc:
+                    logger.info("node %s does not answer for job %s: %s", self.dispatch.member_of(job_id), job_id, exc)
+                await trio.sleep(MEMBER_LOOK_S)
+        raise NoAgentWanted(f"no node of the fleet has job {job_id!r} now, or none that answers")
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
         """Refuse: a head has no tokenizer. The edges that need one are refused by its configuration."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from prorl_trio.fleet.members import Member
-    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.backends import AnswerT, NodeRequest
 
 
 UPDATES_KEPT: Final = 8
@@ -232,11 +232,11 @@ class FleetPools:
         self._open: set[str] = set()
         """Holders of the updates that are under way."""
 
-    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
         """Carry out one operation on the pools of all nodes that it concerns."""
-        return cast("AnswerT", await self._any(cast("BackendRequest[Any]", request)))
+        return cast("AnswerT", await self._any(cast("NodeRequest[Any]", request)))
 
-    async def _any(self, request: BackendRequest[Any]) -> object:
+    async def _any(self, request: NodeRequest[Any]) -> object:
         if isinstance(request, AddBackend):
             await self.owners.add(request)
             return _joined(await _ask_all(self._all(), ListBackends()))
@@ -269,7 +269,7 @@ class FleetPools:
             raise BackendError("the fleet has no node now", retryable=True)
         return members
 
-    async def _where_it_is(self, request: BackendRequest[BackendList], url: str) -> BackendList:
+    async def _where_it_is(self, request: NodeRequest[BackendList], url: str) -> BackendList:
         lists = await _ask_all(self._all(), ListBackends())
         has = [member for member, answer in lists if url.rstrip("/") in answer.urls]
         if not has:
@@ -277,7 +277,7 @@ class FleetPools:
         await _ask_all(has, request)
         return _joined(await _ask_all(self._all(), ListBackends()))
 
-    async def _step(self, request: BackendRequest[UpdateReport]) -> UpdateReport:
+    async def _step(self, request: NodeRequest[UpdateReport]) -> UpdateReport:
         """Take a step of a pause or a policy update on its nodes: those that there were when it began."""
         holder = str(getattr(request, "holder", ""))
         if isinstance(request, PauseBackends) and holder:
@@ -461,7 +461,7 @@ def _together(reports: list[UpdateReport]) -> UpdateReport:
 
 
 async def _ask_all(
-    members: Sequence[Member], request: BackendRequest[AnswerT], *, lost_is_fine: bool = False
+    members: Sequence[Member], request: NodeRequest[AnswerT], *, lost_is_fine: bool = False
 ) -> list[tuple[Member, AnswerT]]:
     """Ask nodes at once; return their answers, in order. Raises the first error, when all have answered.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -14,6 +15,8 @@ from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.chat.tokenizer_sample import tokenizer_sample
+from prorl_trio.edges.gateway.app import GatewayTable
+from prorl_trio.edges.gateway.serve import open_gateway_port
 from prorl_trio.inference.pool.admission import ModelProof
 from prorl_trio.node.drain import EndOfTime, allocation_left_s
 from prorl_trio.node.node import Node
@@ -96,6 +99,7 @@ async def open_node(
         search = await stack.enter_async_context(open_search(config.search, cache_dir() / "search"))
         if tokens is None:
             tokens = TokenMemory(stack.enter_context(open_node_arena(config.arena)))
+        gateways = GatewayTable()
         resources = Resources(
             config=config,
             chat_format=chat_format,
@@ -103,6 +107,7 @@ async def open_node(
             scorers=scorers,
             tokens=tokens,
             search=search,
+            serve_gateway=partial(open_gateway_port, listen=config.listen, table=gateways),
         )
         for name in handlers.names:
             await handlers.get(name).prepare(resources)
@@ -110,6 +115,7 @@ async def open_node(
         left_s = allocation_left_s(os.environ)
         end = EndOfTime(None if left_s is None else left_s - config.fleet.end_margin_s, pipeline.durations)
         node = Node(config, handlers, pipeline, backends, sandboxes, provider, resources, outbox, end)
+        node.gateways = gateways
         if search is not None:
             node.describe("search", search.statistics)
         try:

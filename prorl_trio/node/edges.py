@@ -25,7 +25,8 @@ from prorl_trio.edges.websocket.local_sockets import (
     release_local_sockets,
 )
 from prorl_trio.edges.websocket.server import check_heartbeat
-from prorl_trio.node.membership import Endpoints
+from prorl_trio.node.membership import Endpoints, advertised_host
+from prorl_trio.node.node import Node
 from prorl_trio.rendezvous.folder import claim_folder
 from prorl_trio.sessions.node_api import NodeApi
 from prorl_trio.sessions.session_table import recover_sessions
@@ -127,6 +128,7 @@ async def open_edges(
     config = node.config
     listen = config.listen
     secure = edges.tls is not None
+    gateways = node.gateways if isinstance(node, Node) else None
     async with AsyncExitStack() as stack:
         listeners = await open_listeners(listen)
         for listener in listeners:
@@ -151,8 +153,13 @@ async def open_edges(
             local=local,
             listeners=listeners,
             more=edges.more,
+            gateways=gateways,
         )
         address = await accept.start(service_task(serve, "server", restarts=False))
+        if gateways is not None:
+            gateways.url = rest_url(address, secure=secure)
+            public = advertised_host(node.config.fleet.advertise, address[0]), address[1]
+            gateways.public_url = rest_url(public, secure=secure)
         unix_url = f"unix://{local.node}" if local is not None else ""
         endpoints = {"url": endpoint_url(address, secure=secure)}
         endpoints["rest_url"] = rest_url(address, secure=secure)

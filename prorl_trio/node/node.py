@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import msgspec
 import trio
 
+from prorl_trio.agent.external import ExternalAgents
+from prorl_trio.agents.preset import find_preset
 from prorl_trio.pipeline.admission import Load
 from prorl_trio.pipeline.job import Job
 from prorl_trio.sessions.node_api import Room
 from prorl_trio.supervision import vanished_task
 from prorl_trio.tasks.handlers.gold_checks import GoldChecks, validate_payload
-from prorl_trio.types.errors import Draining, DuplicateJob, MalformedJob, UnknownHandler, UnknownJob
+from prorl_trio.types.errors import ConfigError, Draining, DuplicateJob, MalformedJob, UnknownHandler, UnknownJob
+from prorl_trio.types.models import AgentProgram
+from prorl_trio.types.programs import FinishAgent, OpenAgent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.agent.context import Resources
     from prorl_trio.config import NodeConfig
+    from prorl_trio.edges.gateway.app import GatewayTable
     from prorl_trio.inference.pool.pool import Backends
     from prorl_trio.node.drain import EndOfTime
     from prorl_trio.pipeline.job import JobSink
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
     from prorl_trio.tasks.handlers.registry import HandlerRegistry
-    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.backends import AnswerT, NodeRequest
     from prorl_trio.types.models import JobSpec, Status, ToolCall, ToolSchema
 
 MAX_SHOWN_JOBS: Final = 1_000
@@ -92,15 +97,19 @@ class Node:
         self._provider = provider
         self._resources = resources
         self._outbox = outbox
+        self.gateways: GatewayTable | None = None
         self._golds = GoldChecks(resources.scorers)
+        self.external_agents = resources.external_agents = ExternalAgents(self._check_live)
 
     @property
     def config(self) -> NodeConfig:
         """Return the configuration that the node works with now."""
         return self._resources.config
 
-    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
-        """Carry out a request to the pool of backends. See `NodeApi.operate`."""
+    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
+        """Carry out a request to the pool of backends, or of an agent elsewhere. See `NodeApi.operate`."""
+        if isinstance(request, OpenAgent | FinishAgent):
+            return cast("AnswerT", await self.external_agents.operate(request))
         return await self.backends.operate(request)
 
     def apply(self, config: NodeConfig) -> None:
@@ -142,6 +151,11 @@ class Node:
         if refusal := self.end.refusal(handler.name):
             raise Draining(f"{refusal}; submit to another node")
         validate_payload(handler, spec.instance.payload)
+        if isinstance(spec.agent, AgentProgram) and spec.agent.preset:
+            try:
+                find_preset(spec.agent.preset)
+            except ConfigError as exc:
+                raise MalformedJob(str(exc), "$.agent.preset") from None
         if (unreadable := self._golds.refusal(handler, spec.instance.payload)) is not None:
             raise MalformedJob(str(unreadable), unreadable.path)
 
@@ -291,6 +305,11 @@ class Node:
         """Return a live job as it is now. See `NodeApi.find_job`."""
         job = self._pipeline.job(job_id)
         return None if job is None else job.view()
+
+    def _check_live(self, job_id: str) -> None:
+        """Raise UnknownJob unless the job is live here."""
+        if self._pipeline.job(job_id) is None:
+            raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}")
 
     async def cancel_all(self, reason: str) -> None:
         """Accept no more jobs; cancel every live job and return when they have ended."""

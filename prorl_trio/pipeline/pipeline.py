@@ -17,6 +17,7 @@ import msgspec
 import trio
 
 from prorl_ipc.nursery import only_cancelled, open_single_nursery
+from prorl_trio.agents.preset import find_preset
 from prorl_trio.pipeline.admission import Admission
 from prorl_trio.pipeline.fates import Fates
 from prorl_trio.pipeline.groups import GroupTable
@@ -24,8 +25,9 @@ from prorl_trio.pipeline.observer import Observers
 from prorl_trio.pipeline.outcomes import check_evaluation, completed, finalise, not_completed, retry_after
 from prorl_trio.pipeline.stages import WorkStage
 from prorl_trio.supervision import service_task
-from prorl_trio.types.errors import Draining
-from prorl_trio.types.models import LINES
+from prorl_trio.tasks.handlers.base import Evaluation
+from prorl_trio.types.errors import ConfigError, Draining, HandlerError
+from prorl_trio.types.models import LINES, AgentProgram
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from prorl_trio.pipeline.job import Job
     from prorl_trio.pipeline.observer import Observer
     from prorl_trio.sandbox.host import SandboxHost
+    from prorl_trio.sandbox.provider import SandboxSpec
     from prorl_trio.types.errors import ErrorCode
     from prorl_trio.types.models import Outcome, Stage, Status, TerminalStatus
 
@@ -403,8 +406,23 @@ class Pipeline:
             job.context.tokens = await self._reserve_tokens(job)
         spec = job.handler.sandbox_spec(job.context)
         if spec is not None:
+            spec = self._with_agent(job, spec)
             job.sandbox = job.context.sandbox = await job.context.start_sandbox(spec)
         await job.handler.init(job.context)
+
+    def _with_agent(self, job: Job, spec: SandboxSpec) -> SandboxSpec:
+        """Return the spec of a sandbox with the agent of a preset in it, where its provider has layers."""
+        agent = job.spec.agent
+        if not isinstance(agent, AgentProgram) or not agent.preset:
+            return spec
+        try:
+            folder = find_preset(agent.preset).folder
+        except ConfigError as exc:
+            raise HandlerError(str(exc)) from exc
+        if not self._sandboxes.has_layers:
+            return spec
+        job.context.is_layered = True
+        return msgspec.structs.replace(spec, layers=(*spec.layers, str(folder)))
 
     async def _reserve_tokens(self, job: Job) -> RolloutTokens:
         """Room for the longest trajectory the job can have: a full arena holds up new jobs, not running ones."""
@@ -425,7 +443,11 @@ class Pipeline:
             job.context.sandboxes = self._sandboxes
             job.context.turns, job.context.stop_reason = list(recorded.turns), recorded.stop_reason
             job.handler.restore(job.context, recorded)
-        job.evaluation = check_evaluation(job, await job.handler.eval(job.context))
+        if (given := job.context.given_reward) is not None:
+            evaluation = Evaluation(reward=given, details={"graded_by": "agent"})
+        else:
+            evaluation = await job.handler.eval(job.context)
+        job.evaluation = check_evaluation(job, evaluation)
 
     # ------------------------------------------------------------ ends
 

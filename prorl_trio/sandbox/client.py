@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import socket
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import trio
 
 from prorl_ipc.errors import CallFailed, CallTimedOut, FrameTooLarge, IpcError, Unencodable
-from prorl_ipc.sandbox_calls import BashResult, CellResult, ExecResult
+from prorl_ipc.sandbox_calls import BashResult, CellResult, ExecResult, PortOpen, PortOpened
 from prorl_trio.sandbox.sandbox import Sandbox, ShellBusy, ShellIdle
 from prorl_trio.sandbox.silence import MAX_STANDSTILL_S
 from prorl_trio.types.errors import SandboxCallFailed, SandboxLost, SandboxUnavailable
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PORT_TIMEOUT_S = 10.0
+MAX_PORT_BYTES = 256
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -41,6 +45,7 @@ class DaemonSandbox(Sandbox):
             about it; both empty if none.
         ended_from_inside: asked when it is lost: whether what runs inside brought that about. By default nobody knows.
         silence: sees whether it could run while it was silent. By default its silence is never excused.
+        ports: on which the daemon sends sockets of the sandbox's own network; None: it has none, or no own network.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class DaemonSandbox(Sandbox):
         next_breach: Callable[[], tuple[Breach, str]] | None = None,
         ended_from_inside: Callable[[], Awaitable[bool]] | None = None,
         silence: Silence | None = None,
+        ports: socket.socket | None = None,
     ) -> None:
         super().__init__(sandbox_id)
         self._rpc = rpc
@@ -58,6 +64,7 @@ class DaemonSandbox(Sandbox):
         self._next_breach = next_breach or _no_breach
         self._ended_from_inside = ended_from_inside or _nobody_knows
         self._silence = silence
+        self._ports = ports
         self._lost = ""
         self._lost_from_inside = False
 
@@ -66,6 +73,18 @@ class DaemonSandbox(Sandbox):
 
     async def wait_lost(self) -> None:
         await self._rpc.wait_closed()
+
+    async def open_port(self, port: int = 0) -> trio.SocketListener:
+        if self._ports is None:
+            return await super().open_port(port)
+        opened = await self.call(PortOpen(port), PortOpened, PORT_TIMEOUT_S)
+        # The daemon sent it before it answered: nothing is waited for here.
+        _, descriptors, _, _ = socket.recv_fds(self._ports, MAX_PORT_BYTES, 1, socket.MSG_DONTWAIT)
+        if len(descriptors) != 1:
+            raise SandboxCallFailed(f"sandbox {self.sandbox_id}: port {opened.port} came without its socket")
+        listening = socket.socket(fileno=descriptors[0])
+        listening.setblocking(False)
+        return trio.SocketListener(trio.socket.from_stdlib_socket(listening))
 
     async def call(
         self, request: SandboxCall, reply_type: type[T], timeout_s: float, on_output: OnOutput | None = None

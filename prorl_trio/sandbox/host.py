@@ -166,6 +166,9 @@ class HostedSandbox(Sandbox):
     async def wait_lost(self) -> None:
         await self._sandbox.wait_lost()
 
+    async def open_port(self, port: int = 0) -> trio.SocketListener:
+        return await self._sandbox.open_port(port)
+
     def on_standstill(self, uncount: Callable[[float], None]) -> None:
         self._sandbox.on_standstill(uncount)
 
@@ -208,6 +211,7 @@ class SandboxHost:
         puller: ImagePuller | None = None,
     ) -> None:
         self._provider = provider
+        self.has_layers = provider.has_layers
         self._puller = puller
         self._nursery = nursery
         self._gates = gates

@@ -36,7 +36,7 @@ from prorl_ipc.tree import TreeRefused
 from prorl_trio.sandbox.program import Program
 from prorl_trio.sandbox.transfer import DEFAULT_TRANSFER, download_tree, upload_tree
 from prorl_trio.sandbox.use import spoilt
-from prorl_trio.types.errors import HandlerError, SandboxLost
+from prorl_trio.types.errors import HandlerError, SandboxLost, SandboxUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -120,6 +120,19 @@ class Sandbox(abc.ABC):
 
         Its machine or container was stopped or frozen then: nothing inside ran. By default, none is found.
         """
+
+    async def open_port(self, port: int = 0) -> trio.SocketListener:
+        """Return a socket that listens on `port` of 127.0.0.1 inside, which nothing outside of the sandbox can reach.
+
+        0: any free one; the address of the socket says which. Whoever asked closes it.
+
+        Raises:
+            SandboxUnavailable: the sandbox has no network of its own.
+            OSError: the port is taken, inside.
+        """
+        del port
+        await trio.lowlevel.checkpoint()
+        raise SandboxUnavailable(f"sandbox {self.sandbox_id} has no network of its own, in which it alone could ask")
 
     async def bash(
         self,

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.pipeline.observer import JobView
-    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.backends import AnswerT, NodeRequest
     from prorl_trio.types.models import EncodedOutcome, JobSpec, Status, ToolCall, ToolSchema
 
 
@@ -47,7 +47,7 @@ class NodeApi(Protocol):
 
     node_id: str
 
-    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
         """Carry out what a trainer or an operator asks of the pool of backends. See the request for its errors."""
         ...
 

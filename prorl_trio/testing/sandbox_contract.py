@@ -461,6 +461,25 @@ async def check_no_network(contract: Contract) -> None:
                 assert (cell.stdout, cell.error) == (expected, None), f"network={network}"
 
 
+async def check_a_port_of_its_own(contract: Contract) -> None:
+    """Who listens on a port of a sandbox's own network is asked by that sandbox, and by nobody else."""
+    ask = "import socket; print(socket.create_connection(('127.0.0.1', {port}), timeout=5).recv(5))"
+    async with checked_sandbox(contract) as sandbox, contract.provider.open_sandbox(SandboxSpec()) as other:
+        listener = await sandbox.open_port()
+        port = listener.socket.getsockname()[1]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, lambda stream: stream.send_all(b"hello"), [listener])
+            for where, answered in ((sandbox, True), (other, False)):
+                cell = await where.ipython(ask.format(port=port), timeout_s=ACTION_TIMEOUT_S)
+                assert ("hello" in cell.stdout) == answered, cell.error
+            await raises(OSError, trio.open_tcp_stream("127.0.0.1", port))  # noqa: ASYNC105 - awaited there
+            nursery.cancel_scope.cancel()
+        async with await sandbox.open_port(port):
+            await raises(OSError, sandbox.open_port(port))
+        async with contract.provider.open_sandbox(SandboxSpec(network=True)) as outside:
+            await raises(SandboxUnavailable, outside.open_port())
+
+
 async def check_host_is_invisible(contract: Contract) -> None:
     """The home directory, the checkout, other users and the run folder of the host are not there."""
     checkout = Path(prorl_trio.types.__file__).parents[1]
@@ -506,6 +525,7 @@ async def check_other_sandboxes_are_invisible(contract: Contract) -> None:
 ISOLATION_CHECKS: Final[tuple[Callable[[Contract], Awaitable[None]], ...]] = (
     check_own_processes_only,
     check_no_network,
+    check_a_port_of_its_own,
     check_host_is_invisible,
     check_read_only,
     check_other_sandboxes_are_invisible,

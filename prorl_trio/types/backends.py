@@ -61,7 +61,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
 AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 
 
-class BackendRequest(
+class NodeRequest(
     msgspec.Struct, Generic[AnswerT], frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
     """Base of requests: an unknown field is an error.
@@ -78,14 +78,14 @@ class BackendRequest(
     answer: ClassVar[type[msgspec.Struct]]
 
 
-class ListBackends(BackendRequest[BackendList], frozen=True):
+class ListBackends(NodeRequest[BackendList], frozen=True):
     """Return the state of the pool now."""
 
     operation: ClassVar = "list"
     answer: ClassVar = BackendList
 
 
-class AddBackend(BackendRequest[BackendList], frozen=True):
+class AddBackend(NodeRequest[BackendList], frozen=True):
     """Probe an LLM backend and add it to the pool. A drained backend becomes active again.
 
     Attributes:
@@ -108,7 +108,7 @@ class AddBackend(BackendRequest[BackendList], frozen=True):
     when_up: bool = False
 
 
-class DrainBackend(BackendRequest[BackendList], frozen=True):
+class DrainBackend(NodeRequest[BackendList], frozen=True):
     """Give a backend no new tasks; it stays in the pool.
 
     Each of its tasks moves to another backend at its next completion, if another one accepts tasks.
@@ -122,7 +122,7 @@ class DrainBackend(BackendRequest[BackendList], frozen=True):
     url: _Url
 
 
-class WeighBackend(BackendRequest[BackendList], frozen=True):
+class WeighBackend(NodeRequest[BackendList], frozen=True):
     """Set the weight of a backend: its share of the tasks that are placed from now on.
 
     Raises:
@@ -136,7 +136,7 @@ class WeighBackend(BackendRequest[BackendList], frozen=True):
     weight: _Weight
 
 
-class RemoveBackends(BackendRequest[BackendList], frozen=True):
+class RemoveBackends(NodeRequest[BackendList], frozen=True):
     """Remove one backend (`url`), or `all` of them. Running calls finish; jobs wait until a backend is added.
 
     Raises:
@@ -153,7 +153,7 @@ class RemoveBackends(BackendRequest[BackendList], frozen=True):
             raise ValueError("give either url or all=true")
 
 
-class PauseBackends(BackendRequest[UpdateReport], frozen=True):
+class PauseBackends(NodeRequest[UpdateReport], frozen=True):
     """Hold back all new completions until a resume.
 
     Answered when the completions in flight have ended, were aborted or are kept, as `mode` says. Jobs go on up to their
@@ -187,7 +187,7 @@ class PauseBackends(BackendRequest[UpdateReport], frozen=True):
             raise ValueError("a lease_s needs a holder")
 
 
-class RenewUpdate(BackendRequest[UpdateReport], frozen=True):
+class RenewUpdate(NodeRequest[UpdateReport], frozen=True):
     """Let the lease of a holder's update begin anew.
 
     Raises:
@@ -200,7 +200,7 @@ class RenewUpdate(BackendRequest[UpdateReport], frozen=True):
     holder: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
-class LoadWeights(BackendRequest[UpdateReport], frozen=True):
+class LoadWeights(NodeRequest[UpdateReport], frozen=True):
     """Have the engines of a paused pool load the weights in `folder`, a path as the engines see it.
 
     They are on trial: a resume with a version keeps them, a resume without one puts the former weights back. An engine
@@ -218,7 +218,7 @@ class LoadWeights(BackendRequest[UpdateReport], frozen=True):
     holder: _Holder = ""
 
 
-class LoadAdapter(BackendRequest[UpdateReport], frozen=True):
+class LoadAdapter(NodeRequest[UpdateReport], frozen=True):
     """Have the engines of a paused pool load the LoRA adapter in `folder`, a path as the engines see it.
 
     It is on trial as weights are: from a resume with a version on, completions are sampled with it, and the one before
@@ -239,7 +239,7 @@ class LoadAdapter(BackendRequest[UpdateReport], frozen=True):
     holder: _Holder = ""
 
 
-class ExpectTransfer(BackendRequest[UpdateReport], frozen=True):
+class ExpectTransfer(NodeRequest[UpdateReport], frozen=True):
     """Note, in a pause, that the trainer moves new weights to the engines by means of its own.
 
     They are on trial as those of `LoadWeights`: a resume without a version loads the former ones from their folder; an
@@ -256,7 +256,7 @@ class ExpectTransfer(BackendRequest[UpdateReport], frozen=True):
     holder: _Holder = ""
 
 
-class ConfirmWeights(BackendRequest[UpdateReport], frozen=True):
+class ConfirmWeights(NodeRequest[UpdateReport], frozen=True):
     """Have every engine of a paused pool say which weights it has; with `tell`, after it was told their version.
 
     An engine that says otherwise, or fails to answer, is `failed` in the report; some say nothing (`not_offered`). What
@@ -275,7 +275,7 @@ class ConfirmWeights(BackendRequest[UpdateReport], frozen=True):
     tell: bool = True
 
 
-class ResumeBackends(BackendRequest[UpdateReport], frozen=True):
+class ResumeBackends(NodeRequest[UpdateReport], frozen=True):
     """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
 
     Engines are told the version, and asked for it, and those that were paused are resumed, before; one that fails to is

@@ -23,6 +23,7 @@ ErrorCode = Literal[
     "context_overflow",  # the first prompt leaves no room for a token
     "token_drift",  # a prompt does not begin with the tokens recorded
     "stale",  # more policy updates lie between its tokens than `max_staleness` allows
+    "agent_program",  # the agent's program did not run, or had asked for nothing when it ended
     "agent_fault",  # the policy did what its task forbids
     "search_unavailable",  # the node's search answers nobody
     "handler_raised",  # the handler's own code failed
@@ -145,6 +146,12 @@ class UnknownJob(ServiceError):
     code = "unknown_job"
 
 
+class NoAgentWanted(ServiceError):
+    """The job does not wait for an agent elsewhere, or not yet."""
+
+    code = "no_agent_wanted"
+
+
 class UnknownHandler(ServiceError):
     """No handler of that name is registered. The message lists those that are."""
 
@@ -238,6 +245,14 @@ class UnknownBackend(BackendError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retryable=False)
+
+
+class AgentProgramFailed(RolloutError):
+    """The program that is the agent did not run, or ended before it had asked for a turn of the policy."""
+
+    cause = "sandbox"
+    error_code = "agent_program"
+    retryable = True
 
 
 class ContextLengthExceeded(RolloutError):

@@ -36,6 +36,7 @@ StopReason = Literal[
     "no_end_of_turn",  # its last turn reached `max_output_tokens`, with neither call nor answer
     "parse_error",  # no call of its last turn could be understood: at `max_turns`, or told so often enough before
     "agent_budget",  # the agent's time ran out
+    "program_error",  # the agent's program ended with an error
     "aborted",  # the rollout was cut short by a failure or a cancel
 ]
 """Why the agent's loop ended. Not the engine's `FinishReason`."""
@@ -48,9 +49,33 @@ LogprobKind = Literal["raw", "processed", "unknown"]
 """The distribution that an engine's log-probabilities are of: the model's own (temperature 1, nothing cut off), or what
 temperature, `top_p` and `top_k` made of it."""
 
-SegmentReason = Literal["template_rewrite", "compaction", "sub_agent", "retry"]
-"""Why a segment does not continue the one before it: the template renders earlier turns otherwise (it drops old
-reasoning, say); the dialogue was shortened; another agent was asked; a step is tried again."""
+SegmentReason = Literal[
+    "template_rewrite",  # the template renders earlier turns otherwise: it drops old reasoning, say
+    "compaction",  # the dialogue was shortened
+    "sub_agent",  # another agent was asked
+    "side_call",  # the program asked for something beside its dialogue: a title, a summary
+    "rewrite",  # the program sent back other words than the policy's, or its own earlier ones changed
+    "tools_changed",  # the program offers other tools
+    "branch",  # the program went back to an earlier turn, and on from there
+    "retry",  # a step is tried again
+]
+"""Why a segment does not continue the one before it."""
+
+Echo = Literal[
+    "exact",
+    "keyed",
+    "respelled",
+    "reasoning_dropped",
+    "compaction",
+    "sub_agent",
+    "side_call",
+    "rewrite",
+    "tools_changed",
+    "branch",
+]
+"""How a turn of the policy came back in a later request of a program: as it was served; altered, but with the key that
+was served with it; spelled in another way; without its reasoning; or not at all, so that a segment began, for its
+reason."""
 
 ToolOutcome = Literal[
     "ok",
@@ -218,6 +243,10 @@ class Segment(_Model, frozen=True):
         spans: run-length policy versions over the sampled tokens.
         parent: index of the segment of the trajectory that this one goes on from; None for the first.
         reason: why it does not simply continue its parent; None where there is none.
+        shared: tokens at its beginning that are its parent's, bit for bit. Their mask is 0 here: what was sampled of
+            them is trained on there.
+        agent: who spoke, as the program that asked calls it; empty where it does not say, and for our own agent.
+        agent_type: what kind of agent that is, as the program calls it.
     """
 
     token_ids_le: memoryview = msgspec.field(name="token_ids")
@@ -226,6 +255,9 @@ class Segment(_Model, frozen=True):
     spans: list[PolicySpan]
     parent: int | None = None
     reason: SegmentReason | None = None
+    shared: int = 0
+    agent: str = ""
+    agent_type: str = ""
 
     def __post_init__(self) -> None:
         for name in ("token_ids_le", "logprobs_le", "loss_mask_le"):
@@ -247,6 +279,7 @@ class Segment(_Model, frozen=True):
         *,
         parent: int | None = None,
         reason: SegmentReason | None = None,
+        shared: int = 0,
     ) -> Segment:
         """Build from sequences of equal length T, by a copy. Raises ValueError if they differ."""
         return cls(
@@ -256,6 +289,7 @@ class Segment(_Model, frozen=True):
             spans=spans,
             parent=parent,
             reason=reason,
+            shared=shared,
         )
 
     @classmethod
@@ -268,6 +302,7 @@ class Segment(_Model, frozen=True):
         *,
         parent: int | None = None,
         reason: SegmentReason | None = None,
+        shared: int = 0,
     ) -> Segment:
         """Build over contiguous arrays of equal length T, without a copy. Raises ValueError if they differ."""
         return cls(
@@ -277,6 +312,7 @@ class Segment(_Model, frozen=True):
             spans=spans,
             parent=parent,
             reason=reason,
+            shared=shared,
         )
 
     @property
@@ -323,7 +359,7 @@ class Segment(_Model, frozen=True):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Segment], tuple[Any, ...]]:
         arrays = (self.token_ids_le, self.logprobs_le, self.loss_mask_le)
-        rest = (self.spans, self.parent, self.reason)
+        rest = (self.spans, self.parent, self.reason, self.shared, self.agent, self.agent_type)
         if protocol >= OUT_OF_BAND_PROTOCOL:
             return _segment, (*map(PickleBuffer, arrays), *rest)
         return _segment, (*(array.tobytes() for array in arrays), *rest)
@@ -336,6 +372,9 @@ def _segment(
     spans: list[PolicySpan],
     parent: int | None = None,
     reason: SegmentReason | None = None,
+    shared: int = 0,
+    agent: str = "",
+    agent_type: str = "",
 ) -> Segment:
     """Make a segment from a pickle; the arrays come as any bytes-like object."""
     return Segment(
@@ -345,6 +384,9 @@ def _segment(
         spans=spans,
         parent=parent,
         reason=reason,
+        shared=shared,
+        agent=agent,
+        agent_type=agent_type,
     )
 
 
@@ -392,6 +434,7 @@ class Trajectory(_Model, frozen=True):
     `drift_tokens` are recorded ones that were found to differ from what was sent and sampled: 0, or the job has failed.
     `segments` are those of the task's own agent in their order, then those of each agent that it asked.
     `tools` are the functions that the task's own agent was offered, as chat templates take them.
+    `echoes` counts how turns came back in later requests of a program that asked for them; empty for our own agent.
     """
 
     segments: list[Segment]
@@ -400,6 +443,7 @@ class Trajectory(_Model, frozen=True):
     prefix_breaks: int = 0
     drift_tokens: int = 0
     tools: list[dict[str, Any]] = []
+    echoes: dict[Echo, int] = {}
 
     @property
     def policy_versions(self) -> list[str]:
@@ -547,6 +591,33 @@ class Recorded(_Model, frozen=True):
     turns: list[Turn] = []
 
 
+class AgentProgram(_Model, frozen=True):
+    """A program that works on a task in place of the node's own loop. The policy answers what it asks of a model.
+
+    Attributes:
+        preset: the name of an agent that the node knows how to start (`prorl-trio agents list`).
+        command: in place of a preset: program and arguments, run in the task's sandbox. `{instruction}` in an argument
+            is replaced by what is to be done; without it, that is the standard input.
+        external: in place of both: the agent is elsewhere, and asks for its work itself (`OpenAgent`). The rollout
+            waits for it, at most `agent_s`.
+        env: its variables, besides those in which the SDKs look for the model's API, its key and its name (see
+            docs/agents.md); `{url}` and `{key}` are replaced by these.
+        cwd: where it starts; empty: where shells do.
+        model: the name that the model goes by; empty: `policy`.
+    """
+
+    preset: str = ""
+    command: list[str] = []
+    external: bool = False
+    env: dict[str, str] = {}
+    cwd: str = ""
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.preset) + bool(self.command and self.command[0]) + self.external != 1:
+            raise ValueError("an agent is either a preset or a command, or it is external")
+
+
 class JobSpec(_Model, frozen=True):
     """A rollout to do.
 
@@ -569,6 +640,8 @@ class JobSpec(_Model, frozen=True):
     over waits as long as it has to: updates after its last token do not end it. Versions that are integers lie as far
     apart as they say; others as many updates as the node was told of between them.
 
+    `agent`: a program that works on the task in place of the node's own loop; a text is the name of a preset.
+
     `recorded`: nothing is sampled; what an earlier rollout of the instance left is graded again, by EVAL alone.
     """
 
@@ -586,8 +659,11 @@ class JobSpec(_Model, frozen=True):
     max_staleness: int | None = None
     max_trajectory_tokens: int | None = None
     recorded: Recorded | None = None
+    agent: AgentProgram | str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.agent, str):
+            msgspec.structs.force_setattr(self, "agent", AgentProgram(preset=self.agent))
         if self.max_trajectory_tokens is not None and self.max_trajectory_tokens < 1:
             raise ValueError(f"max_trajectory_tokens must be >= 1, got {self.max_trajectory_tokens}")
         if self.max_staleness is not None and self.max_staleness < 0:

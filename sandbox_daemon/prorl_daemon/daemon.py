@@ -54,6 +54,8 @@ from prorl_ipc.sandbox_calls import (
     IpythonRun,
     Ping,
     Pong,
+    PortOpen,
+    PortOpened,
     SandboxCall,
     SandboxReply,
 )
@@ -74,6 +76,8 @@ if TYPE_CHECKING:
 MAX_THREADS = 8
 """Threads for files and for starting processes."""
 STDIN_READ_BYTES = 4096
+PORT_BACKLOG = 64
+MAX_PORT = 65535
 END_DEADLINE_S = 2.0
 """For everything the daemon started to end after SIGKILL."""
 
@@ -237,6 +241,29 @@ async def serve_daemon(
                 os.unlink(socket_path)
 
 
+def open_port(call: PortOpen, ports: socket.socket | None) -> PortOpened:
+    """Listen as `PortOpen` says, and send the socket on `ports`. Raises CallError: `bad_request`, `no_ports`, `io`."""
+    if not 0 <= call.port <= MAX_PORT:
+        raise CallError("bad_request", f"port: {call.port} is none; 0 is any, {MAX_PORT} the last")
+    if ports is None:
+        raise CallError("no_ports", "whoever started this sandbox takes no ports of it")
+    try:
+        with socket.create_server(("127.0.0.1", call.port), backlog=PORT_BACKLOG) as listening:
+            opened = PortOpened(listening.getsockname()[1])
+            socket.send_fds(ports, [msgspec.msgpack.encode(opened)], [listening.fileno()])
+    except OSError as exc:
+        raise CallError("io", f"cannot listen on port {call.port} in the sandbox: {exc.strerror or exc}") from exc
+    return opened
+
+
+def _inherited_ports(fd: int) -> socket.socket | None:
+    if fd < 0:
+        return None
+    ports = socket.socket(fileno=fd)
+    ports.set_inheritable(False)
+    return ports
+
+
 def _inherited_listener(fd: int) -> trio.SocketListener:
     """The node listens for us: so nothing of the host has to be writable inside, not even for a socket."""
     listening = socket.socket(fileno=fd)
@@ -329,6 +356,7 @@ class _Calls:
             isolated=start.isolated,
             limiter=self._limiter,
         )
+        self._ports = _inherited_ports(start.ports_fd)
         self._started_s = trio.current_time()
 
     async def answer(self, body: msgspec.Raw, context: CallContext) -> msgspec.Struct:
@@ -362,5 +390,7 @@ class _Calls:
                 return await read_file(call, self._limiter)
             case FileWrite():
                 return await write_file(call, self._limiter)
+            case PortOpen():
+                return open_port(call, self._ports)
             case Ping():
                 return Pong(uptime_s=trio.current_time() - self._started_s, open_fds=len(os.listdir("/proc/self/fd")))

@@ -33,6 +33,7 @@ class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     signal is the sandbox, and file systems in memory are its own.
     `fakeroot`: this process is root in there, with capabilities of which the tools may have a few only.
     `listen_fd`: the inherited socket to listen on, where the option `--socket` makes none.
+    `ports_fd`: an inherited socket on which listening sockets of the sandbox's own network are sent; see `PortOpen`.
     """
 
     token: str
@@ -45,6 +46,7 @@ class StartLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     isolated: bool = False
     fakeroot: bool = False
     listen_fd: int = -1
+    ports_fd: int = -1
 
 
 _decoder = msgspec.json.Decoder(StartLine)

@@ -7,7 +7,8 @@ import pytest
 import trio
 
 from prorl_trio.agent.context import RolloutContext
-from prorl_trio.agent.loop import AgentStyle, run_agent
+from prorl_trio.agent.loop import run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.handlers.math import NUDGE, MathHandler
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine

@@ -9,7 +9,8 @@ import pytest
 import trio
 
 from prorl_trio.agent.context import MAX_DIALOGUES, RolloutContext
-from prorl_trio.agent.loop import AgentStyle, NewDialogue, run_agent, run_sub_agent
+from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.tools import FinishTool, Observation, Tool, ToolSet
 from prorl_trio.types.errors import ContextLengthExceeded, HandlerError

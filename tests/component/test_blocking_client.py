@@ -20,6 +20,7 @@ from prorl_trio.client import BlockingClient, ConnectionLost
 from prorl_trio.types.errors import BackendError, Unauthorized
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
+from support.interrupts import interrupted_while_it_waits
 from support.node_thread import NodeThread
 
 if TYPE_CHECKING:
@@ -195,13 +196,9 @@ def test_the_result_in_hand_is_acknowledged_unless_the_trainer_crashed(edge: Nod
 def test_an_interrupted_wait_loses_nothing(edge: NodeThread):
     with BlockingClient(edge.url, TOKEN) as client:
         client.submit([make_spec("a")])
-        main_thread = threading.get_ident()
-        for delay_s in (0.05, 0.1):
-            timer = threading.Timer(delay_s, signal.pthread_kill, (main_thread, signal.SIGINT))
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt), interrupted_while_it_waits():
                 next(client.results())
-            timer.join()
         edge.call(edge.node.finish, "a")
         assert next(client.results(timeout_s=10)).job_id == "a"
 
@@ -220,11 +217,8 @@ def test_a_call_may_follow_an_interrupted_one_at_once(edge: NodeThread):
 
 
 def test_an_interrupted_constructor_leaves_no_thread(edge: NodeThread):
-    timer = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupted_while_it_waits():
         BlockingClient("ws://127.0.0.1:1", TOKEN, connect_timeout_s=60)
-    timer.join()
 
 
 def test_a_forgotten_client_ends_with_its_last_reference(edge: NodeThread):

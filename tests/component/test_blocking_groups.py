@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from prorl_trio.client import BlockingClient, ConnectionLost
 from prorl_trio.sampling import BlockingGroups, GroupRules
 from prorl_trio.types.errors import ConfigError
 from support.fake_service import TOKEN
+from support.interrupts import interrupted_while_it_waits
 from support.node_thread import DEADLINE_S, NodeThread
 from support.sampled import make_rollout, make_task
 
@@ -90,11 +90,8 @@ def test_a_batch_made_for_an_interrupted_call_is_the_next_one(edge, client):
 def test_ctrl_c_ends_a_wait_and_loses_nothing(edge, client):
     edge.node._on_submit = None
     with BlockingGroups(client, TASKS, RULES) as groups:
-        interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
-        interrupt.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), interrupted_while_it_waits():
             groups.take()
-        interrupt.join()
         for job_id, spec in list(edge.node.live.items()):
             edge.call(edge.node.finish, job_id, mixed(spec))
         assert groups.take().number == 1

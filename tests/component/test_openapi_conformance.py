@@ -17,7 +17,7 @@ from support.fake_rest import TOKEN, open_rest
 
 schemathesis = pytest.importorskip("schemathesis")
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]  # its tests share names, which xdist takes for one test
 
 BASE = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}

@@ -12,7 +12,7 @@ import trio
 from prorl_ipc.nursery import is_cancelled, leaves, only_cancelled
 from prorl_trio.config import NodeConfig
 from prorl_trio.edges import serve as service_serve
-from prorl_trio.edges.serve import contain_errors
+from prorl_trio.edges.http1 import contain_errors
 from prorl_trio.inference.pool.pool import ExpectedBackends
 from prorl_trio.inference.pool.watch import PoolWatch
 from prorl_trio.ledger.disk_ledger import DiskLedger

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from contextlib import asynccontextmanager
-
 import msgspec
 import pytest
 import trio
@@ -13,79 +9,20 @@ import trio
 from prorl_ipc.session import Accepted, Rejected
 from prorl_trio.client import connect
 from prorl_trio.config import AdmissionConfig, BackendConfig, ListenConfig, ModelConfig, NodeConfig, SandboxConfig
-from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.node.core import open_node
-from prorl_trio.node.serve import serve_node
-from prorl_trio.sandbox.providers.registry import choose_provider
 from prorl_trio.tasks.handlers.math import MathHandler
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import BackendError, ConfigError, Unauthorized
-from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
-from support.skips import because
-
-TOKEN = "a-token-for-tests-0123456789"
-
+from prorl_trio.types.models import TaskInstance
+from support.whole_node import TOKEN, job, open_service, usable
 
 pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture(params=["bubblewrap", "apptainer", "process"])
 def provider(request):
-    try:
-        trio.run(choose_provider, SandboxConfig(provider=request.param))
-    except ConfigError as exc:
-        pytest.skip(because(f"{request.param} does not work on this machine: {exc}", "prorl-trio doctor"))
-    return request.param
-
-
-@asynccontextmanager
-async def open_service(tmp_path, *, provider="process", says=(), max_model_len=4000, **config):
-    """A node that serves; yields (url, engine, Ends)."""
-    tiny = make_tiny_model(tmp_path / "model")
-    turns = list(says)
-
-    def script(_prompt):
-        ids = tiny.turn(turns.pop(0) if turns else "I do not know.")
-        return ids, [-0.5] * len(ids), "stop"
-
-    engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=max_model_len)
-    result = []
-    async with open_fake_engine(script=script, config=engine_config) as engine, trio.open_nursery() as nursery:
-        node_config = NodeConfig(
-            model=ModelConfig(path=str(tmp_path / "model")),
-            listen=ListenConfig(port=0, token=TOKEN, endpoint_file=str(tmp_path / "endpoint.json")),
-            backends=BackendConfig(urls=[engine.url]),
-            sandbox=SandboxConfig(provider=provider),
-            **config,
-        )
-
-        async def serve(*, task_status):  # noqa: ASYNC128 - serve_node calls it
-            result.append(await serve_node(node_config, task_status=task_status))
-
-        address = await nursery.start(serve)
-        ends = Ends(result)
-        yield endpoint_url(address), engine, ends
-        if not ends.signalled:
-            ends.terminate()
-
-
-class Ends:
-    """Signals the node, which is this process, while it listens for signals."""
-
-    def __init__(self, result):
-        self.result, self.signalled = result, False
-
-    def terminate(self):
-        assert self.result == []
-        self.signalled = True
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def job(job_id, question="What is 6 * 7?", **fields):
-    instance = TaskInstance(instance_id="q", handler="math", payload={"question": question, "answer": "42"})
-    sampling = SamplingParams(max_output_tokens=200)
-    return JobSpec(**{"job_id": job_id, "instance": instance, "sampling": sampling, "max_turns": 3, **fields})
+    return usable(request.param)
 
 
 CALL = '<tool_call>{"name": "ipython", "arguments": {"code": "x = 6; x * 7"}}</tool_call>'

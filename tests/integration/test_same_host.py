@@ -17,7 +17,8 @@ import pytest
 import trio
 
 from prorl_ipc.session import Accepted
-from prorl_trio.agent.loop import AgentStyle, run_agent
+from prorl_trio.agent.loop import run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.client import BlockingClient, connect
 from prorl_trio.config import (
     ArenaConfig,

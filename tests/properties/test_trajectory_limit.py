@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tempfile
 from contextlib import asynccontextmanager
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from perf.chat_families import ALL_CHAT_FAMILIES, write_family_model
 from prorl_trio.agent.context import Resources, RolloutContext
-from prorl_trio.agent.loop import AgentStyle, NewDialogue, run_agent, run_sub_agent
+from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import AgentConfig, ModelConfig, NodeConfig
 from prorl_trio.inference.engines.protocol import Completion, EngineInfo
@@ -28,14 +30,15 @@ from prorl_trio.types.models import ChatMessage, JobSpec, SamplingParams, TaskIn
 
 pytestmark = pytest.mark.timeout(120)
 
-with tempfile.TemporaryDirectory() as _folder:
-    FORMATS = {
-        (family, on_break): ChatFormat.load(write_family_model(Path(_folder) / family, family), on_break=on_break)
-        for family in ALL_CHAT_FAMILIES
-        for on_break in ("keep", "segment")
-    }
 NOTE = re.compile(r"\[\.\.\. (\d+) tokens left out: there is no room for them \.\.\.\]")
 LONGEST = 4096
+
+
+@functools.cache
+def chat_format(family, on_break="keep"):
+    """Load one of the families, once: all of them take seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        return ChatFormat.load(write_family_model(Path(folder) / family, family), on_break=on_break)
 
 
 class Lease:
@@ -153,7 +156,7 @@ def check(context, limit):
 
 
 def test_one_turn_of_twelve_calls_with_huge_outputs():
-    chat = FORMATS["qwen2.5", "keep"]
+    chat = chat_format("qwen2.5")
     outputs = [f"<begin {n}> " + "0123456789 abc\n" * 500 + f"<end {n}>" for n in range(12)]
     context = rolled_out(chat, 3_000, [12, 0], outputs, max_turns=2)
     trajectory = check(context, 3_000)
@@ -192,7 +195,7 @@ outputs = st.lists(st.tuples(alphabets, sizes), max_size=14)
 @settings(max_examples=120, deadline=None)
 def test_no_trajectory_is_longer_than_its_limit(family, on_break, limit, counts, outputs, says):
     texts = [piece * (size // len(piece)) for piece, size in outputs]
-    trajectory = check(rolled_out(FORMATS[family, on_break], limit, counts, texts, says=says), limit)
+    trajectory = check(rolled_out(chat_format(family, on_break), limit, counts, texts, says=says), limit)
     assert trajectory is None or trajectory.stop_reason in (
         "max_turns",
         "context_budget",
@@ -209,7 +212,7 @@ def test_a_shorter_dialogue_that_is_too_long_is_not_recorded():
 
         return before_turn
 
-    context = rolled_out(FORMATS["qwen2.5", "keep"], 1_000, [1], ["x"], before_turn=compact)
+    context = rolled_out(chat_format("qwen2.5"), 1_000, [1], ["x"], before_turn=compact)
     assert context.stop_reason == "aborted"
     assert len(check(context, 1_000).segments) == 1
 
@@ -222,7 +225,7 @@ def test_another_agent_whose_question_is_too_long_is_not_recorded():
 
         return before_turn
 
-    context = rolled_out(FORMATS["qwen2.5", "keep"], 1_000, [1], ["x"], before_turn=ask)
+    context = rolled_out(chat_format("qwen2.5"), 1_000, [1], ["x"], before_turn=ask)
     assert context.stop_reason == "aborted"
     assert len(check(context, 1_000).segments) == 1
 
@@ -241,7 +244,7 @@ def test_where_nothing_fits_the_dialogue_may_still_be_shortened():
         return before_turn
 
     many = {"says": 60, "max_turns": 4, "before_turn": compact}
-    context = rolled_out(FORMATS["qwen2.5", "keep"], 260, [14, 0], ["long " * 200] * 14, **many)
+    context = rolled_out(chat_format("qwen2.5"), 260, [14, 0], ["long " * 200] * 14, **many)
     trajectory = check(context, 260)
     assert [segment.reason for segment in trajectory.segments][1] == "compaction"
     assert asked[0][1] > 0
@@ -262,9 +265,7 @@ def test_where_nothing_fits_the_dialogue_may_still_be_shortened():
     ],
 )
 def test_what_was_wrong_with_the_last_turn_is_told(says, counts, max_turns, max_nudges, reason):
-    context = rolled_out(
-        FORMATS["qwen2.5", "keep"], 900, counts, [], says=says, max_turns=max_turns, max_nudges=max_nudges
-    )
+    context = rolled_out(chat_format("qwen2.5"), 900, counts, [], says=says, max_turns=max_turns, max_nudges=max_nudges)
     assert context.stop_reason == reason
 
 
@@ -275,7 +276,7 @@ def test_calls_that_nobody_understands_are_told(errors, reason):
             error = "no JSON" if self.counts.pop(0) else ""
             return [ToolCall(name="" if error else "big", arguments={}, raw="big(", error=error)]
 
-    context = rolled_out(FORMATS["qwen2.5", "keep"], 2_000, errors, ["x"], max_turns=2, style=Wrong)
+    context = rolled_out(chat_format("qwen2.5"), 2_000, errors, ["x"], max_turns=2, style=Wrong)
     assert context.stop_reason == reason
 
 
@@ -291,6 +292,6 @@ def test_each_has_as_much_as_the_others_and_all_together_what_there_is(lengths, 
 
 
 def test_where_there_is_no_room_for_the_note_nothing_is_cut():
-    codec = FORMATS["qwen2.5", "keep"].codec
+    codec = chat_format("qwen2.5").codec
     text = "word " * 100
     assert fit_texts(codec, [text], [codec.encode(codec.mark(text))], 3) is None

@@ -9,12 +9,14 @@ import msgspec
 import numpy as np
 import trio
 
+from prorl_trio.agent.external import ExternalAgents
 from prorl_trio.inference.engines.protocol import EngineInfo, made_by
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.pipeline.observer import JobView
 from prorl_trio.sessions.node_api import Room
 from prorl_trio.types.errors import AdmissionRejected, BackendError, Draining, DuplicateJob, UnknownHandler, UnknownJob
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, ToolCall, Trajectory
+from prorl_trio.types.programs import FinishAgent, OpenAgent
 from support.pausable_engine import PausableEngine
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.backend import BackendStatistics
     from prorl_trio.pipeline.job import JobSink
     from prorl_trio.pipeline.observer import Observer
-    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.backends import AnswerT, NodeRequest
     from prorl_trio.types.models import Status, ToolSchema
 
 
@@ -107,6 +109,7 @@ class FakeNode:
         max_live: jobs without an outcome that it takes.
         attempts: number of the attempt that each job it took is, by id.
         cancel_gate: cancels wait for it; set at first.
+        external_agents: whose jobs a test offers.
         observers: are told of every job, as a node does.
     """
 
@@ -132,14 +135,21 @@ class FakeNode:
         self.cancel_gate.set()
         self.observers: list[Observer] = []
         self.read_turn: Callable[[Sequence[int], Sequence[ToolSchema]], tuple[str, list[ToolCall]]] = _spelled_out
+        self.external_agents = ExternalAgents(self._check_live)
         self._statuses: dict[str, Status] = {}
         self._on_submit = on_submit
         self._sinks: dict[str, JobSink] = {}
         self._changed = trio.Event()
 
-    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
         """See `NodeApi`."""
+        if isinstance(request, OpenAgent | FinishAgent):
+            return cast("AnswerT", await self.external_agents.operate(request))
         return await self.backends.operate(request)
+
+    def _check_live(self, job_id: str) -> None:
+        if job_id not in self.live:
+            raise UnknownJob(f"job {job_id!r} is not live here")
 
     def check(self, spec: JobSpec, sink: JobSink, ahead: int) -> None:
         """See `NodeApi`. Knows the handler `fake` only."""

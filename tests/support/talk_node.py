@@ -11,7 +11,8 @@ from pathlib import Path
 
 import trio
 
-from prorl_trio.agent.loop import AgentStyle, NewDialogue, run_agent
+from prorl_trio.agent.loop import NewDialogue, run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.config import load_config
 from prorl_trio.node.serve import serve_node
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation

@@ -28,7 +28,7 @@ def test_a_dialogue_belongs_to_the_segment_that_it_was_asked_in(tmp_path):
 
     def begin(asker=None):
         conversation = Conversation(chat, [QUESTION], on_break="segment")
-        return conversation, dialogues.begin(conversation, asker)
+        return conversation, dialogues.begin(conversation, None if asker is None else dialogues.asked_in(asker))
 
     task, first = begin()
     take_turn(dialogues, task, first, "<think>\nLet me see.\n</think>\n\nThere.")

@@ -30,7 +30,7 @@ from prorl_ipc.framing import encode_frame
 from prorl_ipc.websocket import CloseCode
 from prorl_ipc.wire import encode_envelope
 from prorl_trio.client import BlockingClient, RolloutClient, backend_calls
-from prorl_trio.edges.backend_operations import TABLE
+from prorl_trio.edges.operations import TABLE
 from prorl_trio.edges.websocket import server as connection
 from prorl_trio.node import edges
 from prorl_trio.sessions import feed, observation
@@ -39,11 +39,12 @@ from prorl_trio.types import backends, errors
 from prorl_trio.types import models as trajectory
 from prorl_trio.types.errors import ErrorCode, FailureCause, ServiceError
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, Status, TerminalStatus
+from prorl_trio.types.programs import AgentFinished, AgentOpened, FinishAgent, OpenAgent
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from prorl_trio.edges.backend_operations import Row
+    from prorl_trio.edges.operations import Row
 
 VERBS = [name for name, verb in vars(backend_calls._BackendVerbs).items() if isinstance(verb, backend_calls._Verb)]
 TEXT = (Path(prorl_ipc.__file__).parents[1] / "PROTOCOL.md").read_text()
@@ -116,7 +117,7 @@ def test_each_operation_of_the_backends_has_its_row(row: Row[Any]):
     answer = row.request.answer.__name__
     assert (
         f"| `{row.request.operation}` | `{info.cls.__name__}`: {fields or 'none'} | `{answer}` | "
-        f"`{row.method} /v1/backends{row.path}` |" in TEXT
+        f"`{row.method} {row.path}` |" in TEXT
     )
     assert not [code for code in row.codes if f"`{code}`" not in TEXT]
 
@@ -127,7 +128,10 @@ def test_the_table_of_the_backends_has_no_row_of_what_is_no_more():
     assert len(rows[1].splitlines()) == len(TABLE)
 
 
-@pytest.mark.parametrize("struct", [backends.BackendList, backends.UpdateReport, backends.UpdatedBackend])
+ANSWERS = [backends.BackendList, backends.UpdateReport, backends.UpdatedBackend, AgentOpened, AgentFinished]
+
+
+@pytest.mark.parametrize("struct", ANSWERS)
 def test_every_field_of_what_the_backends_answer_is_described(struct: type[msgspec.Struct]):
     assert f"`{struct.__name__}`" in TEXT
     assert not [field for field in struct.__struct_fields__ if f"`{field}`" not in TEXT]
@@ -141,7 +145,7 @@ def test_each_operation_returns_what_its_type_says(row: Row[Any]):
 
 def test_every_request_has_a_row_and_every_client_a_method_of_its_own():
     requests = {struct for struct in structs(backends) if hasattr(struct, "operation")}
-    assert {row.request for row in TABLE} == requests
+    assert {row.request for row in TABLE} == requests | {OpenAgent, FinishAgent}  # which `open_agent` sends
     for each in (RolloutClient, BlockingClient):
         assert {vars(backend_calls._BackendVerbs)[name].__doc__ for name in VERBS} == {r.__doc__ for r in requests}
         assert all(getattr(each, name) is vars(backend_calls._BackendVerbs)[name] for name in VERBS)

@@ -16,7 +16,7 @@ import trio
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.edges.requests import ErrorDetail, error_of
 from prorl_trio.edges.responses import Response
-from prorl_trio.edges.rest import backends, pages, results, rollouts
+from prorl_trio.edges.rest import operations, pages, results, rollouts
 from prorl_trio.edges.rest.call import Api, ApiError, Call, Endpoint, Reply, decode_query, status_of
 from prorl_trio.edges.rest.schema import ErrorBody, NoQuery, SubmitReply
 from prorl_trio.threads import run_sync
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prorl_trio.edges.rest.schema import Arrays
 
 
-ENDPOINTS: Final = (*rollouts.ENDPOINTS, *results.ENDPOINTS, *backends.ENDPOINTS, *pages.ENDPOINTS)
+ENDPOINTS: Final = (*operations.ENDPOINTS, *rollouts.ENDPOINTS, *results.ENDPOINTS, *pages.ENDPOINTS)
 
 SESSION_HEADER: Final = b"x-session-id"
 _REPEATED: Final = frozenset({"tag"})

@@ -34,6 +34,7 @@ STATUS_OF_CODE: Final[dict[str, int]] = {
     "draining": 503,
     "duplicate_job": 409,
     "malformed": 422,
+    "no_agent_wanted": 409,
     "pause_timeout": 504,
     "protocol": 422,
     "token": 401,

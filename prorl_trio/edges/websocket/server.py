@@ -39,7 +39,7 @@ from prorl_ipc.session import (
     WithdrawnJobs,
 )
 from prorl_ipc.websocket import CloseCode, LinkClosed, LinkLimits, WebSocketLink, open_server_link
-from prorl_trio.edges.backend_operations import answer_call
+from prorl_trio.edges.operations import answer_call
 from prorl_trio.edges.requests import JobId, error_of, job_id_of, read
 from prorl_trio.sessions.cancelling import cancel
 from prorl_trio.sessions.limits import JOBS_PER_CHECKPOINT, RETRY_AFTER_S

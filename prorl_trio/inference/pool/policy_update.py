@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.backend import Backend
     from prorl_trio.inference.pool.placement import Placement
     from prorl_trio.inference.pool.versions import VersionOrder
-    from prorl_trio.types.backends import BackendRequest, WeightsStep
+    from prorl_trio.types.backends import NodeRequest, WeightsStep
 
 
 ABORT_GRACE_S = 5.0
@@ -134,7 +134,7 @@ class PolicyUpdates:
         """A pause that no update asked for is in force."""
         self.holder = UpdateHolder()
 
-    async def operate(self, request: BackendRequest[UpdateReport]) -> UpdateReport:
+    async def operate(self, request: NodeRequest[UpdateReport]) -> UpdateReport:
         """Carry out one step. See its type for what it does, and its errors."""
         match request:
             case PauseBackends():

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.inference.engines.protocol import ClientFinder, EngineClient, EngineInfo
     from prorl_trio.inference.pool.admission import ModelProof, Waiting
-    from prorl_trio.types.backends import AnswerT, BackendRequest
+    from prorl_trio.types.backends import AnswerT, NodeRequest
 
 
 CLOSE_GRACE_S = 5.0
@@ -385,7 +385,7 @@ class Backends:
         """See `LoadBalancer.fresh`."""
         return self._balancer.fresh(max_staleness)
 
-    async def operate(self, request: BackendRequest[AnswerT]) -> AnswerT:
+    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
         """Carry out a request of a trainer or an operator: see its type for what it does, its errors and a cancel.
 
         An engine that fails in a policy update does not raise: it is in the report.
@@ -398,13 +398,13 @@ class Backends:
                 answer = BackendList(urls=list(self.urls()), pool=self.statistics())
             case _:
                 before = self.policy_version
-                answer = await self._updates.operate(cast("BackendRequest[UpdateReport]", request))
+                answer = await self._updates.operate(cast("NodeRequest[UpdateReport]", request))
                 if isinstance(request, ResumeBackends):
                     self._tell(updated=self.policy_version != before)
                     self._judge_resumed()
         return cast("AnswerT", answer)
 
-    async def _register(self, request: BackendRequest[BackendList]) -> None:
+    async def _register(self, request: NodeRequest[BackendList]) -> None:
         match request:
             case AddBackend(when_up=True):
                 self.expect(request.url, request.weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -73,6 +74,9 @@ async def open_daemon_sandbox(
         token = secrets.token_hex(TOKEN_BYTES)
         # Made here and inherited: nothing of the host is writable inside, which a folder for a socket would have to be.
         listener = stack.enter_context(closing(listen_unix(folder.socket).socket))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ports = stack.enter_context(ours)
+        stack.enter_context(theirs)
         start_line = {
             "token": token,
             "env": {**launch.tool_env, **spec.env},
@@ -84,6 +88,7 @@ async def open_daemon_sandbox(
             "isolated": launch.isolated,
             "fakeroot": launch.fakeroot,
             "listen_fd": listener.fileno(),
+            "ports_fd": theirs.fileno(),
         }
         deadline = trio.current_time() + spec.start_timeout_s
         argv = launch.argv if cgroup is None else cgroup.enter_argv(tuple(launch.argv))
@@ -100,10 +105,11 @@ async def open_daemon_sandbox(
                     stdin_line=msgspec.json.encode(start_line) + b"\n",
                     folder=folder.path,
                     start_timeout_s=spec.start_timeout_s,
-                    inherited_fds=(listener.fileno(),),
+                    inherited_fds=(listener.fileno(), theirs.fileno()),
                     start_leader=start_leader,
                 )
             )
+            theirs.close()
             listener.close()  # only the daemon has it now: when that ends, no connection waits for it
             if launch.isolated and not tree.is_init:  # a fork has set them itself
                 await run_blocking(_limit, run_dir.pid_limiter, tree, None if cgroup else spec.limits.max_processes)
@@ -115,7 +121,8 @@ async def open_daemon_sandbox(
         next_breach = None if cgroup is None else cgroup.next_breach
         ended_from_inside = partial(tree.ended_from_inside, isolated=launch.isolated)
         silence = Silence(tree.find_daemon)
-        yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, next_breach, ended_from_inside, silence)
+        own_network = ports if launch.isolated and not spec.network else None
+        yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, next_breach, ended_from_inside, silence, own_network)
 
 
 async def _connect(

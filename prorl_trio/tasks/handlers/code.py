@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.agent.loop import AgentStyle, run_agent
+from prorl_trio.agent.loop import run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.grading import SOLUTION_PATH, CodeTests, grade_code
 from prorl_trio.tasks.grading.verifier import again_if_killed

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from prorl_trio.agent.fences import MAX_BLOCKS, PYTHON, fenced_blocks
-from prorl_trio.agent.loop import AgentStyle, run_agent
+from prorl_trio.agent.loop import run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls, WrittenStyle
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.agent.loop import AgentStyle, run_agent
+from prorl_trio.agent.loop import run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.grading.repository import Suite, grade_repository
 from prorl_trio.tasks.grading.repository_base import BASE, GIT, GIT_ENV, BaseNotMade, RepositoryBase, make_base

@@ -35,6 +35,7 @@ from prorl_ipc.sandbox_calls import (
     IpythonRun,
     Ping,
     Pong,
+    PortOpen,
     SandboxCall,
 )
 
@@ -44,8 +45,8 @@ NAMES = ("", "a\0b", "=", "x" * 200_000)
 INTEGERS = (0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64 - 1)
 FLOATS = (0.0, -1.0, 1e-308, 1e308, math.inf, -math.inf, math.nan)
 EXPECTED = (
-    "bad_request", "busy", "exists", "io", "is_directory", "no_kernel", "no_space", "no_transfer", "no_user",
-    "not_absolute", "not_found", "not_running", "permission", "too_large", "unsafe",
+    "bad_request", "busy", "exists", "io", "is_directory", "no_kernel", "no_ports", "no_space", "no_transfer",
+    "no_user", "not_absolute", "not_found", "not_running", "permission", "too_large", "unsafe",
 )  # fmt: skip
 BYTES = (b"", b"\0", b"\xff" * 100_000, b"\x03\x04\x1a")
 
@@ -79,6 +80,7 @@ def valid_calls(folder):
         DownloadBegin(transfer_id=2, path=str(folder), roots=[str(folder)], **limits),
         DownloadParts(transfer_id=2),
         TransferAbort(transfer_id=2),
+        PortOpen(),
     ]
 
 

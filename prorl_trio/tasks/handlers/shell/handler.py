@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 import msgspec
 import trio
 
-from prorl_trio.agent.loop import AgentStyle, run_agent
+from prorl_trio.agent.loop import run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.tasks.grading.reward_file import MAX_REWARD_BYTES, REWARD_FILES, parse_rewards, scalar_reward
 from prorl_trio.tasks.grading.verifier import ProgramKilled, again_if_killed, backstop_s, check_end
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation

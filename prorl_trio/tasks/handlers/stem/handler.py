@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.agent.loop import AgentStyle, asking_service, run_agent
+from prorl_trio.agent.loop import asking_service, run_agent
+from prorl_trio.agent.style import AgentStyle
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.tasks.handlers.base import AgentHandler, Evaluation
 from prorl_trio.tasks.handlers.final_answer import extract_boxed

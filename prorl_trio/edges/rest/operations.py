@@ -1,4 +1,4 @@
-"""`/v1/backends`: endpoints for the pool of backends, generated from the table that the WebSocket serves, too."""
+"""Endpoints for what is asked of a node besides jobs, generated from the table that the WebSocket serves, too."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.edges.backend_operations import TABLE
+from prorl_trio.edges.operations import TABLE
 from prorl_trio.edges.rest.call import STATUS_OF_CODE, Call, Endpoint, Reply, read_body_as
 from prorl_trio.edges.rest.schema import NoQuery
 
 if TYPE_CHECKING:
-    from prorl_trio.edges.backend_operations import Row
+    from prorl_trio.edges.operations import Row
 
 
 def _endpoint(row: Row[Any]) -> Endpoint:
@@ -19,13 +19,15 @@ def _endpoint(row: Row[Any]) -> Endpoint:
 
     async def serve(call: Call) -> Reply:
         wanted = read_body_as(call.body, request) if in_body else call.query
+        if call.path:
+            wanted = msgspec.structs.replace(wanted, **call.path)
         return Reply(body=await call.api.node.operate(wanted))
 
     return Endpoint(
         method=row.method,
-        path=f"/v1/backends{row.path}",
+        path=row.path,
         handler=serve,
-        operation_id=f"{request.operation}_backends",
+        operation_id=request.operation if "{" in row.path else f"{request.operation}_backends",
         summary=row.summary,
         query=NoQuery if in_body else request,
         bodies=(request,) if in_body else (),

@@ -1,0 +1,545 @@
+"""The gateway of a rollout: what a program asks of a model is answered by the policy, in token-exact dialogues.
+
+A program sends its whole history with each request, as text. The turns that the policy took are found in it again, and
+the engine gets their stored tokens, bit for bit, with what was said since. A history that continues no stored turn
+begins a segment, which says why. Each sampled token is delivered once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import trio
+
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.agent.budget import AgentBudget
+from prorl_trio.agent.context import Origin
+from prorl_trio.agent.said import (
+    KEY_DIGITS,
+    Answer,
+    Said,
+    alike,
+    context_digest,
+    cut,
+    digest,
+    merged,
+    planted_call,
+    served_calls,
+)
+from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
+from prorl_trio.chat.conversation import Conversation, common_prefix
+from prorl_trio.threads import run_sync
+from prorl_trio.types.errors import ContextLengthExceeded, HandlerError, ProrlError, StaleTrajectory, TooManyDialogues
+from prorl_trio.types.models import ChatMessage, ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+
+    from prorl_trio.agent.budget import ToolTime
+    from prorl_trio.agent.context import RolloutContext
+    from prorl_trio.agent.said import Question, SaidCall
+    from prorl_trio.chat.conversation import ParsedTurn
+    from prorl_trio.inference.pool.lease import Lease
+    from prorl_trio.types.models import Echo, SegmentReason, StopReason, ToolSchema
+
+CALLS_FOR_A_TURN: Final = 4
+"""Requests that a program may make for each turn of `max_turns`, sampled or not: one with a wrong limit never stops."""
+SPARE_CALLS: Final = 40
+THREAD_CHARS: Final = 20_000
+"""A new dialogue of so many characters is rendered and encoded in a thread."""
+NO_TOOLS: Final = digest([])
+
+
+class RolloutOver(ProrlError):
+    """Nothing more is sampled for the program: its rollout has ended, or it has asked too often."""
+
+
+class BadQuestion(ProrlError):
+    """A request that can never be answered: the message says what is wrong."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """An assistant's turn in the tree of histories; the root stands before all of them.
+
+    Attributes:
+        said: as it was served, or as the client gave it; None while it is sampled.
+        key: planted in it; empty if we have not sampled it.
+        line: the dialogue that it is in.
+        index: of its completion there; -1 if it is no completion of that one.
+        answer: None while it is sampled, and for one that the client gave.
+        error: why it was not sampled.
+        done: it was sampled, or that failed.
+        resent: its answer was sent a second time.
+        seen: a later request had it in its history.
+        following: turns after it, by the digest of what was said between.
+    """
+
+    said: Said | None = None
+    key: str = ""
+    line: _Line | None = None
+    index: int = -1
+    answer: Answer | None = None
+    error: Exception | None = None
+    done: trio.Event = field(default_factory=trio.Event)
+    resent: bool = False
+    seen: bool = False
+    following: dict[bytes, list[_Turn]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """A dialogue. `tip` is the last turn in it, and `last` what the policy said in the last that was sampled."""
+
+    turns: Turns
+    tools: bytes
+    system: bytes
+    origin: Origin | None = None
+    tip: _Turn | None = None
+    last: ParsedTurn | None = None
+    sampled: int = 0
+
+
+class _Place(NamedTuple):
+    """Where a history leads.
+
+    Attributes:
+        turn: the deepest turn that it continues.
+        depth: assistant's messages up to there.
+        rest: what comes after that turn. Where an assistant's message is among it, it is one that we do not know.
+        key: of `turn.following`, for what comes up to the next assistant's message.
+        echoes: how each turn on the way came back.
+    """
+
+    turn: _Turn
+    depth: int
+    rest: Sequence[Said]
+    key: bytes
+    echoes: Sequence[tuple[_Turn, Echo]]
+
+    @property
+    def continues(self) -> bool:
+        """Return whether every assistant's message in the history is a turn that is known."""
+        return not any(message.role == "assistant" for message in self.rest)
+
+
+class Gateway:
+    """Answers a program's questions for one rollout. Made by `open_gateway`.
+
+    Attributes:
+        calls: questions so far.
+        joined: of those, answered by a turn that was asked for before.
+        failure: of the infrastructure; nothing is answered any more.
+        limit: the last one that a client was told of.
+        program: the time of the program that asks, which is not charged while the policy answers.
+    """
+
+    def __init__(self, context: RolloutContext, lease: Lease, budget: AgentBudget, nursery: trio.Nursery) -> None:
+        self.context = context
+        self.budget = budget
+        self.calls = self.joined = 0
+        self.failure: Exception | None = None
+        self.limit: StopReason | None = None
+        self.program: ToolTime | None = None
+        self._over = ""
+        self._lease = lease
+        self._nursery = nursery
+        self._root = _Turn()
+        self._lines: list[_Line] = []
+        self._by_key: dict[str, _Turn] = {}
+        self._turns_begun = 0
+        self._keeps_reasoning = context.resources.chat_format.on_break == "keep"
+
+    def __repr__(self) -> str:
+        return f"<Gateway of {self.context.spec.job_id}: {self.calls} calls, {len(self._lines)} dialogues>"
+
+    async def ask(self, question: Question) -> Answer:
+        """Return the policy's turn after what `question` says.
+
+        A cancel leaves the turn to be sampled to its end: a client that asks again gets it.
+
+        Raises:
+            BadQuestion: it can never be answered.
+            ContextLengthExceeded: there is no room for another turn.
+            RolloutOver: the rollout has ended, or its calls are used up.
+            ProrlError: infrastructure failed, and the rollout with it.
+        """
+        self._admit()
+        messages = merged(question.messages)
+        if not messages or messages[-1].role == "assistant":
+            raise BadQuestion("the last message is an assistant's: a turn cannot be begun for the policy")
+        place = self._find(messages, question)
+        turn = self._asked_before(place)
+        if turn is None:
+            turn = _Turn()
+            if place.continues:
+                place.turn.following.setdefault(place.key, []).append(turn)
+            self._nursery.start_soon(self._answer, turn, place, question, messages)
+        with self.program.given_away() if self.program is not None else nullcontext():
+            await turn.done.wait()
+        if turn.error is not None:
+            raise turn.error
+        assert turn.answer is not None
+        return turn.answer
+
+    async def count_tokens(self, question: Question) -> int:
+        """Return the length of the prompt that a question would make, in tokens. Raises BadQuestion."""
+        return len(await self._new_conversation(merged(question.messages), question.tools))
+
+    def end(self, why: str) -> None:
+        """Answer no more questions: `why` is what clients are told. Idempotent."""
+        self._over = self._over or why
+
+    @property
+    def context_tokens(self) -> int:
+        """Return the most tokens that a dialogue may have."""
+        return self.context.resources.max_trajectory_tokens(self.context.spec, self._lease.info.max_model_len)
+
+    def final_turn(self) -> ParsedTurn | None:
+        """Return what the policy said last in the task's own dialogue; None if it has said nothing.
+
+        That is the dialogue with most turns, the first of several.
+        """
+        main = max(self._lines, key=lambda line: line.sampled, default=None)
+        return None if main is None else main.last
+
+    def _admit(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.calls += 1
+        most = CALLS_FOR_A_TURN * self.context.spec.max_turns + SPARE_CALLS
+        if self.calls > most:
+            self.limit = "max_turns"
+            self.end(f"the agent has made {most} calls, the most for {self.context.spec.max_turns} turns")
+        if self._over:
+            raise RolloutOver(self._over)
+
+    # ------------------------------------------------------------ histories
+
+    def _find(self, messages: Sequence[Said], question: Question) -> _Place:
+        """Follow a history from its beginning, as far as it is one of ours: to the deepest turn that it continues."""
+        tools = digest(question.tools)
+        starts = [0, *(at + 1 for at, message in enumerate(messages) if message.role == "assistant")]
+        best: _Place | None = None
+        paths: list[tuple[_Turn, tuple[tuple[_Turn, Echo], ...]]] = [(self._root, ())]
+        while paths:
+            turn, echoes = paths.pop()
+            depth = len(echoes)
+            rest = messages[starts[depth] :]
+            said = next((at for at, message in enumerate(rest) if message.role == "assistant"), len(rest))
+            key = context_digest(rest[:said]) + (tools if turn is self._root else b"")
+            if best is None or depth > best.depth:
+                best = _Place(turn, depth, rest, key, echoes)
+            if said < len(rest):
+                known = ((each, self._echo(rest[said], each)) for each in turn.following.get(key, ()))
+                paths += [(each, (*echoes, (each, echo))) for each, echo in known if echo is not None]
+        assert best is not None
+        return best
+
+    def _echo(self, message: Said, turn: _Turn) -> Echo | None:
+        """Return how an assistant's message echoes a turn; None if it does not."""
+        if turn.said is None:
+            return None
+        if turn.answer is None:  # given by the client, whose words it is
+            return alike(message, turn.said, drops_reasoning=False)
+        echo = alike(message, turn.said, drops_reasoning=self._keeps_reasoning)
+        if message.key:
+            return (echo or "keyed") if message.key == turn.key else None
+        return echo
+
+    def _asked_before(self, place: _Place) -> _Turn | None:
+        """Return the turn that a question was asked for before, if it is to be answered with that one again.
+
+        That is one that is being sampled; or one whose answer no later history has, once.
+        """
+        for turn in place.turn.following.get(place.key, ()) if place.continues else ():
+            if turn.done.is_set() and (turn.answer is None or turn.seen or turn.resent):
+                continue
+            turn.resent = turn.done.is_set()
+            self.joined += 1
+            return turn
+        return None
+
+    # ------------------------------------------------------------ dialogues
+
+    async def _answer(self, turn: _Turn, place: _Place, question: Question, messages: Sequence[Said]) -> None:
+        """Have the policy take a turn, and tell all who wait for it. A failure of ours ends the rollout."""
+        try:
+            if self._turns_begun >= self.context.spec.max_turns:
+                self.limit = "max_turns"
+                self.end(f"the agent has taken its {self.context.spec.max_turns} turns")
+                raise RolloutOver(self._over)
+            turn.line = await self._line_for(turn, place, question, messages)
+            for echoed, echo in place.echoes:
+                if echoed.key and not echoed.seen:
+                    self.context.echoes[echo] += 1
+                echoed.seen = True
+            await self._sample(turn, turn.line, question)
+        except (BadQuestion, ContextLengthExceeded, RolloutOver) as exc:
+            turn.error = exc
+            if isinstance(exc, ContextLengthExceeded):
+                self.limit = "context_budget"
+        except TooManyDialogues as exc:
+            self.end(str(exc))
+            turn.error = RolloutOver(self._over)
+        except Exception as exc:
+            turn.error = self.failure = self.failure or exc
+            self._nursery.cancel_scope.cancel("a turn failed")
+        except BaseException:
+            turn.error = RolloutOver(self._over or "the rollout has ended")
+            raise
+        finally:
+            if turn.error is not None and turn in (siblings := place.turn.following.get(place.key, [])):
+                siblings.remove(turn)
+            turn.done.set()
+
+    async def _line_for(self, turn: _Turn, place: _Place, question: Question, messages: Sequence[Said]) -> _Line:
+        """Return the dialogue that a turn belongs to, in which all is said that comes before it. Errors as `ask`."""
+        after = place.turn
+        if place.continues and after.line is not None and after.index >= 0:
+            line = after.line
+            if line.tip is not after or line.turns.conversation.awaits_completion:
+                line = self._branch(after, question)
+            self._say(line, after, place.rest)
+        else:
+            line = await self._new_line(place, question, messages)
+            if not place.continues:
+                self._plant(line, messages, question, turn)
+        return line
+
+    def _plant(self, line: _Line, messages: Sequence[Said], question: Question, turn: _Turn) -> None:
+        """Note a history that we do not know, so that later ones are found to continue `turn`, which comes after it."""
+        at, between = self._root, list[Said]()
+
+        def key() -> bytes:
+            return context_digest(between) + (digest(question.tools) if at is self._root else b"")
+
+        for message in messages:
+            if message.role != "assistant":
+                between.append(message)
+                continue
+            given = _Turn(message, message.key, line, seen=True)
+            given.done.set()
+            at.following.setdefault(key(), []).append(given)
+            at, between = given, []
+        at.following.setdefault(key(), []).append(turn)
+
+    def _say(self, line: _Line, after: _Turn, between: Sequence[Said]) -> None:
+        """Say to the policy what came after a turn of it."""
+        turns, calls = line.turns, after.said.calls if after.said is not None else ()
+        messages = self._as_messages(between, calls)
+        try:
+            too_many = turns.say(messages)
+        except HandlerError:
+            try:
+                too_many = turns.say(list(_joined(map(_as_user, messages))))
+            except HandlerError as exc:
+                raise BadQuestion(f"the model's chat template does not take these messages: {exc}") from exc
+        if too_many:
+            raise ContextLengthExceeded(turns.limit - MIN_TURN_TOKENS + too_many, turns.limit)
+        turns.said = messages
+        if line.tip is None:  # a branch
+            turns.begin(line.origin)
+            self._lines.append(line)
+
+    def _branch(self, after: _Turn, question: Question) -> _Line:
+        """Return a dialogue that goes on from an earlier turn of another one; `_say` begins it."""
+        assert after.line is not None
+        of = after.line.turns
+        conversation, place = of.conversation.branch(after.index), of.conversation.completion_ranges[after.index]
+        origin = Origin(
+            of.dialogue, place.segment, question.kind or "branch", place.end, question.agent, question.agent_type
+        )
+        self.context.echoes["branch"] += 1
+        turns = Turns(self.context, self._lease, self.budget, conversation, keeps_cut=True)
+        return _Line(turns, after.line.tools, after.line.system, origin)
+
+    async def _new_line(self, place: _Place, question: Question, messages: Sequence[Said]) -> _Line:
+        """Begin a dialogue with a history as the template renders it."""
+        conversation = await self._new_conversation(messages, question.tools)
+        turns = Turns(self.context, self._lease, self.budget, conversation, self._as_messages(messages), keeps_cut=True)
+        if turns.room < MIN_TURN_TOKENS:
+            raise ContextLengthExceeded(len(conversation), turns.limit)
+        system = context_digest([message for message in messages if message.role == "system"])
+        line = _Line(turns, digest(question.tools), system)
+        # Some programs ask for a title before they begin with the task: that has no tools, and is nobody's parent.
+        is_own = line.tools != NO_TOOLS and all(each.tools == NO_TOOLS for each in self._lines)
+        if self._lines and not is_own:
+            line.origin = self._origin(place, question, messages, line)
+            self.context.echoes[line.origin.reason] += 1  # type: ignore[index]  # a program's are echoes
+        else:
+            self.context.tools = list(question.tools)
+        turns.begin(line.origin)
+        self._lines.append(line)
+        return line
+
+    def _origin(self, place: _Place, question: Question, messages: Sequence[Said], line: _Line) -> Origin:
+        """Return where a dialogue that continues no turn comes from."""
+        beside = next((each for each in place.turn.following.get(place.key, ()) if each.line), None)
+        keyed = next((self._by_key[each.key] for each in reversed(messages) if each.key in self._by_key), None)
+        near = place.turn if place.turn.line is not None else keyed or beside
+        parent = self._lines[0] if near is None or near.line is None else near.line
+        of = parent.turns.conversation
+        segment = of.completion_ranges[near.index].segment if near is not None and near.index >= 0 else 0
+        if question.kind is not None:
+            reason = question.kind
+        elif beside is not None:
+            reason = "branch" if place.continues else "rewrite"
+        else:
+            reason = _reason(parent, near, place, messages, line)
+        shared = common_prefix(of.token_ids_of(segment), line.turns.conversation.token_ids_of(0))
+        return Origin(parent.turns.dialogue, segment, reason, shared, question.agent, question.agent_type)
+
+    async def _new_conversation(self, messages: Sequence[Said], tools: Sequence[ToolSchema]) -> Conversation:
+        if sum(len(message.text) for message in messages) < THREAD_CHARS:
+            return self._render(messages, tools)
+        return await run_sync(self._render, messages, tools)
+
+    def _render(self, messages: Sequence[Said], tools: Sequence[ToolSchema]) -> Conversation:
+        chat_format, rendered = self.context.resources.chat_format, self._as_messages(messages)
+        try:
+            return Conversation(chat_format, rendered, tools)
+        except HandlerError:  # many templates know a system message at the beginning alone
+            first = 1 if rendered and rendered[0].role == "system" else 0
+            as_user = [*rendered[:first], *_joined(map(_as_user, rendered[first:]))]
+            try:
+                return Conversation(chat_format, as_user, tools)
+            except HandlerError as exc:
+                raise BadQuestion(f"the model's chat template does not take these messages: {exc}") from exc
+
+    def _as_messages(self, messages: Sequence[Said], calls: Sequence[SaidCall] = ()) -> list[ChatMessage]:
+        """Return messages as chat templates know them; results in the order of the calls, at first of `calls`."""
+        rendered: list[ChatMessage] = []
+        results: list[tuple[int, ChatMessage]] = []
+        for message in [*messages, None]:
+            if message is not None and message.role == "tool":
+                at = _number(message.call_id, calls)
+                name = calls[at].name if at < len(calls) else message.name
+                results.append((at, ChatMessage(role="tool", content=message.text, name=name or None)))
+                continue
+            rendered += [each for _, each in sorted(results, key=lambda result: result[0])]
+            results.clear()
+            if message is None:
+                break
+            if message.role == "assistant":
+                calls = message.calls
+                said = list(map(_as_call, calls))
+                rendered.append(ChatMessage(role="assistant", content=self._spoken(message), tool_calls=said))
+            else:
+                rendered.append(ChatMessage(role=message.role, content=message.text))
+        return list(_joined(rendered))
+
+    def _spoken(self, message: Said) -> str:
+        """Return the text of an assistant's message with its reasoning, where the family has a form for that."""
+        if not message.reasoning or "<think>" not in self.context.resources.chat_format.family.syntax.thoughts:
+            return message.text
+        return f"<think>\n{message.reasoning}\n</think>\n\n{message.text}"
+
+    # ------------------------------------------------------------ sampling
+
+    async def _sample(self, turn: _Turn, line: _Line, question: Question) -> None:
+        turns, line.tip = line.turns, turn
+        number, self._turns_begun = self._turns_begun, self._turns_begun + 1
+        prompt_tokens = len(turns.conversation)
+        cached_tokens = turns.conversation.completion_ranges[-1].end if turns.conversation.completion_ranges else 0
+        sampled = await turns.sample(number, question.max_tokens, question.stops)
+        turns.record(sampled)
+        line.sampled, line.last = line.sampled + 1, sampled.parsed
+        turn.index = len(turns.conversation.completion_ranges) - 1
+        turn.key = secrets.token_hex(KEY_DIGITS // 2)
+        self._by_key[turn.key] = turn
+        parsed, completion = sampled.parsed, sampled.completion
+        text, calls = served_calls(parsed, turn.key)
+        text, stopped_at = cut(text, question.stops)
+        turn.said = Said("assistant", text, parsed.reasoning, calls, key=turn.key)
+        turns.check_staleness(completion.policy_version)
+        tokens = len(completion.token_ids)
+        turn.answer = Answer(
+            key=turn.key,
+            text=text,
+            reasoning=parsed.reasoning,
+            calls=calls,
+            finish_reason=completion.finish_reason,
+            stopped_at=stopped_at,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=tokens,
+            cached_tokens=cached_tokens,
+            reasoning_tokens=round(tokens * len(parsed.reasoning) / max(1, len(parsed.text))),
+        )
+
+
+def _reason(parent: _Line, near: _Turn | None, place: _Place, messages: Sequence[Said], line: _Line) -> SegmentReason:
+    """Return why a history that continues no turn is another one, as far as it shows."""
+    if near is None:
+        if line.tools == parent.tools and line.system == parent.system:
+            return "compaction"
+        return "side_call" if line.tools == NO_TOOLS else "sub_agent"
+    if line.tools != parent.tools:
+        return "side_call" if line.tools == NO_TOOLS else "tools_changed"
+    said = sum(message.role == "assistant" for message in messages)
+    return "compaction" if not place.depth and said <= near.index else "rewrite"
+
+
+def _number(call_id: str, calls: Sequence[SaidCall]) -> int:
+    """Return the number of the call that a result answers; that of none behind them, if it is not known."""
+    planted = planted_call(call_id)
+    if planted is not None:
+        return planted
+    return next((number for number, call in enumerate(calls) if call.id == call_id), len(calls))
+
+
+def _as_call(call: SaidCall) -> ToolCall:
+    return ToolCall(name=call.name, arguments=call.parsed or {}, raw="")
+
+
+def _as_user(message: ChatMessage) -> ChatMessage:
+    return ChatMessage(role="user", content=message.content) if message.role == "system" else message
+
+
+def _joined(messages: Iterable[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yield messages with neighbours of role `system`, or of role `user`, as one: many templates know one in a row."""
+    last: ChatMessage | None = None
+    for message in messages:
+        if last is not None and last.role == message.role and message.role in ("system", "user"):
+            last = ChatMessage(role=message.role, content=f"{last.content}\n\n{message.content}")
+            continue
+        if last is not None:
+            yield last
+        last = message
+    if last is not None:
+        yield last
+
+
+@asynccontextmanager
+async def open_gateway(context: RolloutContext) -> AsyncIterator[Gateway]:
+    """Answer a program's questions for a rollout during the block, by a backend that is leased for all of it.
+
+    The block is cancelled where infrastructure fails, or the budget `agent_s` is used up; `context.stop_reason` is
+    `agent_budget` then. The time of a program is charged as that of a tool is: `with gateway.budget.tool("agent"):`.
+
+    Raises:
+        StaleTrajectory, BackendError, TokenDrift: as `run_agent`.
+    """
+    config = context.resources.config
+    async with AsyncExitStack() as stack:
+        lease = await lease_backend(context, stack)
+        if (bound := config.agent.staleness_bound(context.spec)) is not None:
+            lease.freshen(bound)
+        budget = AgentBudget(context, config.budgets.of_agent(context.spec.budgets))
+        with budget.scope:
+            async with open_single_nursery() as nursery:
+                gateway = Gateway(context, lease, budget, nursery)
+                try:
+                    yield gateway
+                finally:
+                    gateway.end("the rollout has ended")
+                nursery.cancel_scope.cancel("the block is left")
+        if budget.scope.cancelled_caught:
+            context.stop_reason = "agent_budget"
+        if (failure := gateway.failure) is not None:
+            if not isinstance(failure, StaleTrajectory) or failure.cause != "agent_budget":
+                raise failure
+            context.stop_reason = "agent_budget"

@@ -1,0 +1,199 @@
+"""What a program says to a model, whatever its API: messages in normal form, questions, and answers.
+
+Translators of the APIs make a `Question` of a request and a response of an `Answer`. The normal form keeps what was
+said, and drops how it was spelled: lists of blocks become text, arguments are parsed, marks of caches are gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from prorl_trio.types.models import Echo, FinishReason, SegmentReason, ToolSchema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prorl_trio.chat.conversation import ParsedTurn
+
+KEY_DIGITS = 16
+_KEY = re.compile(rf"prorl([0-9a-f]{{{KEY_DIGITS}}})(?:c([0-9]+))?")
+"""A key as it is planted: of a turn, or of a call of it, which has a number."""
+
+
+def planted(key: str, call: int | None = None) -> str:
+    """Return the key of a turn, or of its call of that number, as clients get it: letters and digits alone."""
+    return f"prorl{key}" if call is None else f"prorl{key}c{call}"
+
+
+def planted_key(text: str) -> str:
+    """Return the key of a turn in a field that a client has echoed; empty if there is none."""
+    found = _KEY.search(text)
+    return found[1] if found else ""
+
+
+def planted_call(text: str) -> int | None:
+    """Return the number of the call in an id that a client has echoed; None if it is not one of ours."""
+    found = _KEY.search(text)
+    return int(found[2]) if found and found[2] else None
+
+
+class SaidCall(msgspec.Struct, frozen=True):
+    """A call in a message. `arguments` is JSON text, or what stands there in its place."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+    @property
+    def parsed(self) -> Any:
+        """Return the arguments as an object; None if they are none."""
+        try:
+            value = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def says(self) -> tuple[str, str]:
+        """Return the name, and the arguments in one spelling."""
+        value = self.parsed
+        return self.name, self.arguments if value is None else json.dumps(value, sort_keys=True)
+
+
+class Said(msgspec.Struct, frozen=True):
+    """A message in normal form.
+
+    Attributes:
+        text: what it says, without reasoning and calls.
+        reasoning, calls: of an assistant's message.
+        call_id: of a tool's result: the call that it answers.
+        name: of the tool.
+        key: planted in an assistant's message, and echoed; empty where the client has kept none.
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
+    text: str = ""
+    reasoning: str = ""
+    calls: Sequence[SaidCall] = ()
+    call_id: str = ""
+    name: str = ""
+    key: str = ""
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for one turn.
+
+    Attributes:
+        messages: in order; the last is no assistant's.
+        tools: as chat templates take them.
+        max_tokens: the most that the client wants; None: it does not say.
+        stops: texts at the first of which the turn ends, and what is served of it before.
+        agent, agent_type: who asks, as the client calls it.
+        kind: why a new segment begins, if one does, as the client says; None: it does not say.
+    """
+
+    messages: list[Said]
+    tools: list[ToolSchema] = []
+    max_tokens: int | None = None
+    stops: list[str] = []
+    agent: str = ""
+    agent_type: str = ""
+    kind: SegmentReason | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn of the policy, for the client.
+
+    Attributes:
+        key: of the turn; see `planted`.
+        text, reasoning: what it says.
+        calls: what it calls, with planted ids. One that could not be read has its raw text as arguments where it names
+            a tool; else that is part of `text`.
+        finish_reason: why it ended.
+        stopped_at: the text of `Question.stops` that ended it; empty if none did.
+        prompt_tokens, completion_tokens: as the engine had them.
+        cached_tokens: of the prompt, that the dialogue had before.
+        reasoning_tokens: of the completion, about.
+    """
+
+    key: str
+    text: str
+    reasoning: str
+    calls: list[SaidCall]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    stopped_at: str = ""
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+def served_calls(turn: ParsedTurn, key: str) -> tuple[str, list[SaidCall]]:
+    """Return the text of a turn as it is served, and its calls."""
+    text, calls = turn.content, list[SaidCall]()
+    for call in turn.tool_calls:
+        if call.error and not call.name:
+            text += call.raw
+            continue
+        arguments = call.raw if call.error else json.dumps(call.arguments, ensure_ascii=False)
+        calls.append(SaidCall(call.name, arguments, planted(key, len(calls))))
+    return text, calls
+
+
+def cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Return a text up to the first of `stops` in it, and that one; all of it, and nothing, where there is none."""
+    found = [(at, stop) for stop in stops if stop and (at := text.find(stop)) >= 0]
+    at, stop = min(found, default=(len(text), ""))
+    return text[:at], stop
+
+
+def merged(messages: Iterable[Said]) -> list[Said]:
+    """Return messages with neighbours of the assistant as one: some clients write a message for each of its parts."""
+    whole: list[Said] = []
+    for message in messages:
+        last = whole[-1] if whole else None
+        if last is None or message.role != "assistant" or last.role != "assistant":
+            whole.append(message)
+            continue
+        whole[-1] = Said(
+            "assistant",
+            text="\n".join(filter(None, (last.text, message.text))),
+            reasoning="\n".join(filter(None, (last.reasoning, message.reasoning))),
+            calls=[*last.calls, *message.calls],
+            key=last.key or message.key,
+        )
+    return whole
+
+
+def digest(*parts: object) -> bytes:
+    """Return a digest of values that JSON has a form for."""
+    encoded = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=msgspec.to_builtins).encode(
+        errors="surrogatepass"
+    )
+    return hashlib.blake2b(encoded, digest_size=16).digest()
+
+
+def context_digest(messages: Sequence[Said]) -> bytes:
+    """Return a digest of what was said between two turns of the policy. Ids of calls are none of it."""
+    return digest([(each.role, each.text) for each in messages])
+
+
+def alike(said: Said, served: Said, *, drops_reasoning: bool) -> Echo | None:
+    """Return how an assistant's message echoes a turn as it was served; None if it does not.
+
+    `exact`, `respelled` (white space, or the arguments of a call, are written otherwise), or `reasoning_dropped`, if
+    that is allowed.
+    """
+    words = (said.text.split(), [call.says() for call in said.calls])
+    if words != (served.text.split(), [call.says() for call in served.calls]):
+        return None
+    if said.reasoning.split() != served.reasoning.split():
+        return "reasoning_dropped" if not said.reasoning.strip() and drops_reasoning else None
+    calls = [(call.name, call.arguments) for call in said.calls]
+    same = said.text == served.text and calls == [(call.name, call.arguments) for call in served.calls]
+    return "exact" if same else "respelled"

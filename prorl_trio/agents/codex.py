@@ -1,0 +1,45 @@
+"""OpenAI's codex, by Responses. A context that is full ends it; it shortens its history by its own count before."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from prorl_trio.agents.preset import Preset, Start, Started
+
+BINARY: Final = "node_modules/codex-linux/vendor/x86_64-unknown-linux-musl/bin/codex"
+COMPACTED_AT: Final = 0.8
+"""The share of the context at which it shortens its history."""
+
+
+def _start(start: Start) -> Started:
+    config = "\n".join(
+        (
+            f"model = {json.dumps(start.model)}",
+            'model_provider = "gateway"',
+            f"model_context_window = {start.context_tokens}",
+            f"model_auto_compact_token_limit = {round(COMPACTED_AT * start.context_tokens)}",
+            "[model_providers.gateway]",
+            'name = "gateway"',
+            f"base_url = {json.dumps(start.url + '/v1')}",
+            'env_key = "OPENAI_API_KEY"',
+            'wire_api = "responses"',
+            "supports_websockets = false",
+            "",
+        )
+    )
+    options = ("exec", "--skip-git-repo-check", "--json", "--dangerously-bypass-approvals-and-sandbox")
+    return Started(
+        argv=(f"{start.root}/{BINARY}", *options, start.instruction),
+        env={"CODEX_HOME": start.home},
+        files={"config.toml": config},
+    )
+
+
+PRESET: Final = Preset(
+    name="codex",
+    source=("codex-linux@npm:@openai/codex@{version}-linux-x64",),
+    index="npm",
+    versions=("0.171.0",),
+    start=_start,
+)

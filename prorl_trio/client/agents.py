@@ -1,0 +1,121 @@
+"""An agent of the trainer's own, in its process: it works on a rollout, and the policy answers it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+import trio
+
+from prorl_ipc.session import Rejected
+from prorl_trio.types.errors import MalformedJob, NoAgentWanted, ServiceError
+from prorl_trio.types.models import AgentProgram, ChatMessage, JobSpec
+from prorl_trio.types.programs import FinishAgent, OpenAgent
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from prorl_ipc.session import Accepted
+    from prorl_trio.types.backends import AnswerT, NodeRequest
+
+WAIT_S: Final = 60.0
+CANCEL_S: Final = 10.0
+
+
+class AgentClient(Protocol):
+    """What an agent needs of a client."""
+
+    async def submit(self, specs: Sequence[JobSpec]) -> list[Accepted | Rejected]:
+        """See `RolloutClient.submit`."""
+        ...
+
+    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
+        """See `RolloutClient.operate`."""
+        ...
+
+    async def cancel(self, job_ids: Sequence[str] = (), reason: str = "") -> object:
+        """See `RolloutClient.cancel`."""
+        ...
+
+
+class OpenedAgent:
+    """A rollout that waits for its agent. Made by `open_agent`.
+
+    Attributes:
+        job_id: of its job.
+        urls: where the policy answers, by SDK: `openai` (Chat Completions and Responses), `anthropic`, `google`.
+        key: the API key.
+        model: the name that the model goes by.
+        env: the variables in which SDKs look for all of these.
+        messages: what is to be done, as the task's handler says it.
+        context_tokens: the most that a dialogue may have.
+        answer: to be set, for a task that wants one; None: what the policy said last.
+        reward: to be set by who grades the rollout itself; None: the task's handler does.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        urls: dict[str, str],
+        key: str,
+        model: str,
+        env: dict[str, str],
+        messages: list[ChatMessage],
+        context_tokens: int,
+    ) -> None:
+        self.job_id = job_id
+        self.urls = urls
+        self.key = key
+        self.model = model
+        self.env = env
+        self.messages = messages
+        self.context_tokens = context_tokens
+        self.answer: str | None = None
+        self.reward: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<OpenedAgent of {self.job_id!r} at {self.urls['openai']}>"
+
+    @property
+    def instruction(self) -> str:
+        """Return what is to be done, as one text."""
+        return "\n\n".join(message.content for message in self.messages)
+
+
+@asynccontextmanager
+async def open_agent(client: AgentClient, spec: JobSpec) -> AsyncIterator[OpenedAgent]:
+    """Submit a job, wait until it wants its agent, and be that agent in the block.
+
+    At the block's end the rollout is graded, and its outcome comes by `results` as any other. An exception in the
+    block cancels the job.
+
+    Args:
+        client: of the node that is to run it.
+        spec: the job; its `agent` is made external.
+
+    Raises:
+        ServiceError: the job was refused, or it ended before; or the session is over.
+        NoAgentWanted: at the block's end, if the attempt has failed meanwhile, and the job is tried again.
+    """
+    if not (isinstance(spec.agent, AgentProgram) and spec.agent.external):
+        spec = msgspec.structs.replace(spec, agent=AgentProgram(external=True))
+    (answer,) = await client.submit([spec])
+    if isinstance(answer, Rejected):
+        if answer.code == MalformedJob.code:
+            raise MalformedJob(answer.message, answer.path)
+        raise ServiceError(f"job {spec.job_id!r} was refused ({answer.code}): {answer.message}")
+    try:
+        opened = None
+        while opened is None:
+            try:
+                opened = await client.operate(OpenAgent(job_id=spec.job_id, wait_s=WAIT_S))
+            except NoAgentWanted:  # it waits in a queue
+                await trio.lowlevel.checkpoint()
+        agent = OpenedAgent(spec.job_id, **msgspec.structs.asdict(opened))
+        yield agent
+    except BaseException:
+        with trio.move_on_after(CANCEL_S, shield=True), suppress(ServiceError):
+            await client.cancel(job_ids=[spec.job_id], reason="its agent has failed")
+        raise
+    await client.operate(FinishAgent(job_id=spec.job_id, key=agent.key, text=agent.answer, reward=agent.reward))

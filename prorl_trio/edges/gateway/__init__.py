@@ -1,0 +1,1 @@
+"""The APIs that agents speak: each a translator between a wire and the gateway of a rollout."""

@@ -1,0 +1,365 @@
+"""The gateway's ASGI application: finds the API and the rollout of a request, and answers it from there.
+
+Inside a sandbox the port is the identity: everything that comes in there belongs to one rollout. On the node's own port
+a path begins with `/s/ID`, and the secret of that rollout comes as the API key; both have to match.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hmac
+import io
+import logging
+import re
+import zlib
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+import trio
+
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.agent.gateway import BadQuestion, RolloutOver
+from prorl_trio.agent.program import MODEL
+from prorl_trio.edges.gateway import chat, google, messages, responses
+from prorl_trio.edges.gateway.wire import Problem, now_s
+from prorl_trio.edges.http1 import ConnectionEnded
+from prorl_trio.edges.responses import Response
+from prorl_trio.types.errors import ContextLengthExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+    from prorl_trio.agent.gateway import Gateway
+    from prorl_trio.agent.said import Answer
+    from prorl_trio.edges.gateway.wire import Asked
+    from prorl_trio.edges.http1 import App
+    from prorl_trio.edges.requests import ErrorDetail
+    from prorl_trio.edges.responses import Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+PREFIX: Final = re.compile(r"/s/(?P<session>[^/]+)(?P<path>/.*)?")
+KEEP_ALIVE_S: Final = 5.0
+"""A stream begins, and says that it lives, so often while a turn is sampled. Until then a problem has a status."""
+MAX_BODY_BYTES: Final = 64 * 1024 * 1024
+RETRY_AFTER_S: Final = 5.0
+_KEYS: Final = ("x-api-key", "x-goog-api-key")
+_MODEL: Final = r"(?P<model>[^/:]+(?:/[^/:]+)*)"
+
+
+class _Route(NamedTuple):
+    """`operation`: `ask`, `stream` (the path says so), `count`, `models` or `model`."""
+
+    method: str
+    pattern: re.Pattern[str]
+    dialect: ModuleType
+    operation: str
+
+
+_ROUTES: Final = [
+    _Route(method, re.compile(pattern), dialect, operation)
+    for method, pattern, dialect, operation in (
+        ("POST", r"(?:/v1)?/chat/completions", chat, "ask"),
+        ("POST", r"(?:/v1)?/responses", responses, "ask"),
+        ("POST", r"(?:/v1)?/responses/input_tokens", responses, "count"),
+        ("POST", r"(?:/v1)?/messages", messages, "ask"),
+        ("POST", r"(?:/v1)?/messages/count_tokens", messages, "count"),
+        ("POST", rf"/v1(?:beta\d*|alpha)?/models/{_MODEL}:generateContent", google, "ask"),
+        ("POST", rf"/v1(?:beta\d*|alpha)?/models/{_MODEL}:streamGenerateContent", google, "stream"),
+        ("POST", rf"/v1(?:beta\d*|alpha)?/models/{_MODEL}:countTokens", google, "count"),
+        ("GET", r"/v1(?:beta\d*|alpha)/models", google, "models"),
+        ("GET", rf"/v1(?:beta\d*|alpha)/models/{_MODEL}", google, "model"),
+        ("GET", r"(?:/v1)?/models", chat, "models"),
+        ("GET", rf"(?:/v1)?/models/{_MODEL}", chat, "model"),
+        ("GET", r"/?", chat, "models"),
+    )
+]
+_COUNTED: Final = {responses: "input_tokens", messages: "input_tokens", google: "totalTokens"}
+
+
+class _Served(NamedTuple):
+    gateway: Gateway
+    secret: str
+
+
+class GatewayTable:
+    """The gateways of a node's rollouts that programs outside of a sandbox's network may ask, by the id in the path.
+
+    Attributes:
+        url: of the node's own port; empty while it has none.
+        public_url: the same, as other machines reach it.
+    """
+
+    def __init__(self) -> None:
+        self.url = self.public_url = ""
+        self._served: dict[str, _Served] = {}
+        self._over: dict[str, None] = {}
+
+    def add(self, session: str, gateway: Gateway, secret: str) -> None:
+        """Serve a gateway until `remove`."""
+        self._served[session] = _Served(gateway, secret)
+
+    def remove(self, session: str) -> None:
+        """Serve it no more. Its clients are told that the rollout is over."""
+        del self._served[session]
+        self._over[session] = None
+        if len(self._over) > 10_000:
+            del self._over[next(iter(self._over))]
+
+    def find(self, session: str, headers: Mapping[str, str]) -> Gateway:
+        """Return the gateway of that id, for who has its secret. Raises Problem."""
+        served = self._served.get(session)
+        if served is None:
+            if session in self._over:
+                raise Problem("over", "the rollout has ended")
+            raise Problem("not_found", "there is no such rollout: its path or its secret is wrong")
+        bearer = headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if not any(
+            hmac.compare_digest(given.encode(), served.secret.encode())
+            for given in (bearer, *(headers.get(name, "") for name in _KEYS))
+        ):
+            raise Problem("unauthorized", "the API key is not the secret of this rollout")
+        return served.gateway
+
+
+class BesideRest:
+    """An application whose paths below `/s/` are the gateways' and all others REST's."""
+
+    def __init__(self, rest: App, gateways: GatewayTable) -> None:
+        self._rest = rest
+        self._gateway = GatewayApp(gateways, MODEL)
+
+    def _of(self, path: str) -> App:
+        return self._gateway if PREFIX.fullmatch(path) else self._rest
+
+    def is_free(self, path: str) -> bool:
+        """See `http1.App`."""
+        return self._of(path).is_free(path)
+
+    def error_body(self, path: str, detail: ErrorDetail) -> bytes:
+        """See `http1.App`."""
+        return self._of(path).error_body(path, detail)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._of(scope["path"])(scope, receive, send)
+
+
+class GatewayApp:
+    """Answers the requests of programs, for one gateway, or for those of a table.
+
+    Attributes:
+        ignored: fields of requests that were not honoured, and how often.
+        results: requests by dialect and result.
+    """
+
+    def __init__(self, gateways: Gateway | GatewayTable, model: str) -> None:
+        self._gateways = gateways
+        self._model = model
+        self.ignored: Counter[str] = Counter()
+        self.results: Counter[tuple[str, str]] = Counter()
+
+    def is_free(self, path: str) -> bool:
+        """Return whether a path is one of ours: its secret is looked at here."""
+        return not isinstance(self._gateways, GatewayTable) or PREFIX.fullmatch(path) is not None
+
+    def error_body(self, path: str, detail: ErrorDetail) -> bytes:
+        """See `http1.App`."""
+        dialect = next((each.dialect for each in _ROUTES if each.pattern.fullmatch(_inner(path))), chat)
+        kind = "too_large" if "large" in detail.code else "bad_request"
+        return msgspec.json.encode(dialect.problem(Problem(kind, detail.message))[1])  # type: ignore[arg-type]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        path = _inner(scope["path"])
+        dialect: ModuleType = chat
+        try:
+            route, model = _route(scope["method"], path)
+            dialect = route.dialect
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            if dialect is chat and "anthropic-version" in headers:
+                dialect = messages
+            gateway = self._gateway(scope, headers)
+            if route.operation in ("models", "model"):
+                response = Response(msgspec.json.encode(self._models(dialect, route.operation)), 200, {}, _JSON)
+            else:
+                body = await _body(receive, headers)
+                await self._answer(route, dialect.question(body, headers, model or self._model), gateway, receive, send)
+                return
+        except Problem as problem:
+            response = self._told(dialect, problem)
+        await response(scope, receive, send)
+
+    def _gateway(self, scope: Scope, headers: Mapping[str, str]) -> Gateway:
+        if not isinstance(self._gateways, GatewayTable):
+            return self._gateways
+        found = PREFIX.fullmatch(scope["path"])
+        if found is None:
+            raise Problem("not_found", "a path of the gateway begins with /s/ and the rollout's id")
+        return self._gateways.find(found["session"], headers)
+
+    def _told(self, dialect: ModuleType, problem: Problem) -> Response:
+        status, body = dialect.problem(problem)
+        self.results[dialect.__name__.rpartition(".")[2], problem.kind] += 1
+        headers = {"x-should-retry": "true" if problem.kind == "unavailable" else "false"}
+        if problem.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, round(problem.retry_after_s)))
+        return Response(msgspec.json.encode(body), status, headers, _JSON)
+
+    async def _answer(self, route: _Route, asked: Asked, gateway: Gateway, receive: Receive, send: Send) -> None:
+        """Ask the gateway, and send what it says. Raises Problem while nothing was sent."""
+        dialect = route.dialect
+        self.ignored.update(asked.ignored)
+        if route.operation == "count":
+            tokens = await _asked(gateway.count_tokens(asked.question))
+            body = msgspec.json.encode({_COUNTED[dialect]: tokens, "object": "response.input_tokens"})
+            await Response(body, 200, {}, _JSON)({}, receive, send)
+            return
+        outcome, answered = _Outcome(), False
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(_leave, receive, nursery.cancel_scope)
+            nursery.start_soon(outcome.wait_for, gateway, asked)
+            if asked.stream or route.operation == "stream":
+                await self._stream(dialect, asked, outcome, send)
+            else:
+                answer = await outcome.get()
+                await Response(msgspec.json.encode(dialect.whole(answer, asked)), 200, {}, _JSON)({}, receive, send)
+            answered = True
+            self.results[dialect.__name__.rpartition(".")[2], "ok"] += 1
+            nursery.cancel_scope.cancel("answered")
+        if not answered:
+            raise ConnectionEnded
+
+    async def _stream(self, dialect: ModuleType, asked: Asked, outcome: _Outcome, send: Send) -> None:
+        with trio.move_on_after(KEEP_ALIVE_S):
+            await outcome.get()
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await _part(send, dialect.opening(asked))
+        while True:
+            with trio.move_on_after(KEEP_ALIVE_S):
+                try:
+                    last = dialect.events(await outcome.get(), asked)
+                except Problem as problem:
+                    last = dialect.problem_event(problem, asked)
+                await _part(send, last)
+                break
+            await _part(send, dialect.keep_alive(asked))
+        await send({"type": "http.response.body", "body": b""})
+
+    def _models(self, dialect: ModuleType, operation: str) -> dict[str, Any]:
+        """Return the description of the one model that there is."""
+        if dialect is google:
+            model = {"name": f"models/{self._model}", "displayName": self._model}
+            return model if operation == "model" else {"models": [model]}
+        if dialect is messages:
+            model = {"type": "model", "id": self._model, "display_name": self._model}
+            return model if operation == "model" else {"data": [model], "has_more": False}
+        described = {"id": self._model, "object": "model", "created": now_s(), "owned_by": "prorl-trio"}
+        return described if operation == "model" else {"object": "list", "data": [described]}
+
+
+_JSON: Final = "application/json"
+
+
+class _Outcome:
+    """An answer, or a problem, that is waited for."""
+
+    def __init__(self) -> None:
+        self._answer: Answer | None = None
+        self._problem: Problem | None = None
+        self._done = trio.Event()
+
+    async def wait_for(self, gateway: Gateway, asked: Asked) -> None:
+        try:
+            self._answer = await _asked(gateway.ask(asked.question))
+        except Problem as problem:
+            self._problem = problem
+        self._done.set()
+
+    async def get(self) -> Answer:
+        await self._done.wait()
+        if self._problem is not None:
+            raise self._problem
+        assert self._answer is not None
+        return self._answer
+
+
+async def _asked(answer: Any) -> Any:
+    """Wait for what a gateway answers. Raises Problem in place of its errors."""
+    try:
+        return await answer
+    except BadQuestion as exc:
+        raise Problem("bad_request", str(exc)) from exc
+    except ContextLengthExceeded as exc:
+        raise Problem("overflow", str(exc), prompt_tokens=exc.prompt_tokens, limit_tokens=exc.max_model_len) from exc
+    except RolloutOver as exc:
+        raise Problem("over", str(exc)) from exc
+    except Exception as exc:
+        raise Problem("unavailable", f"the node failed: {exc}", retry_after_s=RETRY_AFTER_S) from exc
+
+
+def _inner(path: str) -> str:
+    found = PREFIX.fullmatch(path)
+    return (found["path"] or "/") if found else path
+
+
+def _route(method: str, path: str) -> tuple[_Route, str]:
+    path = path.removesuffix("/") or "/"
+    for route in _ROUTES:
+        if route.method == ("GET" if method == "HEAD" else method) and (found := route.pattern.fullmatch(path)):
+            return route, found.groupdict().get("model") or ""
+    raise Problem("not_found", f"{method} {path} is none of the paths of this gateway")
+
+
+async def _body(receive: Receive, headers: Mapping[str, str]) -> dict[str, Any]:
+    """Read and decode the body. Raises Problem."""
+    received = bytearray()
+    more = True
+    while more:
+        part: Message = await receive()
+        if part["type"] == "http.disconnect":
+            raise Problem("bad_request", "the client left")
+        received += part.get("body", b"")
+        more = part.get("more_body", False)
+        if len(received) > MAX_BODY_BYTES:
+            raise Problem("too_large", f"a request has at most {MAX_BODY_BYTES} bytes")
+    try:
+        body = msgspec.json.decode(_unpacked(bytes(received), headers.get("content-encoding", "identity")))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise Problem("bad_request", f"the body is no JSON: {exc}") from exc
+    if not isinstance(body, dict):
+        raise Problem("bad_request", "the body is no JSON object")
+    return body
+
+
+def _unpacked(body: bytes, coding: str) -> bytes:
+    """Return a body without its content coding. Raises Problem: it is unknown, broken, or holds too much."""
+    coding = coding.strip().lower()
+    try:
+        if coding == "gzip":
+            plain = gzip.GzipFile(fileobj=io.BytesIO(body)).read(MAX_BODY_BYTES + 1)
+        elif coding == "deflate":
+            plain = zlib.decompressobj().decompress(body, MAX_BODY_BYTES + 1)
+        elif coding in ("identity", ""):
+            return body
+        else:
+            raise Problem("bad_request", f"content-encoding {coding!r} is not read here: send gzip, deflate, or plain")
+    except (OSError, EOFError, zlib.error) as exc:
+        raise Problem("bad_request", f"the body is not {coding}: {exc}") from exc
+    if len(plain) > MAX_BODY_BYTES:
+        raise Problem("too_large", f"a request has at most {MAX_BODY_BYTES} bytes, unpacked")
+    return plain
+
+
+async def _part(send: Send, body: bytes) -> None:
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _leave(receive: Receive, scope: trio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel("the client left")

@@ -1,0 +1,219 @@
+"""OpenAI's Chat Completions (https://platform.openai.com/docs/api-reference/chat)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from prorl_trio.agent.said import Question, Said, planted
+from prorl_trio.edges.gateway.wire import (
+    Asked,
+    Problem,
+    event,
+    function,
+    key_of,
+    limit_of,
+    now_s,
+    objects,
+    refuse,
+    said_call,
+    stops_of,
+    take,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from prorl_trio.agent.said import Answer
+    from prorl_trio.edges.gateway.wire import ProblemKind
+    from prorl_trio.types.models import ToolSchema
+
+KNOWN: Final = frozenset(
+    [
+        "model",
+        "messages",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "max_tokens",
+        "max_completion_tokens",
+        "stream",
+        "stream_options",
+        "n",
+        "response_format",
+        "stop",
+    ]
+)
+_FINISH: Final = {"stop": "stop", "length": "length", "abort": "length", "tool_call": "stop"}
+_ROLES: Final = {"developer": "system", "function": "tool"}
+_PROBLEMS: Final[dict[ProblemKind, tuple[int, str, str]]] = {
+    "bad_request": (400, "invalid_request_error", "invalid_value"),
+    "unauthorized": (401, "authentication_error", "invalid_api_key"),
+    "not_found": (404, "invalid_request_error", "model_not_found"),
+    "overflow": (400, "invalid_request_error", "context_length_exceeded"),
+    "over": (403, "permission_error", "rollout_over"),
+    "unavailable": (503, "server_error", "server_error"),
+    "too_large": (413, "invalid_request_error", "request_too_large"),
+}
+
+
+def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -> Asked:
+    """See `Dialect`."""
+    del headers
+    if take(body, "n", int, 1) != 1:
+        raise refuse("n", "one answer is sampled for a request; ask again for another one")
+    form = take(body, "response_format", dict, {}).get("type", "text")
+    if form != "text":
+        raise refuse("response_format", f"{form!r} needs guided decoding, which is not offered")
+    return Asked(
+        question=Question(
+            messages=[_said(each, index) for index, each in enumerate(objects(body.get("messages"), "messages"))],
+            tools=tools_of(body),
+            max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
+            stops=stops_of(body.get("stop"), "stop"),
+        ),
+        model=take(body, "model", str, model),
+        stream=take(body, "stream", bool, False),
+        ignored=sorted(set(body) - KNOWN),
+        extra={"usage": bool(take(body, "stream_options", dict, {}).get("include_usage"))},
+    )
+
+
+def tools_of(body: Mapping[str, Any]) -> list[ToolSchema]:
+    """Return the functions that are offered."""
+    tools = []
+    for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
+        if tool.get("type", "function") != "function":
+            raise refuse(f"tools[{index}]", f"a tool of type {tool.get('type')!r} is no function")
+        offered = tool.get("function", tool)
+        offered = offered if isinstance(offered, dict) else {}
+        tools.append(
+            function(offered.get("name"), offered.get("description"), offered.get("parameters"), f"tools[{index}]")
+        )
+    check_choice(body.get("tool_choice"))
+    return tools
+
+
+def check_choice(choice: object) -> None:
+    """Refuse a choice of tools that only guided decoding can keep to."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind not in (None, "auto", "none"):
+        raise refuse("tool_choice", f"{kind!r} needs guided decoding, which is not offered; use 'auto'")
+
+
+def _said(message: Mapping[str, Any], index: int) -> Said:
+    at = f"messages[{index}]"
+    role = take(message, "role", str, "")
+    role = _ROLES.get(role, role)
+    if role not in ("system", "user", "assistant", "tool"):
+        raise refuse(f"{at}.role", f"{role!r} is none of system, developer, user, assistant, tool")
+    text = text_of(message.get("content"), f"{at}.content", ("text", "refusal"))
+    if role != "assistant":
+        return Said(role, text, call_id=str(message.get("tool_call_id") or ""), name=str(message.get("name") or ""))
+    calls = []
+    for call in objects(message.get("tool_calls") or [], f"{at}.tool_calls"):
+        made = call.get("function")
+        made = made if isinstance(made, dict) else {}
+        calls.append(said_call(made.get("name"), made.get("arguments"), call.get("id")))
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    key = key_of(*(call.id for call in calls))
+    return Said("assistant", text, str(reasoning), calls, key=key)
+
+
+def _calls(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {"id": f"call_{call.id}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in answer.calls
+    ]
+
+
+def _finish(answer: Answer) -> str:
+    return "tool_calls" if answer.calls else _FINISH[answer.finish_reason]
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
+    }
+
+
+def whole(answer: Answer, asked: Asked) -> dict[str, Any]:
+    """See `Dialect`."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text or None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = _calls(answer)
+    elif not answer.text:
+        message["content"] = ""
+    return {
+        "id": f"chatcmpl-{planted(answer.key)}",
+        "object": "chat.completion",
+        "created": now_s(),
+        "model": asked.model,
+        "choices": [{"index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": None}],
+        "usage": _usage(answer),
+    }
+
+
+def opening(asked: Asked) -> bytes:
+    """See `Dialect`."""
+    del asked
+    return b""
+
+
+def keep_alive(asked: Asked) -> bytes:
+    """See `Dialect`."""
+    del asked
+    return b": \n\n"
+
+
+def events(answer: Answer, asked: Asked) -> bytes:
+    """See `Dialect`."""
+    head = {
+        "id": f"chatcmpl-{planted(answer.key)}",
+        "object": "chat.completion.chunk",
+        "created": now_s(),
+        "model": asked.model,
+    }
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if answer.reasoning:
+        deltas.append({"reasoning_content": answer.reasoning})
+    if answer.text:
+        deltas.append({"content": answer.text})
+    for index, call in enumerate(_calls(answer)):
+        made = call["function"]
+        begun = {**call, "index": index, "function": {"name": made["name"], "arguments": ""}}
+        deltas += [
+            {"tool_calls": [begun]},
+            {"tool_calls": [{"index": index, "function": {"arguments": made["arguments"]}}]},
+        ]
+    choices: list[dict[str, Any]] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices.append({"index": 0, "delta": {}, "finish_reason": _finish(answer)})
+    chunks: list[dict[str, Any]] = [{**head, "choices": [choice]} for choice in choices]
+    if asked.extra["usage"]:
+        chunks.append({**head, "choices": [], "usage": _usage(answer)})
+    return b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
+
+
+def problem(told: Problem) -> tuple[int, dict[str, Any]]:
+    """See `Dialect`."""
+    status, kind, code = _PROBLEMS[told.kind]
+    message = told.message
+    if told.kind == "overflow":
+        message = (
+            f"This model's maximum context length is {told.limit_tokens} tokens. However, your messages resulted in "
+            f"{told.prompt_tokens} tokens. Your input exceeds the context window of this model; reduce the length of "
+            "the messages."
+        )
+    return status, {"error": {"message": message, "type": kind, "param": told.field or None, "code": code}}
+
+
+def problem_event(told: Problem, asked: Asked) -> bytes:
+    """See `Dialect`."""
+    del asked
+    return event(problem(told)[1])

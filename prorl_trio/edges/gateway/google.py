@@ -1,0 +1,216 @@
+"""Google's generateContent (https://ai.google.dev/api/generate-content)."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Any, Final
+
+from prorl_trio.agent.said import Question, Said, planted
+from prorl_trio.edges.gateway.wire import (
+    Asked,
+    Problem,
+    event,
+    function,
+    key_of,
+    limit_of,
+    new_id,
+    objects,
+    refuse,
+    said_call,
+    stops_of,
+    take,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from prorl_trio.agent.said import Answer
+    from prorl_trio.edges.gateway.wire import ProblemKind
+    from prorl_trio.types.models import ToolSchema
+
+KNOWN: Final = frozenset(
+    ["contents", "systemInstruction", "system_instruction", "tools", "toolConfig", "generationConfig", "model"]
+)
+_FINISH: Final = {"stop": "STOP", "length": "MAX_TOKENS", "abort": "MAX_TOKENS", "tool_call": "STOP"}
+_PROBLEMS: Final[dict[ProblemKind, tuple[int, str]]] = {
+    "bad_request": (400, "INVALID_ARGUMENT"),
+    "unauthorized": (401, "UNAUTHENTICATED"),
+    "not_found": (404, "NOT_FOUND"),
+    "overflow": (400, "INVALID_ARGUMENT"),
+    "over": (403, "PERMISSION_DENIED"),
+    "unavailable": (503, "UNAVAILABLE"),
+    "too_large": (413, "INVALID_ARGUMENT"),
+}
+
+
+def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -> Asked:
+    """See `Dialect`."""
+    del headers
+    config = take(body, "generationConfig", dict, {})
+    if take(config, "candidateCount", int, 1) != 1:
+        raise refuse("generationConfig.candidateCount", "one answer is sampled for a request")
+    if config.get("responseMimeType", "text/plain") != "text/plain" or config.get("responseJsonSchema"):
+        raise refuse("generationConfig.responseMimeType", "other than text needs guided decoding, which is not offered")
+    system = body.get("systemInstruction") or body.get("system_instruction")
+    said = []
+    if system is not None:
+        said += [Said("system", each.text) for each in _said({"role": "user", **_content(system)}, "systemInstruction")]
+    for index, content in enumerate(objects(body.get("contents"), "contents")):
+        said += _said(content, f"contents[{index}]")
+    return Asked(
+        question=Question(
+            messages=said,
+            tools=_tools(body),
+            max_tokens=limit_of(config, "maxOutputTokens"),
+            stops=stops_of(config.get("stopSequences"), "generationConfig.stopSequences"),
+        ),
+        model=model,
+        id=new_id("resp"),
+        ignored=sorted(set(body) - KNOWN),
+    )
+
+
+def _content(value: object) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"parts": [{"text": value}]}
+    return {**value} if isinstance(value, dict) else {"parts": value}
+
+
+def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
+    tools = []
+    for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
+        declared = tool.get("functionDeclarations") or tool.get("function_declarations")
+        if declared is None:
+            raise refuse(f"tools[{index}]", f"{', '.join(tool) or 'nothing'} runs at its vendor's, and is no function")
+        for each in objects(declared, f"tools[{index}].functionDeclarations"):
+            schema = each.get("parametersJsonSchema") or each.get("parameters")
+            tools.append(function(each.get("name"), each.get("description"), schema, f"tools[{index}]"))
+    choice = take(take(body, "toolConfig", dict, {}), "functionCallingConfig", dict, {})
+    if choice.get("mode", "AUTO") not in ("AUTO", "NONE", "VALIDATED"):
+        raise refuse("toolConfig", f"mode {choice.get('mode')!r} needs guided decoding, which is not offered; use AUTO")
+    return tools
+
+
+def _said(content: Mapping[str, Any], at: str) -> Iterable[Said]:
+    role = content.get("role") or "user"
+    if role not in ("user", "model", "function"):
+        raise refuse(f"{at}.role", f"{role!r} is none of user, model, function")
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls = []
+    keys: list[object] = []
+    for index, part in enumerate(objects(content.get("parts") or [], f"{at}.parts")):
+        where = f"{at}.parts[{index}]"
+        keys.append(_planted(part.get("thoughtSignature") or part.get("thought_signature")))
+        called = part.get("functionCall") or part.get("function_call")
+        result = part.get("functionResponse") or part.get("function_response")
+        if isinstance(called, dict):
+            calls.append(said_call(called.get("name"), called.get("args"), called.get("id")))
+            keys.append(called.get("id"))
+        elif isinstance(result, dict):
+            if texts:
+                yield Said("user", "".join(texts))
+                texts.clear()
+            yield Said(
+                "tool", _result(result.get("response")), call_id=str(result.get("id") or ""),
+                name=str(result.get("name") or ""),
+            )  # fmt: skip
+        elif isinstance(part.get("text"), str):
+            (thoughts if part.get("thought") else texts).append(part["text"])
+        elif set(part) - {"thoughtSignature", "thought_signature", "thought"}:
+            raise refuse(where, f"{', '.join(sorted(part))} has no place in a dialogue of text")
+    if role == "model":
+        yield Said("assistant", "".join(texts), "".join(thoughts), calls, key=key_of(*keys))
+    elif texts:
+        yield Said("user", "".join(texts))
+
+
+def _planted(signature: object) -> str:
+    """Return what a signature says that is base64, as the API wants it."""
+    try:
+        return base64.b64decode(str(signature or ""), validate=True).decode("ascii", "replace")
+    except ValueError:
+        return str(signature)
+
+
+def _result(response: object) -> str:
+    """Return the text of a result: that of its only field of text, as most clients send it, or its JSON."""
+    if isinstance(response, dict) and len(response) == 1:
+        (value,) = response.values()
+        if isinstance(value, str):
+            return value
+    return said_call("", response, "").arguments
+
+
+def _parts(answer: Answer) -> list[dict[str, Any]]:
+    signature = base64.b64encode(planted(answer.key).encode()).decode()
+    parts: list[dict[str, Any]] = []
+    if answer.reasoning:
+        parts.append({"text": answer.reasoning, "thought": True})
+    if answer.text or not answer.calls:
+        parts.append({"text": answer.text})
+    for call in answer.calls:
+        value = call.parsed
+        if value is None:  # an object is all that the wire has a form for
+            parts.append({"text": call.arguments})
+        else:
+            parts.append({"functionCall": {"id": call.id, "name": call.name, "args": value}})
+    said = next(part for part in parts if not part.get("thought"))
+    said["thoughtSignature"] = signature
+    return parts
+
+
+def whole(answer: Answer, asked: Asked) -> dict[str, Any]:
+    """See `Dialect`."""
+    content = {"role": "model", "parts": _parts(answer)}
+    return {
+        "candidates": [{"content": content, "finishReason": _FINISH[answer.finish_reason], "index": 0}],
+        "usageMetadata": {
+            "promptTokenCount": answer.prompt_tokens,
+            "candidatesTokenCount": answer.completion_tokens - answer.reasoning_tokens,
+            "thoughtsTokenCount": answer.reasoning_tokens,
+            "cachedContentTokenCount": answer.cached_tokens,
+            "totalTokenCount": answer.prompt_tokens + answer.completion_tokens,
+        },
+        "modelVersion": asked.model,
+        "responseId": asked.id,
+    }
+
+
+def opening(asked: Asked) -> bytes:
+    """See `Dialect`."""
+    del asked
+    return b""
+
+
+def keep_alive(asked: Asked) -> bytes:
+    """See `Dialect`: an empty line is all that every client takes."""
+    del asked
+    return b"\n"
+
+
+def events(answer: Answer, asked: Asked) -> bytes:
+    """See `Dialect`."""
+    return event(whole(answer, asked))
+
+
+def problem(told: Problem) -> tuple[int, dict[str, Any]]:
+    """See `Dialect`."""
+    status, name = _PROBLEMS[told.kind]
+    message = told.message
+    if told.kind == "overflow":
+        message = (
+            f"The input token count ({told.prompt_tokens}) exceeds the maximum number of tokens allowed "
+            f"({told.limit_tokens})."
+        )
+    error: dict[str, Any] = {"code": status, "message": message, "status": name}
+    if told.retry_after_s is not None:
+        kind = "type.googleapis.com/google.rpc.RetryInfo"
+        error["details"] = [{"@type": kind, "retryDelay": f"{told.retry_after_s:g}s"}]
+    return status, {"error": error}
+
+
+def problem_event(told: Problem, asked: Asked) -> bytes:
+    """See `Dialect`."""
+    del asked
+    return event(problem(told)[1])

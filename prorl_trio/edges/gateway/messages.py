@@ -1,0 +1,250 @@
+"""Anthropic's Messages (https://docs.anthropic.com/en/api/messages)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from prorl_trio.agent.said import Question, Said, planted
+from prorl_trio.edges.gateway.wire import (
+    Asked,
+    Problem,
+    event,
+    function,
+    key_of,
+    limit_of,
+    new_id,
+    objects,
+    refuse,
+    said_call,
+    stops_of,
+    take,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from prorl_trio.agent.said import Answer
+    from prorl_trio.edges.gateway.wire import ProblemKind
+    from prorl_trio.types.models import SegmentReason, ToolSchema
+
+KNOWN: Final = frozenset(
+    [
+        "model",
+        "messages",
+        "system",
+        "tools",
+        "tool_choice",
+        "max_tokens",
+        "stream",
+        "context_management",
+        "stop_sequences",
+    ]
+)
+_STOPS: Final = {"stop": "end_turn", "length": "max_tokens", "abort": "max_tokens", "tool_call": "end_turn"}
+_CLASSES: Final[dict[str, SegmentReason]] = {
+    "subagent": "sub_agent",
+    "workflow": "sub_agent",
+    "compaction": "compaction",
+    "auxiliary": "side_call",
+    "side_reply": "side_call",
+}
+"""What claude-code says of a request in `x-claude-code-request-class`."""
+_HARMLESS: Final = "clear_thinking_20251015"
+"""An edit of the history that, with `keep: all`, changes nothing."""
+_PROBLEMS: Final[dict[ProblemKind, tuple[int, str]]] = {
+    "bad_request": (400, "invalid_request_error"),
+    "unauthorized": (401, "authentication_error"),
+    "not_found": (404, "not_found_error"),
+    "overflow": (400, "invalid_request_error"),
+    "over": (403, "permission_error"),
+    "unavailable": (529, "overloaded_error"),
+    "too_large": (413, "request_too_large"),
+}
+
+
+def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -> Asked:
+    """See `Dialect`."""
+    for edit in objects(take(body, "context_management", dict, {}).get("edits", []), "context_management.edits"):
+        if edit.get("type") != _HARMLESS or edit.get("keep", "all") != "all":
+            raise refuse("context_management", "edits that change the history are the client's to make")
+    said = [Said("system", text_of(body["system"], "system"))] if body.get("system") else []
+    for index, message in enumerate(objects(body.get("messages"), "messages")):
+        said += _said(message, f"messages[{index}]")
+    return Asked(
+        question=Question(
+            messages=said,
+            tools=_tools(body),
+            max_tokens=limit_of(body, "max_tokens"),
+            stops=stops_of(body.get("stop_sequences"), "stop_sequences"),
+            agent=headers.get("x-claude-code-agent-id", ""),
+            agent_type=headers.get("x-claude-code-agent-type", ""),
+            kind=_CLASSES.get(headers.get("x-claude-code-request-class", "")),
+        ),
+        model=take(body, "model", str, model),
+        stream=take(body, "stream", bool, False),
+        id=new_id("msg"),
+        ignored=sorted(set(body) - KNOWN),
+    )
+
+
+def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
+    tools = []
+    for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
+        kind = tool.get("type") or "custom"
+        if kind != "custom":
+            raise refuse(f"tools[{index}]", f"a tool of type {kind!r} runs at its vendor's, and not here")
+        tools.append(function(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"))
+    kind = take(body, "tool_choice", dict, {}).get("type", "auto")
+    if kind not in ("auto", "none"):
+        raise refuse("tool_choice", f"{kind!r} needs guided decoding, which is not offered; use 'auto'")
+    return tools
+
+
+def _said(message: Mapping[str, Any], at: str) -> Iterable[Said]:
+    """Yield the messages in normal form that one of the API holds: results of tools are messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise refuse(f"{at}.role", f"{role!r} is none of user, assistant, system")
+    if isinstance(content, str) or role == "system":
+        yield Said(role, text_of(content, f"{at}.content"))
+        return
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls = []
+    keys: list[object] = []
+    for index, block in enumerate(objects(content, f"{at}.content")):
+        where = f"{at}.content[{index}]"
+        match block.get("type", "text"):
+            case "text":
+                texts.append(str(block.get("text", "")))
+            case "thinking" if role == "assistant":
+                thoughts.append(str(block.get("thinking", "")))
+                keys.append(block.get("signature"))
+            case "redacted_thinking" if role == "assistant":
+                keys.append(block.get("data"))
+            case "tool_use" if role == "assistant":
+                calls.append(said_call(block.get("name"), _input(block.get("input")), block.get("id")))
+                keys.append(block.get("id"))
+            case "tool_result" if role == "user":
+                if texts:
+                    yield Said(role, "\n".join(texts))
+                    texts.clear()
+                result = text_of(block.get("content"), f"{where}.content", ("text", "tool_reference"))
+                yield Said("tool", result, call_id=str(block.get("tool_use_id") or ""))
+            case kind:
+                raise refuse(where, f"a block of type {kind!r} has no place in a dialogue of text")
+    if role == "assistant":
+        yield Said(role, "\n".join(texts), "\n".join(thoughts), calls, key=key_of(*keys))
+    elif texts:
+        yield Said(role, "\n".join(texts))
+
+
+def _input(value: object) -> object:
+    """Return the arguments of a call; those that claude-code could not parse as they were served."""
+    raw = value.get("__unparsedToolInput") if isinstance(value, dict) else None
+    return raw.get("raw", value) if isinstance(raw, dict) else value
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if answer.reasoning:
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": planted(answer.key)})
+    if answer.text or not (answer.calls or blocks):
+        blocks.append({"type": "text", "text": answer.text})
+    for call in answer.calls:
+        value = call.parsed
+        used = {"raw": call.arguments} if value is None else value
+        blocks.append({"type": "tool_use", "id": f"toolu_{call.id}", "name": call.name, "input": used})
+    return blocks
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "input_tokens": answer.prompt_tokens - answer.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": answer.cached_tokens,
+        "output_tokens": answer.completion_tokens,
+    }
+
+
+def _stop(answer: Answer) -> str:
+    if answer.calls:
+        return "tool_use"
+    return "stop_sequence" if answer.stopped_at else _STOPS[answer.finish_reason]
+
+
+def _message(asked: Asked) -> dict[str, Any]:
+    return {
+        "id": asked.id,
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": 0, "output_tokens": 0},
+    }
+
+
+def whole(answer: Answer, asked: Asked) -> dict[str, Any]:
+    """See `Dialect`."""
+    return {
+        **_message(asked),
+        "content": _blocks(answer),
+        "stop_reason": _stop(answer),
+        "stop_sequence": answer.stopped_at or None,
+        "usage": _usage(answer),
+    }
+
+
+def opening(asked: Asked) -> bytes:
+    """See `Dialect`. The usage is told at the end, where it replaces this one."""
+    return event({"type": "message_start", "message": _message(asked)}, "message_start")
+
+
+def keep_alive(asked: Asked) -> bytes:
+    """See `Dialect`."""
+    del asked
+    return event({"type": "ping"}, "ping")
+
+
+def events(answer: Answer, asked: Asked) -> bytes:
+    """See `Dialect`."""
+    del asked
+    sent: list[dict[str, Any]] = []
+    for index, block in enumerate(_blocks(answer)):
+        match block["type"]:
+            case "thinking":
+                empty = {**block, "thinking": "", "signature": ""}
+                deltas = [
+                    {"type": "thinking_delta", "thinking": block["thinking"]},
+                    {"type": "signature_delta", "signature": block["signature"]},
+                ]
+            case "text":
+                empty, deltas = {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+            case _:
+                number = index - (len(_blocks(answer)) - len(answer.calls))
+                empty = {**block, "input": {}}
+                deltas = [{"type": "input_json_delta", "partial_json": answer.calls[number].arguments}]
+        sent.append({"type": "content_block_start", "index": index, "content_block": empty})
+        sent += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+        sent.append({"type": "content_block_stop", "index": index})
+    stop = {"stop_reason": _stop(answer), "stop_sequence": answer.stopped_at or None}
+    sent += [{"type": "message_delta", "delta": stop, "usage": _usage(answer)}, {"type": "message_stop"}]
+    return b"".join(event(each, str(each["type"])) for each in sent)
+
+
+def problem(told: Problem) -> tuple[int, dict[str, Any]]:
+    """See `Dialect`."""
+    status, kind = _PROBLEMS[told.kind]
+    message = told.message
+    if told.kind == "overflow":
+        message = f"prompt is too long: {told.prompt_tokens} tokens > {told.limit_tokens} maximum"
+    return status, {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+
+def problem_event(told: Problem, asked: Asked) -> bytes:
+    """See `Dialect`."""
+    del asked
+    return event(problem(told)[1], "error")

@@ -1,0 +1,173 @@
+"""The gateway over HTTP: who may ask, what a client is told of limits and failures, streams, and clients that leave."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import requests
+import trio
+
+from prorl_trio.agent.context import RolloutContext
+from prorl_trio.agent.gateway import open_gateway
+from prorl_trio.config import ListenConfig
+from prorl_trio.edges.gateway import app as app_module
+from prorl_trio.edges.gateway.app import GatewayApp, GatewayTable
+from prorl_trio.edges.gateway.serve import serve_gateway
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Client:
+    """A client with a connection for each request, in a thread."""
+
+    def __init__(self, url):
+        self.url = url
+
+    async def send(self, method, path, **how):
+        return await trio.to_thread.run_sync(
+            lambda: requests.request(method, self.url + path, **{"timeout": 10, **how}), abandon_on_cancel=True
+        )
+
+    async def post(self, path, **how):
+        return await self.send("POST", path, **how)
+
+    async def get(self, path, **how):
+        return await self.send("GET", path, **how)
+
+
+def slow(rig, seconds):
+    rig.engine.config = msgspec.structs.replace(rig.engine.config, first_token_s=seconds)
+
+
+PATHS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50},
+    "/v1beta/models/m:generateContent": {"contents": [{"parts": [{"text": "Hi"}]}]},
+}
+STREAMS = {**PATHS, "/v1beta/models/m:streamGenerateContent": PATHS["/v1beta/models/m:generateContent"]}
+del STREAMS["/v1beta/models/m:generateContent"]
+by_path = pytest.mark.parametrize("path", PATHS)
+
+
+@asynccontextmanager
+async def serving(rig, *says, table=None, **fields):
+    """Yield the gateway, its application, and a client of it."""
+    rig.says = list(says)
+    context = RolloutContext(spec=rig.spec(**{"max_turns": 9, **fields}), resources=rig.resources)
+    async with open_gateway(context) as gateway, trio.open_nursery() as nursery:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        app = GatewayApp(table or gateway, "policy")
+        nursery.start_soon(serve_gateway, app, listener, ListenConfig())
+        url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
+        yield gateway, app, Client(url)
+        nursery.cancel_scope.cancel()
+
+
+@by_path
+async def test_each_api_is_answered_and_told_what_is_wrong_in_its_own_words(rig, path):
+    async with rig.open(), serving(rig, "Hello.", max_turns=1) as (gateway, app, client):
+        good = await client.post(path, json=PATHS[path])
+        assert (good.status_code, "Hello." in good.text) == (200, True)
+        for bad, status in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (b"{}", 400)):
+            told = await client.post(path, data=bad)
+            assert told.status_code == status
+            assert "error" in told.json()
+            assert told.headers["x-should-retry"] == "false"
+        gateway.end("all is over")
+        over = await client.post(path, json={**PATHS[path], "extra": 1})
+        assert (over.status_code, "all is over" in over.text) == (403, True)
+        assert sum(count for (_, result), count in app.results.items() if result == "ok") == 1
+
+
+@by_path
+async def test_a_context_that_is_full_is_told_as_a_bad_request(rig, path):
+    long = json.loads(json.dumps(PATHS[path]).replace("Hi", "blah " * 2000))
+    async with rig.open(), serving(rig) as (_gateway, _app, client):
+        told = await client.post(path, json=long)
+        assert told.status_code == 400
+        assert "4000" in told.text
+
+
+async def test_bodies_may_be_packed_and_bombs_are_not_unpacked(rig, monkeypatch):
+    body = json.dumps(PATHS["/v1/messages"]).encode()
+    async with rig.open(), serving(rig, "Hello.") as (_gateway, _app, client):
+        answer = await client.post("/v1/messages", data=gzip.compress(body), headers={"content-encoding": "gzip"})
+        assert "Hello." in answer.text
+        for content, coding, status in ((body, "gzip", 400), (body, "br", 400)):
+            told = await client.post("/v1/messages", data=content, headers={"content-encoding": coding})
+            assert told.status_code == status
+        monkeypatch.setattr(app_module, "MAX_BODY_BYTES", 1000)
+        bomb = gzip.compress(b" " * 1_000_000)
+        told = await client.post("/v1/messages", data=bomb[:990], headers={"content-encoding": "gzip"})
+        assert told.status_code in (400, 413)
+
+
+async def test_models_and_token_counts(rig):
+    async with rig.open(), serving(rig) as (_gateway, _app, client):
+        listed = (await client.get("/v1/models")).json()
+        assert [each["id"] for each in listed["data"]] == ["policy"]
+        anthropic = (await client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})).json()
+        assert anthropic["data"][0]["type"] == "model"
+        google = (await client.get("/v1beta/models")).json()
+        assert google["models"][0]["name"] == "models/policy"
+        counts = [
+            (await client.post(path, json=body)).json()[name]
+            for path, body, name in (
+                ("/v1/messages/count_tokens", PATHS["/v1/messages"], "input_tokens"),
+                ("/v1/responses/input_tokens", PATHS["/v1/responses"], "input_tokens"),
+                ("/v1beta/models/m:countTokens", PATHS["/v1beta/models/m:generateContent"], "totalTokens"),
+            )
+        ]
+        assert len(set(counts)) == 1
+        assert counts[0] > 10
+        unknown = await client.post("/v1/nothing", json={})
+        assert unknown.status_code == 404
+        assert (await client.send("HEAD", "/")).status_code == 200
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_stream_lives_while_the_policy_thinks_and_ends_as_its_clients_expect(rig, path, monkeypatch):
+    monkeypatch.setattr(app_module, "KEEP_ALIVE_S", 0.05)
+    async with rig.open(), serving(rig, "Hello.") as (_gateway, _app, client):
+        slow(rig, 0.4)
+        answer = await client.post(path, json={**STREAMS[path], "stream": True})
+        assert answer.headers["content-type"] == "text/event-stream"
+        received = answer.content
+        assert b"Hello." in received
+        end = {"chat": b"[DONE]", "resp": b"response.completed", "mess": b"message_stop", "mode": b"STOP"}
+        assert end[path.split("/")[2][:4]] in received
+
+
+async def test_on_the_nodes_own_port_the_id_and_the_secret_have_to_match(rig):
+    table = GatewayTable()
+    body = PATHS["/v1/chat/completions"]
+    async with rig.open(), serving(rig, "One.", "Two.", table=table) as (gateway, _app, client):
+        table.add("abc", gateway, "secret")
+        for headers in ({"Authorization": "Bearer secret"}, {"x-api-key": "secret"}, {"x-goog-api-key": "secret"}):
+            answer = await client.post("/s/abc/v1/chat/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+        for path, headers, status in (
+            ("/s/abc/v1/chat/completions", {}, 401),
+            ("/s/abc/v1/chat/completions", {"x-api-key": "secret2"}, 401),
+            ("/s/abd/v1/chat/completions", {"x-api-key": "secret"}, 404),
+            ("/v1/chat/completions", {"x-api-key": "secret"}, 404),
+        ):
+            assert (await client.post(path, json=body, headers=headers)).status_code == status
+        table.remove("abc")
+        over = await client.post("/s/abc/v1/chat/completions", json=body, headers={"x-api-key": "secret"})
+        assert (over.status_code, over.headers["x-should-retry"]) == (403, "false")
+
+
+async def test_a_client_that_leaves_and_asks_again_gets_the_turn_that_it_left(rig):
+    async with rig.open(), serving(rig, "One.", "Two.") as (gateway, _app, client):
+        slow(rig, 0.5)
+        with pytest.raises(requests.ReadTimeout):
+            await client.post("/v1/messages", json=PATHS["/v1/messages"], timeout=0.1)
+        answer = await client.post("/v1/messages", json={**PATHS["/v1/messages"], "max_tokens": 40})
+        assert "One." in answer.text
+        assert gateway.joined == 1
