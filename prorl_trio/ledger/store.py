@@ -433,14 +433,12 @@ class Store:
             started = time.perf_counter()
             self._db.execute("COMMIT")
         except _UNSTORABLE as exc:
-            self._roll_back()
-            self._tables.counts = counts
+            self._roll_back(counts)
             answers[number] = LedgerRefused(f"a value cannot be stored: {exc}")
             others = [other for other in numbers if other != number]
             return not others or self._transact(operations, others, answers, held_back)
         except (sqlite3.Error, UnicodeDecodeError, Changed) as exc:
-            self._roll_back()
-            self._tables.counts = counts
+            self._roll_back(counts)
             if isinstance(exc, sqlite3.Error) and self._is_full(exc):
                 self._full = f"{os.strerror(errno.ENOSPC)} in {self._folder.path}: {exc}"
                 return False
@@ -448,8 +446,7 @@ class Store:
             self._refuse(operations, numbers, answers)
             return True
         except BaseException:  # of a machine without memory, say: the next transaction must be able to begin
-            self._roll_back()
-            self._tables.counts = counts
+            self._roll_back(counts)
             raise
         if lazy:
             self._mark = mark
@@ -482,7 +479,9 @@ class Store:
             else:
                 answers[number] = (LedgerFailed if isinstance(operation, Finish) else LedgerFull)(self._failed)
 
-    def _roll_back(self) -> None:
+    def _roll_back(self, counts: Counts) -> None:
+        """Undo what the transaction has done. `counts` are those from before it."""
+        self._tables.counts = counts
         try:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -597,7 +596,7 @@ class Store:
             if _size_of(log_of(self._path)) > self._limits.log_bytes or (many and not more):
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as exc:
-            self._roll_back()
+            self._roll_back(self._tables.counts)
             if not self._is_full(exc):
                 self._fail(exc)
             return False
