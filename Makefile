@@ -16,7 +16,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible slurm-if-possible demo learn doctor check quick hosted test e2e soak mutants format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible slurm-if-possible demo learn doctor check quick hosted test e2e soak mutants docs format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ check: setup-dev ## format, lint, types, async rules, import direction
 	wait $$types && exit $$code
 	$(VENV)/lint-imports
 	$(VENV)/shellcheck launch/*/*.sh launch/*/*/*.sh .ci/run
+
+docs: setup-dev ## write the tables of docs/node-toml.md and ipc/PROTOCOL.md from the code
+	$(VENV)/python tests/support/documents.py
 
 format: setup-dev ## let ruff format and repair what it can
 	$(VENV)/ruff format $(PACKAGES) tests

@@ -50,7 +50,7 @@ class ArenaRef(_Frame, frozen=True):
 
 
 class ArenaHello(_Frame, frozen=True):
-    """First frame of a reader."""
+    """First frame of a reader. `token` is that of the trainer session."""
 
     version: int
     token: str

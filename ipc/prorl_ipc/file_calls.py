@@ -23,7 +23,7 @@ class FileRead(_Wire, frozen=True):
 
 
 class FileData(_Wire, frozen=True):
-    """A part of a file. `size_bytes` is the whole file's."""
+    """Answer to `FileRead`. `size_bytes` is the whole file's; `eof`: the piece ends the file."""
 
     data: bytes
     size_bytes: int
@@ -31,7 +31,7 @@ class FileData(_Wire, frozen=True):
 
 
 class FileWrite(_Wire, frozen=True):
-    """Write `data` to the absolute `path` (parents are made). `append` adds to the end instead of replacing."""
+    """Write `data` to the absolute `path` (parents are made). `append` adds to the end; 420 is the mode 0644."""
 
     path: str
     data: bytes
@@ -49,10 +49,12 @@ class FileWritten(_Wire, frozen=True):
 
 
 class TreeEntry(_Wire, frozen=True):
-    """A member of a tree. `path` is relative, `/` between names, empty for the root, which comes first.
+    """A member of a tree. A folder comes before what is in it; a file's content follows it.
 
-    A folder comes before what is in it. `mode` has permission bits only. `target` is a symbolic link's text, or the
-    path of the file in the tree of which a hard link is a second name. A file's content follows it.
+    Attributes:
+        path: relative, `/` between names, empty for the root, which comes first.
+        mode: permission bits only.
+        target: a symbolic link's text, or the path of the file in the tree of which a hard link is a second name.
     """
 
     path: bytes

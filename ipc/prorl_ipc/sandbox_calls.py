@@ -63,7 +63,7 @@ class Forked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, 
     """The answer.
 
     Attributes:
-        pid: the sandbox's first process, a child of the node; 0 where there is none.
+        pid: of the sandbox's first process, a child of the node, in the node's PID namespace; 0 where there is none.
         problem: why there is none; empty if there is.
     """
 
@@ -136,7 +136,7 @@ class BashInput(_Wire, frozen=True):
 
 
 class BashResult(_Wire, frozen=True):
-    """The result of a command since the call before.
+    """Answer to `BashRun` and `BashInput`: the result of the command since the call before.
 
     `output` is the terminal's (stdout and stderr in order), decoded as UTF-8 with replacement, newlines plain.
     `exit_code` is None if the command was killed by the timeout, took the shell with it and left no code, or is still
@@ -183,9 +183,11 @@ class IpythonRun(_Wire, frozen=True):
 
 
 class CellError(_Wire, frozen=True):
-    """An exception that ended a cell. `traceback` is plain text without colour codes.
+    """An exception that ended a cell.
 
-    `errno` is the number of an `OSError`; a Jupyter kernel says none.
+    Attributes:
+        traceback: plain text, without colour codes.
+        errno: the number of an `OSError`; a Jupyter kernel says none.
     """
 
     name: str
@@ -195,10 +197,13 @@ class CellError(_Wire, frozen=True):
 
 
 class Display(_Wire, frozen=True):
-    """Something a cell showed beside text: an image (`image/png`, `image/jpeg`), `image/svg+xml` or `text/html`.
+    """Something a cell showed beside text.
 
-    `data` is the image's file as it is; empty if only named: whatever is no PNG or JPEG, and what the limits leave out
-    (4 MiB a cell, all images together). `size_bytes` is its size in either case.
+    Attributes:
+        mime: `image/png`, `image/jpeg`, `image/svg+xml` or `text/html`.
+        data: the image's file as it is; empty if only named: whatever is no PNG or JPEG, and what the limits leave out
+            (4 MiB a cell, all images together).
+        size_bytes: its size in either case.
     """
 
     mime: str
@@ -207,7 +212,7 @@ class Display(_Wire, frozen=True):
 
 
 class CellResult(_Wire, frozen=True):
-    """The result of a cell. `result` is the `repr` of its last expression, None if there was none.
+    """Answer to `IpythonRun`. `result` is the `repr` of the cell's last expression, None if there was none.
 
     `displays` are in order, results with a rich form and open matplotlib figures among them; `dropped_displays` counts
     those beyond the first 32.
@@ -294,7 +299,7 @@ class ExecInputTaken(_Wire, frozen=True):
 
 
 class ExecResult(_Wire, frozen=True):
-    """The result of a one-shot command. `exit_code` is 128 + n after signal n, None if the timeout ended it.
+    """Answer to `Exec`: the result of the command. `exit_code` is 128 + n after signal n, None if the timeout ended it.
 
     `was_killed`: a signal ended the program itself. A program may exit with 128 + n on its own, too. `outlived`:
     something that it started ran on for more than `linger_s`, and was killed, or a file of `watch` was changed after

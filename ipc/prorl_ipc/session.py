@@ -59,7 +59,7 @@ class SessionHello(_Frame, frozen=True):
 
 
 class Submit(_Frame, frozen=True, omit_defaults=True):
-    """Jobs for the node. Answered by one `Accepted` or `Rejected` per job, in order. `request_id` is echoed.
+    """Jobs (each a `JobSpec`) for the node. Answered by one `Accepted` or `Rejected` per job, in order.
 
     `attempts`: how many attempts of a job have begun on other nodes, by its id, for jobs that are moved here.
     """
@@ -70,24 +70,21 @@ class Submit(_Frame, frozen=True, omit_defaults=True):
 
 
 class CheckJobs(_Frame, frozen=True):
-    """Ask what speaks against these jobs, whoever has room for them: handler, payload, gold answer.
-
-    Nothing is accepted. Answered by `CheckedJobs`.
-    """
+    """Ask what speaks against these jobs (each a `JobSpec`). Nothing is accepted. Answered by `CheckedJobs`."""
 
     request_id: int
     jobs: RawJobs
 
 
 class TheseJobs(_Frame, frozen=True, omit_defaults=True):
-    """A target of `Cancel`: the jobs with these ids. `ahead`: one that is not known yet is cancelled when it comes."""
+    """The jobs with these ids. `ahead`: unknown ids are remembered, and cancelled when they are submitted."""
 
     job_ids: JobIds
     ahead: bool = False
 
 
 class MatchingJobs(_Frame, frozen=True, omit_defaults=True):
-    """A target of `Cancel`: jobs without an outcome for which all holds that is given. Where nothing is, none."""
+    """The jobs without an outcome for which all holds that is given, every tag included. Where nothing is, none."""
 
     group_id: str | None = None
     session_id: str | None = None
@@ -95,10 +92,11 @@ class MatchingJobs(_Frame, frozen=True, omit_defaults=True):
 
 
 class AllJobs(_Frame, frozen=True):
-    """A target of `Cancel`: all jobs without an outcome."""
+    """All jobs without an outcome."""
 
 
 CancelTarget = TheseJobs | MatchingJobs | AllJobs
+"""The jobs that a `Cancel` means."""
 
 
 class Cancel(_Frame, frozen=True, omit_defaults=True):
@@ -126,7 +124,7 @@ class WithdrawJobs(_Frame, frozen=True, omit_defaults=True):
 
 
 class Ack(_Frame, frozen=True):
-    """Everything up to and including `cursor` has been received; the node forgets it."""
+    """To the node: everything up to and including `cursor` has been received; the node forgets it."""
 
     cursor: int
 
@@ -167,7 +165,7 @@ class WithdrawCall(_Frame, frozen=True):
 
 
 class AttachArena(_Frame, frozen=True):
-    """This trainer has mapped the node's arena, as `reader_id`: from now on outcomes may come as `OutcomeRefFrame`.
+    """To the node: this trainer has mapped the arena, as `reader_id`; outcomes may come as `OutcomeRefFrame` now.
 
     Not answered. Counts for this connection; a reader the node does not know (any more) changes nothing.
     """
@@ -206,11 +204,7 @@ class SessionWelcome(_Frame, frozen=True):
 
 
 class SessionRefused(_Frame, frozen=True):
-    """The node refuses the connection and closes it.
-
-    `admission`: it has too many sessions; `replaced`: a newer connection has taken the session over, so do not come
-    back.
-    """
+    """The node refuses the connection and closes it. The `code` says whether to come back."""
 
     code: Literal["version", "token", "protocol", "draining", "replaced", "admission"]
     message: str
@@ -226,10 +220,10 @@ class Accepted(_Frame, frozen=True, omit_defaults=True):
 
 
 class Rejected(_Frame, frozen=True):
-    """The job at `index` of the batch was not taken.
+    """The job at `index` of the batch was not taken. `path` is the offending field, if it is one field.
 
     `code`: `malformed`, `unknown_handler`, `duplicate_job`, `already_delivered`, `admission` (then `retry_after_s` is
-    set), `draining`. `path` is the offending field, if it is one field.
+    set), `draining`.
     """
 
     request_id: int
@@ -249,7 +243,7 @@ class CheckedJobs(_Frame, frozen=True):
 
 
 class OutcomeFrame(_Frame, frozen=True):
-    """A terminal outcome. `cursor` increases by one per session; acknowledge it with `Ack`."""
+    """To the trainer: an `Outcome`. `cursor` grows by one with each of a session; acknowledge it with `Ack`."""
 
     cursor: int
     job_id: str
@@ -257,7 +251,7 @@ class OutcomeFrame(_Frame, frozen=True):
 
 
 class OutcomeRefFrame(_Frame, frozen=True):
-    """An outcome for a trainer that has mapped the arena: `outcome` has empty token arrays. See `OutcomeFrame`.
+    """An `Outcome` with empty token arrays, for a trainer that has mapped the arena. See `OutcomeFrame`.
 
     `segments` says where they are, one reference for each segment of the trajectory, in order.
     """
@@ -277,7 +271,7 @@ class JobEvent(_Frame, frozen=True):
 
 
 class ObservedEvent(_Frame, frozen=True):
-    """A stage of a job of another session that this one observes. See `JobEvent`."""
+    """A `JobEvent` of another session that this one observes."""
 
     session_id: str
     job_id: str
@@ -286,7 +280,7 @@ class ObservedEvent(_Frame, frozen=True):
 
 
 class ObservedOutcome(_Frame, frozen=True):
-    """The outcome of a job of another session that this one observes.
+    """The `Outcome` of a job of another session that this one observes, once its own trainer may have it.
 
     Without a cursor: sent once at most, and there is nothing to acknowledge.
     """
@@ -297,7 +291,7 @@ class ObservedOutcome(_Frame, frozen=True):
 
 
 class ObservationLost(_Frame, frozen=True):
-    """So many `Observed...` frames were dropped here, because this trainer was too slow for them."""
+    """So many `Observed...` frames were dropped after the frame before: this trainer was too slow for them."""
 
     count: int
 
@@ -334,14 +328,14 @@ class JobList(_Frame, frozen=True):
 
 
 class StatusReport(_Frame, frozen=True):
-    """Live state of the node, as plain msgpack values (`prorl_trio.node.node.Node.statistics`)."""
+    """Answer to `StatusRequest`: the live state of the node, a map of plain values."""
 
     request_id: int
     statistics: msgspec.Raw
 
 
 class RoomReport(_Frame, frozen=True):
-    """Room of the node for jobs of this session, at this moment; nothing is reserved.
+    """Answer to `RoomRequest`: room for jobs of this session, at this moment; nothing is reserved.
 
     `room`: jobs that admission would take; `free`: of them, those that would begin without waiting for a worker of RUN;
     negative: so many wait for one. `run_workers`: all of these. `unready`: why a job submitted now would not be worked
@@ -356,7 +350,7 @@ class RoomReport(_Frame, frozen=True):
 
 
 class BackendsAnswer(_Frame, frozen=True):
-    """Answer to `CallBackends`: the operation's `answer`, or nil and an error.
+    """Answer to `CallBackends`: the operation's `answer`, which is a map, or nil and an error.
 
     `code` and `message` say what went wrong, `path` which field it is about, if it is one.
     """

@@ -97,7 +97,7 @@ class HelloOk(_Wire, frozen=True):
 
 
 class Refused(_Wire, frozen=True):
-    """The server refuses and closes. `code` is `version`, `token` or `protocol`."""
+    """The server refuses and closes: another version, a wrong token, or a first frame that is not `Hello`."""
 
     code: Literal["version", "token", "protocol"]
     message: str

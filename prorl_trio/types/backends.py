@@ -24,7 +24,7 @@ _Folder = Annotated[str, msgspec.Meta(min_length=1, max_length=4000)]
 
 
 class BackendList(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool: urls in order of arrival, and its live state."""
+    """The pool: urls in order of arrival, and its live state, a map."""
 
     urls: list[str]
     pool: Any
@@ -34,6 +34,7 @@ class UpdatedBackend(msgspec.Struct, frozen=True, kw_only=True):
     """The effect of a pause, new weights or a resume on one backend.
 
     Attributes:
+        url: as it was added.
         in_flight: completions that run there now; after `pause`, only those that were kept.
         engine: `paused`, `loaded` or `resumed` by its own API, `confirmed` (it says that it has the weights of the
             version), `not_offered` (it has no API for that: the node alone holds completions back), `failed`.

@@ -10,7 +10,14 @@ import re
 from typing import ClassVar, Final, Literal, NamedTuple
 
 FailureCause = Literal[
-    "sandbox", "inference", "agent_fault", "agent_budget", "evaluator", "handler", "cancelled", "node"
+    "sandbox",  # the sandbox could not be started, or was lost
+    "inference",  # the LLM backend
+    "agent_fault",  # the policy: it did what the task forbids, or broke what it works in
+    "agent_budget",  # the policy: it spent what it had
+    "evaluator",  # the scorer
+    "handler",  # the handler's own code
+    "cancelled",  # somebody cancelled it
+    "node",  # none of these
 ]
 """Why a job has no success. Closed: a trainer may switch over it. Only `agent_*` are the policy's own doing."""
 
@@ -22,22 +29,22 @@ ErrorCode = Literal[
     "backend_refused",  # it broke its contract, or refused the call for good
     "context_overflow",  # the first prompt leaves no room for a token
     "token_drift",  # a prompt does not begin with the tokens recorded
-    "stale",  # more policy updates lie between its tokens than `max_staleness` allows
+    "stale",  # more updates lie between its tokens than `max_staleness` allows; a reward of 0: by its tools' time
     "agent_program",  # the agent's program did not run, or had asked for nothing when it ended
     "agent_fault",  # the policy did what its task forbids
     "search_unavailable",  # the node's search answers nobody
-    "handler_raised",  # the handler's own code failed
+    "handler_raised",  # the handler's own code failed, or its outcome was too large
     "not_restorable",  # a recorded rollout does not have what its handler grades
-    "evaluator_crashed",  # it raised, or its process died
+    "evaluator_crashed",  # the scorer raised, or its process died
     "evaluator_timeout",  # it gave no score within its time-out or the EVAL budget
     "evaluator_malformed",  # what it returned is no score: a wrong type, NaN, nothing
-    "budget_init",
-    "budget_run",
-    "budget_total",
+    "budget_init",  # `init_s` was used up
+    "budget_run",  # `run_s` was used up
+    "budget_total",  # `total_s` was used up
     "cancelled",  # on request
     "early_stop",  # the job's group had what it needed, or its deadline had passed
     "shutdown",  # the node ended before the job did
-    "node",  # none of the above
+    "node",  # none of these
 ]
 """The exact failure, finer than the cause. Closed."""
 

@@ -21,33 +21,53 @@ if TYPE_CHECKING:
 
 
 Stage = Literal["init", "run", "eval"]
-TerminalStatus = Literal["completed", "failed", "cancelled", "timed_out"]
-Status = Literal["queued", "init", "ready", "run", "ran", "eval", "completed", "failed", "cancelled", "timed_out"]
-"""`queued` waits for INIT, `ready` for RUN, `ran` for EVAL; then exactly one terminal status."""
+TerminalStatus = Literal[
+    "completed",  # it was scored
+    "failed",  # something went wrong: `cause`
+    "cancelled",  # on request, or for the sake of its group
+    "timed_out",  # a budget was used up
+]
+Status = Literal[
+    "queued",  # waits for its sandbox
+    "init",  # gets it
+    "ready",  # waits for a place to run
+    "run",  # the agent works
+    "ran",  # waits to be scored
+    "eval",  # is scored
+    TerminalStatus,
+]
+"""The status of a job: a stage, or a wait for one; then exactly one terminal status."""
 
 PRIORITY: Final = {"eval": 0, "train": 1}
 """The place of a job's priority in any line; lower goes first."""
 
 StopReason = Literal[
     "finished",  # the agent called `finish`, or gave its final answer
-    "max_turns",
-    "context_budget",  # no room for another turn in the context or token budget
+    "max_turns",  # `max_turns` were taken
+    "context_budget",  # no room for another turn in the context or the token budget
     "no_tool_call",  # no tool call and no answer, after the nudges allowed
     "no_end_of_turn",  # its last turn reached `max_output_tokens`, with neither call nor answer
     "parse_error",  # no call of its last turn could be understood: at `max_turns`, or told so often enough before
-    "agent_budget",  # the agent's time ran out
+    "agent_budget",  # `agent_s` was used up
     "program_error",  # the agent's program ended with an error
-    "aborted",  # the rollout was cut short by a failure or a cancel
+    "aborted",  # a failure or a cancel cut it short
 ]
 """Why the agent's loop ended. Not the engine's `FinishReason`."""
 
-FinishReason = Literal["stop", "length", "abort", "tool_call"]
-"""Why sampling one completion ended: end-of-turn token, token limit, aborted by the engine; or the node stopped it, as
-a tool call was complete."""
+FinishReason = Literal[
+    "stop",  # at an end-of-turn token
+    "length",  # at `max_output_tokens`, or the context's end
+    "abort",  # the engine aborted it
+    "tool_call",  # the node stopped it: a tool call was complete
+]
+"""Why sampling one completion ended."""
 
-LogprobKind = Literal["raw", "processed", "unknown"]
-"""The distribution that an engine's log-probabilities are of: the model's own (temperature 1, nothing cut off), or what
-temperature, `top_p` and `top_k` made of it."""
+LogprobKind = Literal[
+    "raw",  # the model's own: temperature 1, nothing cut off
+    "processed",  # what temperature, `top_p` and `top_k` made of it
+    "unknown",  # the engine does not say
+]
+"""The distribution that an engine's log-probabilities are of."""
 
 SegmentReason = Literal[
     "template_rewrite",  # the template renders earlier turns otherwise: it drops old reasoning, say
@@ -59,7 +79,7 @@ SegmentReason = Literal[
     "branch",  # the program went back to an earlier turn, and on from there
     "retry",  # a step is tried again
 ]
-"""Why a segment does not continue the one before it."""
+"""Why a segment does not simply continue its parent."""
 
 Echo = Literal[
     "exact",
@@ -78,12 +98,12 @@ was served with it; spelled in another way; without its reasoning; or not at all
 reason."""
 
 ToolOutcome = Literal[
-    "ok",
-    "error",  # it failed, or exited with another code than 0, or refused its arguments
-    "timed_out",
-    "running",  # a command that goes on, and may be followed up
+    "ok",  # it was done; a command exited with 0
+    "error",  # it failed, exited with another code, or its arguments were refused
+    "timed_out",  # it was stopped after its time
+    "running",  # a command goes on, and may be followed up
     "unknown",  # there is no such tool
-    "malformed",  # the call could not be parsed
+    "malformed",  # it could not be parsed: see its `error`
     "not_run",  # the episode had ended
     "crashed",  # the tool itself failed, by a bug: the node's log has its traceback
 ]
@@ -160,9 +180,11 @@ class _Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class ToolCall(_Model, frozen=True):
     """A tool call that the policy made.
 
-    `error` is set when its text could not be parsed: then `arguments` is empty.
-
-    `id` is the one it was sampled with; most families write none.
+    Attributes:
+        arguments: empty if the call could not be parsed.
+        raw: its text.
+        error: why it could not be parsed; empty if it could.
+        id: the one it was sampled with; most families write none.
     """
 
     name: str
@@ -173,7 +195,12 @@ class ToolCall(_Model, frozen=True):
 
 
 class ToolResult(_Model, frozen=True, omit_defaults=True):
-    """The result of a call, beside what the policy was shown of it. `exit_code` is the command's, where it has one."""
+    """The result of a call, beside what the policy was shown of it.
+
+    Attributes:
+        outcome: how it went; left out if it is `ok`.
+        exit_code: of the command, if one ended; left out if there is none.
+    """
 
     outcome: ToolOutcome = "ok"
     exit_code: int | None = None
@@ -183,6 +210,7 @@ class ChatMessage(_Model, frozen=True):
     """A message as chat templates know it.
 
     Attributes:
+        role: who says it.
         name: the tool's, for role `tool`.
         tool_call_id: of the call that a message of role `tool` answers. Results of sampled calls need none: they answer
             them in their order.
@@ -202,13 +230,15 @@ _RAW: Final = "raw"
 
 
 class PolicySpan(_Model, frozen=True, omit_defaults=True):
-    """Tokens `start` (inclusive) to `end` (exclusive) of a segment were sampled in one way.
+    """Tokens of a segment that were sampled in one way. Fields that have their default are left out.
 
     Attributes:
+        start: first token, an index into the segment.
+        end: exclusive.
         policy_version: of the weights.
         engine: its name and version, `vllm 0.32.0`.
-        temperature, top_p, top_k: see `SamplingParams`.
-        logprob_kind: what the recorded log-probabilities are of.
+        temperature, top_p, top_k: as in `SamplingParams`.
+        logprob_kind: of which distribution the log-probabilities are.
     """
 
     start: int
@@ -237,10 +267,11 @@ class Segment(_Model, frozen=True):
     array of your own. `copy.deepcopy` makes one that owns its memory; so does pickling, unless out of band (PEP 574).
 
     Attributes:
-        token_ids: int32 [T]. Bit for bit what the engine received and returned.
-        logprobs: float32 [T]. The engine's log-probability (natural log) of each sampled token; 0.0 elsewhere.
-        loss_mask: uint8 [T]. 1 exactly where the policy sampled the token, 0 on prompts and observations.
-        spans: run-length policy versions over the sampled tokens.
+        token_ids: int32 [T], 4 T bytes. Bit for bit what the engine received and returned.
+        logprobs: float32 [T], 4 T bytes. The engine's log-probability (natural log) of each sampled token; 0.0
+            elsewhere.
+        loss_mask: uint8 [T], T bytes. 1 exactly where the policy sampled the token, 0 on prompts and observations.
+        spans: runs of sampled tokens, in order.
         parent: index of the segment of the trajectory that this one goes on from; None for the first.
         reason: why it does not simply continue its parent; None where there is none.
         shared: tokens at its beginning that are its parent's, bit for bit. Their mask is 0 here: what was sampled of
@@ -399,17 +430,20 @@ def _flat(buffer: Any) -> memoryview:
 
 
 class Turn(_Model, frozen=True, omit_defaults=True):
-    """An action of the policy and what came back. Token positions index the segment.
+    """An action of the policy and what came back.
 
-    `observations` answer `tool_calls` one by one; there are fewer where the rollout was cut short in the middle.
-    `tool_results` say of each of them how it went.
-
-    `completion_start` (inclusive) to `completion_end` (exclusive) are the sampled tokens of this turn.
-
-    `dropped_tokens` had come from the engine when it was stopped at a complete tool call, and are not recorded.
-
-    `messages` were said to the policy before it, besides the observations of the turn before: the opening of its
-    dialogue, or a reminder. Their tokens lie between the completions.
+    Attributes:
+        segment: its index; token positions are indices into it.
+        completion_start: first sampled token of the turn.
+        completion_end: exclusive.
+        text: of the completion.
+        finish_reason: why sampling ended.
+        tool_calls: in the completion.
+        observations: answers to the calls, one by one; fewer where the rollout was cut short.
+        dropped_tokens: had come from the engine when it was stopped at a complete tool call, and are not recorded.
+        messages: said to the policy before it, besides the observations of the turn before: the opening of its
+            dialogue, or a reminder. Their tokens lie between the completions.
+        tool_results: how the calls went, one for each observation.
     """
 
     segment: int
@@ -429,12 +463,15 @@ class Turn(_Model, frozen=True, omit_defaults=True):
 class Trajectory(_Model, frozen=True):
     """The whole record of a rollout, token-exact.
 
-    `prefix_breaks` counts segments begun because a prompt lost its prefix.
-
-    `drift_tokens` are recorded ones that were found to differ from what was sent and sampled: 0, or the job has failed.
-    `segments` are those of the task's own agent in their order, then those of each agent that it asked.
-    `tools` are the functions that the task's own agent was offered, as chat templates take them.
-    `echoes` counts how turns came back in later requests of a program that asked for them; empty for our own agent.
+    Attributes:
+        segments: those of the task's own agent in their order, then those of each agent that it asked.
+        turns: the policy's actions.
+        stop_reason: why the agent's loop ended.
+        prefix_breaks: segments begun because a prompt lost its prefix.
+        drift_tokens: recorded tokens that differ from what was sent and sampled: 0, or the job has failed.
+        tools: functions that the task's own agent was offered, as chat templates take them.
+        echoes: how turns came back in later requests of a program: `exact`, `keyed`, `respelled`, `reasoning_dropped`,
+            or the reason of the segment that began instead; empty for our own agent.
     """
 
     segments: list[Segment]
@@ -470,7 +507,12 @@ class Trajectory(_Model, frozen=True):
 class SamplingParams(_Model, frozen=True):
     """The way of sampling. Defaults sample the raw distribution, which policy-gradient training needs.
 
-    `max_output_tokens` limits one turn. `stop_token_ids` end a turn besides the family's end-of-turn token.
+    Attributes:
+        temperature: at least 0; 0 is greedy.
+        top_p: above 0, at most 1.
+        top_k: 0 is off.
+        max_output_tokens: of one turn, at least 1.
+        stop_token_ids: end a turn, besides the family's own end of turn.
     """
 
     temperature: float = 1.0
@@ -502,7 +544,13 @@ class Budgets(_Model, frozen=True):
     RUN is charged to `run_s`: calls that fail, hang, stall, wait in an engine's queue or are sent again, and the
     handler's own time. So RUN takes `run_s` + `agent_s` at most, waits aside, and no policy brings a time-out about.
 
-    `total_s` spans all attempts; `agent_s` is of one. A job that says `run_s` alone has no more for its agent.
+    Attributes:
+        init_s: for the stage that starts its sandbox.
+        run_s: for the stage in which the agent works.
+        eval_s: for the stage that scores.
+        total_s: for all stages of all attempts.
+        agent_s: of the policy's own, in one attempt: when it is used up, the agent's loop ends (`agent_budget`), and
+            what it did is scored. None is the node's, but no more than a `run_s` of this job.
     """
 
     init_s: float | None = None
@@ -524,7 +572,7 @@ class GroupPolicy(_Model, frozen=True):
     All rollouts of a group say the same.
 
     Attributes:
-        size: rollouts of the group.
+        size: rollouts of the group, at least 1.
         min_completed: once so many are `completed`, the others are cancelled; 0: never. **Biased**: the fastest are
             kept, and long rollouts are rare among them, so what is trained on is not what the policy does. Without
             that bias: leave it 0 and bound what a rollout may spend by `budgets.agent_s` and
@@ -552,8 +600,10 @@ class GroupPolicy(_Model, frozen=True):
 class RetryPolicy(_Model, frozen=True):
     """The rule by which a rollout that failed is run again, from a fresh sandbox and an empty conversation.
 
-    `max_attempts` counts the first one. `causes` are those that are retried, none of the policy's own. Before attempt n
-    + 1 the job waits `backoff_s` * 2 ** (n - 1), at most 60 s.
+    Attributes:
+        max_attempts: 1 to 100, the first one included.
+        causes: of the failures that are retried, none of the policy's own.
+        backoff_s: 0 to 60; before attempt n + 1 the job waits `backoff_s` * 2^(n - 1), at most 60 s.
     """
 
     max_attempts: int = 1
@@ -572,9 +622,13 @@ class RetryPolicy(_Model, frozen=True):
 
 
 class TaskInstance(_Model, frozen=True):
-    """A task of a task set. `handler` names who can do it; `payload` is that handler's own, validated by it.
+    """A task of a task set.
 
-    `family` is the part of its task set that reports count it in (`aime25`, say); it changes nothing else.
+    Attributes:
+        instance_id: names the task; comes back with the outcome.
+        handler: who can do it: `math`, or what the node has besides.
+        payload: the handler's own, validated by it.
+        family: the part of its task set that reports count it in (`aime25`, say); it changes nothing else.
     """
 
     instance_id: str
@@ -584,7 +638,13 @@ class TaskInstance(_Model, frozen=True):
 
 
 class Recorded(_Model, frozen=True):
-    """The part of a rollout's outcome by which it can be graded again: its `details`, how it ended, and its turns."""
+    """The part of a rollout's outcome by which it can be graded again.
+
+    Attributes:
+        details: its `details`.
+        stop_reason: its trajectory's.
+        turns: its trajectory's; they may be left out where the handler does not count in them.
+    """
 
     details: dict[str, Any]
     stop_reason: StopReason
@@ -621,28 +681,34 @@ class AgentProgram(_Model, frozen=True):
 class JobSpec(_Model, frozen=True):
     """A rollout to do.
 
-    `job_id` is the submitter's and idempotent; rollouts of one instance share `group_id`.
+    `max_staleness` is kept where a rollout begins: the job waits in its queue, oldest first, while no backend has
+    weights that are new enough, or (`agent.rollouts_per_update`) its trainer has too many ahead of it. What was not
+    to be foreseen ends the attempt: before a completion that would exceed the bound, and after one that did, it is
+    `failed`, with the cause `inference` and the code `stale`; `retry` says whether it is run again, then with the
+    new weights from the start. If it would not be so without the updates that came while its own tools were at
+    work, the agent's loop ends there (`stop_reason` `agent_budget`), and its work is graded; with a token that is
+    too stale already it is `failed`, with the cause `agent_budget`, the code `stale` and a reward of 0. A rollout
+    that is over waits as long as it has to: updates after its last token do not end it. Versions that are integers
+    lie as far apart as they say; others as many updates as the node was told of between them.
 
-    `keep_partial`: an outcome other than `completed` carries what was recorded until then. `group` needs a `group_id`.
-
-    `max_trajectory_tokens`: of each segment of its trajectory, prompt included; None, or more than the node's limit or
-    the engine's context, takes that.
-
-    `max_staleness`: policy updates that may lie between the first sampled token of its trajectory and the newest
-    weights, be these what the next token is sampled by or what the trainer has announced (the last resume); None takes
-    the node's bound, if it has one. It is kept where a rollout begins: the job waits in its queue, oldest first, while
-    no backend has weights that are new enough, or (`agent.rollouts_per_update`) its trainer has too many ahead of it.
-    What was not to be foreseen ends the attempt: before a completion that would exceed the bound, and after one that
-    did, it is `failed`, with the cause `inference` and the code `stale`; `retry` says whether it is run again, then
-    with the new weights from the start. If it would not be so without the updates that came while its own tools were at
-    work, the agent's loop ends there (`stop_reason` `agent_budget`), and its work is graded; with a token that is too
-    stale already it is `failed`, with the cause `agent_budget`, the code `stale` and a reward of 0. A rollout that is
-    over waits as long as it has to: updates after its last token do not end it. Versions that are integers lie as far
-    apart as they say; others as many updates as the node was told of between them.
-
-    `agent`: a program that works on the task in place of the node's own loop; a text is the name of a preset.
-
-    `recorded`: nothing is sampled; what an earlier rollout of the instance left is graded again, by EVAL alone.
+    Attributes:
+        job_id: the submitter's, 1 to 200 characters; unique on the node while the job lives, and idempotent.
+        instance: the task.
+        group_id: shared by the rollouts of one instance; empty: of no group.
+        sampling: how the policy is sampled.
+        budgets: seconds it may take.
+        max_turns: of the task's own agent, at least 1.
+        priority: `eval` overtakes `train`.
+        tags: the submitter's; they come back with the outcome, and cancels may name them.
+        keep_partial: an outcome other than `completed` carries what was recorded until then.
+        group: when the rest of the group is cancelled; needs a `group_id`.
+        retry: when the rollout is run again as a whole.
+        max_staleness: policy updates that may lie between the first sampled token and the newest weights, be these what
+            the next token is sampled by or what the trainer has announced (the last resume). None: the node's bound.
+        max_trajectory_tokens: of each segment, prompt included; None, or more than the node's limit or the engine's
+            context, takes that.
+        recorded: nothing is sampled: what an earlier rollout of the instance left is graded again, by EVAL alone.
+        agent: a program that works on the task in place of the node's own loop; a text is the `preset` of one.
     """
 
     job_id: str
@@ -677,7 +743,11 @@ class JobSpec(_Model, frozen=True):
 
 
 class Timing(_Model, frozen=True):
-    """Seconds of a job by stage, on the monotonic clock. `queued_*_s` are waits, not charged to budgets."""
+    """Seconds of a job by stage, on the monotonic clock.
+
+    Attributes:
+        queued_init_s, queued_run_s, queued_eval_s: waits, which are not charged to budgets.
+    """
 
     queued_init_s: float = 0.0
     init_s: float = 0.0
@@ -701,11 +771,20 @@ class AttemptRecord(_Model, frozen=True):
 class Outcome(_Model, frozen=True):
     """The one terminal record of a job.
 
-    `reward` is None for every failure that is not the policy's own; never 0 in its place. `cause` is set unless
-    `status` is `completed`, and `error_code` then says what exactly it was. `details` is the handler's (JSON-like),
-    `evaluation_log` the evaluator's, its middle left out if it is long. `trajectory` may be partial or None on failure.
-    `attempt` is the number of the attempt this is the outcome of, and `attempts` are those before it that failed;
-    `timing` is of the last one. `regraded` is True where nothing was sampled, but a recorded rollout graded again.
+    Attributes:
+        job_id, instance_id, group_id, tags: as submitted.
+        status: a terminal one.
+        reward: None, never 0, for every failure that is not the policy's own.
+        cause: who or what ended it; None exactly if `completed`.
+        error: for people; empty if `completed`.
+        trajectory: may be partial, or None, on failure.
+        details: the handler's.
+        timing: of the last attempt.
+        error_code: what exactly went wrong; None exactly if `completed`.
+        evaluation_log: the evaluator's, its middle left out if it is long.
+        attempt: the number of the attempt that this is the outcome of.
+        attempts: those before it, which failed.
+        regraded: True where nothing was sampled, but a recorded rollout graded again; otherwise it is left out.
     """
 
     job_id: str

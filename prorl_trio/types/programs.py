@@ -33,7 +33,11 @@ class AgentOpened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentFinished(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent's work was taken over. `turns`: of the policy so far."""
+    """The agent's work was taken over.
+
+    Attributes:
+        turns: of the policy so far.
+    """
 
     turns: int
 

@@ -41,7 +41,6 @@ OUTSIDE = {
     "cli/__init__.py": "the commands' own error, made printable there",
     "runs/progress.py": "the pager gets what the console has printed",
     "client/terminal.py": "the way itself",
-    "config/reference.py": "writes the reference's own text",
     "tasks/grading/drivers": "programs inside of sandboxes",
     "sandbox/images/pull.py": "frames to the node",
     "observe/logs.py": "formatters make records printable",

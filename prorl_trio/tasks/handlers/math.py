@@ -45,17 +45,21 @@ NUDGE = "Continue. Compute with the ipython tool, or give the final answer as \\
 class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`TaskInstance.payload` of a mathematical problem.
 
-    `answer` is the gold answer alone (`18`, `\\frac{1}{2}`), not a worked solution, or a list of such that are all
-    right. `system_prompt` and `instruction` (what follows the question in the user's message) replace ours. Without
-    `describe_tools` the prompt does not list the tools: for a policy that was trained to write ```python blocks. With
-    `plain_answer` a message without a call ends the rollout if it has a number; the last one is the answer where none
-    is boxed: for a policy that knows no boxes. `think` offers the tool of that name, too; `details["thoughts"]` counts
-    its calls.
-
-    `style` is how the policy writes calls: `tools` as its model's family does, or in ```python blocks, of which the
-    first is run; `json` as JSON objects anywhere in its text; `code` as ```python blocks, all of which are run. With
-    `json` and `code` it is told once what is wrong with a call that cannot be read, and the next such turn ends the
-    rollout; `details["format_errors"]` counts these calls.
+    Attributes:
+        question: the problem.
+        answer: the gold answer alone (`18`, `\\frac{1}{2}`), not a worked solution, or a list of such that are all
+            right.
+        system_prompt: replaces the handler's own.
+        instruction: follows the question in the user's message; replaces the handler's own.
+        describe_tools: False: the prompt does not list the tools, for a policy that was trained to write blocks of
+            Python.
+        plain_answer: True: a message without a call ends the rollout if it has a number; the last one is the answer
+            where none is boxed. For a policy that knows no boxes.
+        think: True: there is the tool `think`, too, which does nothing; `details["thoughts"]` counts its calls.
+        style: how the policy writes calls: `tools` as its model's family does, or in blocks of Python, of which the
+            first is run; `json` as JSON objects anywhere in its text; `code` as blocks of Python, all of which are run.
+            With `json` and `code` it is told once what is wrong with a call that cannot be read, and the next such turn
+            ends the rollout; `details["format_errors"]` counts these calls.
     """
 
     question: str
