@@ -7,7 +7,7 @@ the path of its field, and an outcome is encoded once, however often it is deliv
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -16,6 +16,18 @@ from prorl_ipc.arena_memory import ArenaRef
 SESSION_PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Default maximum of one WebSocket message."""
+MAX_FRAME_JOBS: Final = 10_000
+"""Jobs, or ids of jobs, in one frame of a trainer. The node reads a frame in one step, which must not be long."""
+MAX_CANCEL_TARGETS: Final = 64
+"""Targets of one `Cancel`. Each may be compared with every job of the node."""
+
+MAX_ATTEMPTS: Final = 1_000_000
+"""Attempts of one job that may have begun on other nodes."""
+
+_MANY: Final[Any] = msgspec.Meta(max_length=MAX_FRAME_JOBS)
+JobIds = Annotated[list[str], _MANY]
+RawJobs = Annotated[list[msgspec.Raw], _MANY]
+Attempts = Annotated[dict[str, Annotated[int, msgspec.Meta(ge=0, le=MAX_ATTEMPTS)]], _MANY]
 
 
 class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
@@ -53,21 +65,21 @@ class Submit(_Frame, frozen=True, omit_defaults=True):
     """
 
     request_id: int
-    jobs: list[msgspec.Raw]
-    attempts: dict[str, int] = {}
+    jobs: RawJobs
+    attempts: Attempts = {}
 
 
 class CheckJobs(_Frame, frozen=True):
     """Ask what speaks against these jobs (each a `JobSpec`). Nothing is accepted. Answered by `CheckedJobs`."""
 
     request_id: int
-    jobs: list[msgspec.Raw]
+    jobs: RawJobs
 
 
 class TheseJobs(_Frame, frozen=True, omit_defaults=True):
     """The jobs with these ids. `ahead`: unknown ids are remembered, and cancelled when they are submitted."""
 
-    job_ids: list[str]
+    job_ids: JobIds
     ahead: bool = False
 
 
@@ -94,7 +106,7 @@ class Cancel(_Frame, frozen=True, omit_defaults=True):
     """
 
     request_id: int
-    targets: list[CancelTarget]
+    targets: Annotated[list[CancelTarget], msgspec.Meta(max_length=MAX_CANCEL_TARGETS)]
     reason: str = ""
     on_node: bool = False
 
@@ -106,7 +118,7 @@ class WithdrawJobs(_Frame, frozen=True, omit_defaults=True):
     """
 
     request_id: int
-    job_ids: list[str]
+    job_ids: JobIds
     reason: str = ""
     ended: bool = False
 

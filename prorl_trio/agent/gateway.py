@@ -205,8 +205,14 @@ class Gateway:
         return turn.answer
 
     async def count_tokens(self, question: Question) -> int:
-        """Return the length of the prompt that a question would make, in tokens. Raises BadQuestion."""
-        return len(await self._new_conversation(merged(question.messages), question.tools))
+        """Return the length of the prompt that a question would make, in tokens. Raises BadQuestion.
+
+        Of a prompt that is far too long it is a lower bound.
+        """
+        try:
+            return len(await self._new_conversation(merged(question.messages), question.tools))
+        except ContextLengthExceeded as exc:
+            return exc.prompt_tokens
 
     def end(self, why: str) -> None:
         """Answer no more questions: `why` is what clients are told. Idempotent."""
@@ -357,6 +363,8 @@ class Gateway:
         """Say to the policy what came after a turn of it."""
         turns, calls = line.turns, after.said.calls if after.said is not None else ()
         messages = self._as_messages(between, calls)
+        if found := turns.conversation.count_beyond(messages, turns.limit):
+            raise ContextLengthExceeded(len(turns.conversation) + found, turns.limit)
         try:
             too_many = turns.say(messages)
         except HandlerError:
@@ -427,13 +435,14 @@ class Gateway:
 
     def _render(self, messages: Sequence[Said], tools: Sequence[ToolSchema]) -> Conversation:
         chat_format, rendered = self.context.resources.chat_format, self._as_messages(messages)
+        at_most = self.context_tokens
         try:
-            return Conversation(chat_format, rendered, tools)
+            return Conversation(chat_format, rendered, tools, at_most=at_most)
         except HandlerError:  # many templates know a system message at the beginning alone
             first = 1 if rendered and rendered[0].role == "system" else 0
             as_user = [*rendered[:first], *_joined(map(_as_user, rendered[first:]))]
             try:
-                return Conversation(chat_format, as_user, tools)
+                return Conversation(chat_format, as_user, tools, at_most=at_most)
             except HandlerError as exc:
                 raise BadQuestion(f"the model's chat template does not take these messages: {exc}") from exc
 

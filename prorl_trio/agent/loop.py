@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import trio
@@ -99,7 +100,8 @@ async def run_agent(
         await run_program(context, context.spec.agent, messages, style, after_answer)
         return
     context.tools = tools.schemas()
-    conversation = await run_sync(Conversation, resources.chat_format, messages, context.tools)
+    begin = partial(Conversation, at_most=resources.max_trajectory_tokens(context.spec))
+    conversation = await run_sync(begin, resources.chat_format, messages, context.tools)
     async with AsyncExitStack() as stack:
         lease = await lease_backend(context, stack)
         if (bound := resources.config.agent.staleness_bound(context.spec)) is not None:
@@ -146,7 +148,8 @@ async def run_sub_agent(
     if asker is None or asker.turns.context is not context:
         raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
     chat_format = context.resources.chat_format
-    conversation = await run_sync(Conversation, chat_format, messages, tools.schemas())
+    begin = partial(Conversation, at_most=asker.turns.limit)
+    conversation = await run_sync(begin, chat_format, messages, tools.schemas())
     turns = Turns(context, asker.turns.lease, asker.turns.budget, conversation, said=messages)
     turns.begin(context.dialogues.asked_in(asker.turns.dialogue))
     agent = _Agent(turns, tools, style, before_turn, None)

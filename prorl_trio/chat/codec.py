@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from tokenizers import Tokenizer
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 MARK = "\ue000"
 """Breaks up look-alikes inside marked text. A MARK that the text had already is doubled, so marking is reversible."""
+
+PROBE_CHARS: Final = 64 * 1024
+"""Characters of a long text that are encoded at once to see whether it is too long."""
+CHARS_PER_TOKEN: Final = 4
+"""About what a token has in most texts: one with no more for each token that it may have is encoded as a whole."""
 
 MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
 """The tags around reasoning and calls in most families."""
@@ -87,6 +92,7 @@ class TokenCodec:
     Attributes:
         vocab_size: every id the tokenizer knows is below it. The model's embedding may have more rows.
         vocabulary: the digest of its ids; see `vocabulary_digest`.
+        longest_token_chars: no token stands for more characters.
         added_ids: the ids of all added tokens, by their text.
         look_alikes: the added tokens that are broken up in text from outside.
         control_pattern: matches the tokens that structure a dialogue, in rendered text.
@@ -94,6 +100,7 @@ class TokenCodec:
 
     vocab_size: int
     vocabulary: str
+    longest_token_chars: int
     added_ids: dict[str, int]
     look_alikes: list[str]
     control_pattern: re.Pattern[str]
@@ -121,6 +128,7 @@ class TokenCodec:
         self._full, self._plain = _tokenizers(tokenizer_json, frozenset(t.content for t in breakable), origin)
         ids = self._full.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
+        self.longest_token_chars = max(map(len, ids))
         self.vocabulary = vocabulary_digest(ids)
         self._look_alike = _break_pattern(t.content for t in breakable)
         self.look_alikes = [t.content for t in breakable]
@@ -169,6 +177,24 @@ class TokenCodec:
             ids.append(self.added_ids[match.group(match.lastindex or 0)])
             start = match.end()
         return ids + self._encode_plain(marked[start:])
+
+    def count_beyond(self, marked: str, at_most: int) -> int:
+        """Return how many tokens rendered text has at least, if that is surely more than `at_most`; else 0.
+
+        The library holds the interpreter's lock for a second for each million characters, in which nothing of the
+        process runs, heartbeats included. So a text that is far too long must not be encoded: of that, this encodes a
+        part, a piece at a time.
+        """
+        if len(marked) <= max(PROBE_CHARS, CHARS_PER_TOKEN * at_most):
+            return 0
+        if (found := len(marked) // self.longest_token_chars) > at_most:
+            return found
+        found = 0
+        for start in range(0, len(marked), PROBE_CHARS):
+            found += len(self.encode(marked[start : start + PROBE_CHARS]))
+            if found > at_most + at_most // 4:  # the cuts between the pieces make a few more
+                return found
+        return 0
 
     def encode_whole(self, text: str) -> list[int]:
         """Return the ids that the tokenizer itself gives to rendered text, control tokens in all of it included."""

@@ -154,6 +154,7 @@ class Conversation:
         tools: Sequence[ToolSchema] = (),
         *,
         on_break: OnBreak | None = None,
+        at_most: int | None = None,
     ) -> None:
         """Begin a conversation that is ready for the assistant's first turn.
 
@@ -163,9 +164,11 @@ class Conversation:
                 control token is encoded as text, save `<think>` and `<tool_call>` in an assistant's message.
             tools: functions the policy may call, as JSON schemas in OpenAI's format.
             on_break: see `OnBreak`; None takes the format's.
+            at_most: the most tokens that it may have. A prompt that is surely longer is not encoded.
 
         Raises:
             HandlerError: the template refuses the messages, or a tool has no name.
+            ContextLengthExceeded: they are far more than `at_most` tokens.
         """
         self._format = chat_format
         self._template = chat_format.template.dated()
@@ -175,7 +178,7 @@ class Conversation:
         self._calls_so_far = self._closings_read = 0
         self._points: list[_Point] = []
         self._answer = assistant_message(())
-        self._history = self._marked(messages)
+        self._history, ids = self._render(messages, at_most)
         self._tokens = RolloutTokens()
         self._current = _OpenSegment(self._tokens.open_segment())
         self._closed: list[_OpenSegment] = []
@@ -183,8 +186,6 @@ class Conversation:
         self._has_sampled = self._sealed = False
         self.prefix_breaks = self.drift_tokens = 0
         self.completion_ranges = []
-        prompt = self._template.prompt(self._history, self._tools)
-        ids = array("i", chat_format.codec.encode(prompt))
         self._current.tokens.append(ids)
         self._proven = bytearray(memoryview(ids))
 
@@ -275,6 +276,14 @@ class Conversation:
         self._points.append(_Point(history, self._answer, self._calls_so_far))
         return turn
 
+    def count_beyond(self, messages: Sequence[ChatMessage], at_most: int) -> int:
+        """Return how many tokens messages have at least, if that is surely more than `at_most`; else 0.
+
+        See `TokenCodec.count_beyond`. Templates leave parts of an assistant's messages out, so these do not count.
+        """
+        said = "".join(message.content for message in messages if message.role != "assistant")
+        return self._format.codec.count_beyond(said, at_most)
+
     def add_messages(self, messages: Sequence[ChatMessage], *, at_most: int | None = None) -> int:
         """Append what came back (tool results, a nudge), exactly as the template puts it, up to the next turn.
 
@@ -331,8 +340,7 @@ class Conversation:
             raise RuntimeError("the conversation has been sealed")
         calls_before = self._calls_so_far
         try:
-            history = self._marked(messages)
-            prompt = array("i", self._format.codec.encode(self._template.prompt(history, self._tools)))
+            history, prompt = self._render(messages, at_most)
             if at_most is not None and len(prompt) > at_most:
                 raise ContextLengthExceeded(len(prompt), at_most)
         except (HandlerError, ContextLengthExceeded):
@@ -439,6 +447,22 @@ class Conversation:
                 f"{len(now)} recorded tokens do not continue the {len(then)} sent and sampled: "
                 f"they differ from position {position} on"
             )
+
+    def _render(self, messages: Sequence[ChatMessage], at_most: int | None) -> tuple[list[Message], array[int]]:
+        """Return messages as the template knows them, and the tokens of the prompt that they are.
+
+        Raises:
+            HandlerError: the template refuses them.
+            ContextLengthExceeded: they are surely more than `at_most` tokens, and were not all encoded.
+        """
+        codec = self._format.codec
+        if at_most is not None and (found := self.count_beyond(messages, at_most)):
+            raise ContextLengthExceeded(found, at_most)
+        history = self._marked(messages)
+        prompt = self._template.prompt(history, self._tools)
+        if at_most is not None and (found := codec.count_beyond(prompt, at_most)):
+            raise ContextLengthExceeded(found, at_most)
+        return history, array("i", codec.encode(prompt))
 
     def _delta(self, new: Sequence[Message], calls: Sequence[Message]) -> array[int]:
         """Return what comes after the last completion, up to the next one. Errors as `add_messages`."""

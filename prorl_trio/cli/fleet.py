@@ -6,17 +6,16 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 import trio
 
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
-from prorl_trio.client.terminal import say
+from prorl_trio.cli.ready import Ready
 from prorl_trio.config import HeadConfig, load_head_config
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
-from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.fleet.serve import serve_fleet
 
 if TYPE_CHECKING:
@@ -57,6 +56,8 @@ def fleet(folder: Path | None, config_path: Path | None, ledger: Path | None, po
     The first signal drains: the head takes no new jobs, and lets those it has end, for drain_timeout_s at most. The
     second ends it at once. Jobs that are left go on in the nodes, and are the next start's.
 
+    SIGHUP reads listen.token_file again; on a head that was started from a terminal it drains (on_hangup).
+
     The token is that of the configuration or PRORL_TOKEN; without either, the head makes one. Trainers that use the
     folder, `connect(fleet=DIR)`, read the token there.
 
@@ -74,7 +75,7 @@ def fleet(folder: Path | None, config_path: Path | None, ledger: Path | None, po
         config = msgspec.structs.replace(config, fleet=msgspec.structs.replace(config.fleet, dir=str(folder)))
     if ledger is not None:
         config = msgspec.structs.replace(config, ledger=msgspec.structs.replace(config.ledger, dir=str(ledger)))
-    ready = _Ready(secure=bool(listen.tls_cert))
+    ready = Ready(secure=bool(listen.tls_cert))
 
     async def serve() -> bool:
         return await serve_fleet(config, task_status=ready)
@@ -88,13 +89,3 @@ def _with_token(listen: ListenConfig) -> ListenConfig:
     if listen.token_file and not given:
         return listen
     return msgspec.structs.replace(listen, token=given or os.urandom(24).hex(), token_file="")
-
-
-class _Ready:
-    """Tells on standard output that the head listens."""
-
-    def __init__(self, *, secure: bool) -> None:
-        self._secure = secure
-
-    def started(self, value: Any = None) -> None:
-        say(f"READY {endpoint_url(value, secure=self._secure)}")

@@ -6,18 +6,17 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 import msgspec
 import trio
 
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
-from prorl_trio.client.terminal import say
+from prorl_trio.cli.ready import Ready
 from prorl_trio.config import OnHangup, load_config
 from prorl_trio.config.quantities import MAX_WEIGHT
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
-from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.serve import serve_node
 
@@ -126,24 +125,10 @@ def serve(
         return msgspec.structs.replace(config, listen=listen)
 
     config = load()
-    ready = _Ready(secure=bool(config.listen.tls_cert))
+    ready = Ready(secure=bool(config.listen.tls_cert))
 
     async def serve() -> bool:
         async with open_garbage_searches():
             return await serve_node(config, load=load, task_status=ready)
 
     sys.exit(0 if trio.run(serve) else EXIT_JOBS_CUT)
-
-
-class _Ready:
-    """Tells on standard output that the node listens."""
-
-    def __init__(self, *, secure: bool) -> None:
-        self._secure = secure
-
-    def started(self, value: Any = None) -> None:
-        try:
-            say(f"READY {endpoint_url(value, secure=self._secure)}")
-        except OSError as exc:
-            logger.warning("READY cannot be written to standard output: %s; the node runs", exc.strerror)
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - else the end of the process fails on what was not written

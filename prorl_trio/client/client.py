@@ -12,6 +12,7 @@ import trio
 
 from prorl_ipc.nursery import single_exception
 from prorl_ipc.session import (
+    MAX_FRAME_JOBS,
     MAX_MESSAGE_BYTES,
     SESSION_PROTOCOL_VERSION,
     Accepted,
@@ -311,7 +312,9 @@ class RolloutClient(ResultCalls, BackendCalls):
         """
         if (whole_session or ahead) if on_node else (everything or session_id is not None):
             raise ValueError("whole_session and ahead are for a session; session_id and everything go with on_node")
-        targets: list[CancelTarget] = [TheseJobs(list(job_ids), ahead)] if job_ids else []
+        *earlier, last = _pages(job_ids)
+        found = [await self._cancel([TheseJobs(page, ahead)], reason, on_node=on_node) for page in earlier]
+        targets: list[CancelTarget] = [TheseJobs(last, ahead)] if last else []
         if on_node:
             targets.append(MatchingJobs(group_id, session_id, dict(tags or {})))
         else:
@@ -319,6 +322,15 @@ class RolloutClient(ResultCalls, BackendCalls):
             targets += [MatchingJobs(tags=dict(tags))] if tags else []
         if whole_session or everything:
             targets.append(AllJobs())
+        found.append(await self._cancel(targets, reason, on_node=on_node))
+        return Cancelled(
+            request_id=found[-1].request_id,
+            cancelled=[job_id for answer in found for job_id in answer.cancelled],
+            ended=[job_id for answer in found for job_id in answer.ended],
+            unknown=[job_id for answer in found for job_id in answer.unknown],
+        )
+
+    async def _cancel(self, targets: list[CancelTarget], reason: str, *, on_node: bool) -> Cancelled:
         return await self._ask(Cancelled, lambda i: Cancel(i, targets, reason, on_node))
 
     async def withdraw(self, job_ids: Sequence[str], reason: str, *, ended: bool = False) -> None:
@@ -330,7 +342,8 @@ class RolloutClient(ResultCalls, BackendCalls):
         Raises:
             ServiceError: the session is over.
         """
-        await self._ask(WithdrawnJobs, lambda i: WithdrawJobs(i, list(job_ids), reason, ended))
+        for page in _pages(job_ids):
+            await self._ask(WithdrawnJobs, partial(_withdraw_jobs, page, reason, ended))
 
     def policy_update(
         self,
@@ -527,6 +540,16 @@ def _where(url: str | None, endpoint_file: str | PathLike[str] | None) -> Addres
     if url is None and endpoint_file is not None:
         return EndpointFile(endpoint_file)
     raise ValueError("connect needs the url of a node or its endpoint_file, one of the two")
+
+
+def _pages(job_ids: Sequence[str]) -> list[list[str]]:
+    """Return the ids in lists that fit into one frame each; one empty list if there are none."""
+    starts = range(0, max(1, len(job_ids)), MAX_FRAME_JOBS)
+    return [list(job_ids[start : start + MAX_FRAME_JOBS]) for start in starts]
+
+
+def _withdraw_jobs(job_ids: list[str], reason: str, ended: bool, request_id: int) -> WithdrawJobs:
+    return WithdrawJobs(request_id, job_ids, reason, ended)
 
 
 def _check_jobs(jobs: list[msgspec.Raw], request_id: int) -> CheckJobs:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import trio
 
 from prorl_ipc.session import (
+    MAX_ATTEMPTS,
     Accepted,
     BackendsAnswer,
     CallBackends,
@@ -104,7 +105,7 @@ class SubmitCall:
         return Submit(
             request_id=request_id,
             jobs=[self._jobs[position][1] for position in self._sent],
-            attempts={name: self._attempts[name] for name in names if name in self._attempts},
+            attempts={name: min(self._attempts[name], MAX_ATTEMPTS) for name in names if name in self._attempts},
         )
 
     def take(self, answer: Answer) -> bool:

@@ -32,8 +32,8 @@ class HeadConfig(Table, frozen=True):
         ledger: `dir` should be on a disk that the head's next start finds, which `auto` is on the same machine.
         drain_timeout_s: time after the first SIGTERM for live jobs to end by themselves. What is left then is the next
             start's, if the ledger is on a disk; else it is cancelled.
-        on_hangup: at SIGHUP the head drains if it was started from a terminal, which is gone then (`auto`), always
-            (`drain`), or never (`reload`).
+        on_hangup: at SIGHUP the head drains, or reads `listen.token_file` again; `auto`: it drains if it was started
+            from a terminal, which is gone then.
         max_undelivered: jobs of one session, running or finished and not acknowledged.
         max_queued: jobs that may wait for a place on a node.
         recovery_timeout_s: time after a start in which the nodes of the folder are joined. Jobs that began before, and

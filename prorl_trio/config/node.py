@@ -84,13 +84,22 @@ class LedgerConfig(Table, frozen=True):
     hot_outcome_bytes: BytesOrZero = 256 * 1024 * 1024
 
     def folder(self, node_id: str, environ: Mapping[str, str]) -> Path | None:
-        """Return the folder of the ledger, or None if it is in memory."""
+        """Return the folder of the ledger, or None if it is in memory.
+
+        Raises:
+            ConfigError: it is below the home folder, and the user has none.
+        """
         if self.dir != "auto":
             return Path(self.dir) if self.dir else None
         if not node_id:
             return None
-        state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-        return Path(state) / "prorl-trio" / node_id
+        state = Path(environ.get("XDG_STATE_HOME", ""))
+        try:
+            if not state.is_absolute():  # relative ones do not count, as the specification asks
+                state = Path.home() / ".local" / "state"
+        except RuntimeError as exc:
+            raise ConfigError("ledger.dir: this user has no home folder; set it to a folder on a local disk") from exc
+        return state / "prorl-trio" / node_id
 
 
 class ArenaConfig(Table, frozen=True):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 
@@ -26,11 +27,34 @@ def rest_url(address: tuple[str, int], *, secure: bool = False) -> str:
     return f"{'https' if secure else 'http'}://{_authority(address)}"
 
 
+def check_endpoint_file(endpoint_file: Path) -> None:
+    """Check that `announce` could write the file, which stays as it is. Blocks on the disk.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    with _open_draft(endpoint_file):
+        pass
+
+
 def announce(endpoint_file: Path, endpoints: Mapping[str, str]) -> None:
     """Write the endpoints to the file as JSON, atomically: a reader never sees half of it. Blocks on the disk.
 
     Raises:
         ConfigError: the file cannot be written.
+    """
+    with _open_draft(endpoint_file) as (draft, file):
+        file.write(msgspec.json.encode(endpoints))
+        file.close()
+        draft.replace(endpoint_file)
+
+
+@contextmanager
+def _open_draft(endpoint_file: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """Open a new file beside the endpoint file; remove it on leaving, if it still has its name.
+
+    Raises:
+        ConfigError: it cannot be made, the endpoint file cannot be replaced, or the block raised an OSError.
     """
     # A name that nobody can guess, and O_EXCL: in a folder of many users, others may have put a link there.
     draft = endpoint_file.with_name(f".{endpoint_file.name}.{secrets.token_hex(8)}")
@@ -41,11 +65,9 @@ def announce(endpoint_file: Path, endpoints: Mapping[str, str]) -> None:
             raise OSError(errno.EINVAL, "it is not a regular file")  # root would replace a device by a file
         try:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), "wb") as file:
-                file.write(msgspec.json.encode(endpoints))
-            draft.replace(endpoint_file)
-        except BaseException:
+                yield draft, file
+        finally:
             draft.unlink(missing_ok=True)
-            raise
     except OSError as exc:
         raise ConfigError(
             f"listen.endpoint_file: {endpoint_file} cannot be written: {exc.strerror}; name a file in a folder that "

@@ -124,6 +124,8 @@ def parse_head(connection: h11.Connection, head: bytes) -> Request:
     if websocket and (method, path, version) != ("GET", WEBSOCKET_PATH, "1.1"):
         raise Refusal(403, "protocol", f"the WebSocket of this port is GET {WEBSOCKET_PATH}")
     body_bytes = int(lengths[0]) if lengths else 0
+    if websocket and (coded or body_bytes):
+        raise Refusal(400, "malformed", "a WebSocket handshake has no body: its bytes would be read as frames")
     return Request(method, path, target, query, version, headers, websocket, body_bytes)
 
 

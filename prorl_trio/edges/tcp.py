@@ -61,6 +61,19 @@ async def open_listeners(listen: ListenConfig) -> list[trio.SocketListener]:
     return listeners
 
 
+async def check_address(listen: ListenConfig) -> None:
+    """Bind the host and port for a moment, so that a wrong one is found before anything starts. Inherited ones are not.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    if listen.descriptors:
+        await trio.lowlevel.checkpoint()
+        return
+    async with await _bind(listen.host, listen.port):
+        pass
+
+
 async def _bind(host: str, port: int) -> trio.SocketListener:
     if not 0 <= port <= 65_535:
         raise ConfigError(f"listen.port must be 0 (any free one) to 65535, got {port}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import signal
 import socket
 import time
 import uuid
@@ -25,15 +26,14 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config.secrets import load_token
-from prorl_trio.edges.auth import Door
 from prorl_trio.edges.endpoints import endpoint_url, rest_url
 from prorl_trio.edges.rest.events import EventFeed
-from prorl_trio.edges.tcp import load_tls
+from prorl_trio.edges.tcp import check_address
 from prorl_trio.file_systems import sync_folder
 from prorl_trio.fleet.head import open_fleet_head
-from prorl_trio.node.descriptors import raise_descriptor_limit
+from prorl_trio.node.descriptors import check_descriptors, raise_descriptor_limit
 from prorl_trio.node.drain import drain, open_end_signals, until_started
-from prorl_trio.node.edges import Edges, open_edges
+from prorl_trio.node.edges import check_listen, open_edges
 from prorl_trio.node.membership import Endpoints, advertised_host
 from prorl_trio.node.monitoring import open_monitoring
 from prorl_trio.node.sessions import open_stored_journal
@@ -50,8 +50,10 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from prorl_trio.config import HeadConfig
+    from prorl_trio.config import HeadConfig, ListenConfig
+    from prorl_trio.edges.auth import Door
     from prorl_trio.fleet.head import Fleet
+    from prorl_trio.node.edges import Edges
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,8 @@ async def serve_fleet(
 
     The first signal drains: the head takes no more jobs, and lets those that live end, for `drain_timeout_s` at most.
     The second cuts that short. With a ledger on a disk, jobs that are left then go on: the members work on them, and
-    the head's next start has them again. Without, they are cancelled.
+    the head's next start has them again. Without, they are cancelled. At SIGHUP the token file is read again, unless
+    `on_hangup` says that the head drains.
 
     Reports the listener's (host, port) through `task_status`. Returns True if no job was left or cut.
 
@@ -94,16 +97,24 @@ async def serve_fleet(
         raise ConfigError("the head of a fleet needs fleet.dir, the folder of its nodes (--dir)")
     if config.rest.prorl_compat:
         raise ConfigError("rest.prorl_compat needs a tokenizer, which the head of a fleet has not; ask its nodes")
-    edges = await trio.to_thread.run_sync(_prepare_edges, config)
+    check_descriptors(config)
+    edges = await trio.to_thread.run_sync(check_listen, config, [])
+    await check_address(config.listen)
     clean = True
-    with open_end_signals(config.on_hangup, reloads=False) as signals:
+    with open_end_signals(config.on_hangup, reloads=True) as signals:
         async with until_started(signals) as starting:
-            async with _open_whole(config, edges, starting) as (fleet, sessions, address):
+            async with (
+                _open_whole(config, edges, starting) as (fleet, sessions, address),
+                open_single_nursery() as reloads,
+            ):
+                if not signals.hangup:
+                    await reloads.start(service_task(_serve_reloads, "reload"), config.listen, edges.door)
                 task_status.started(address)
                 await anext(signals)
                 cut = await drain(fleet, signals, config.drain_timeout_s)
                 with trio.move_on_after(DELIVERY_TIMEOUT_S):
                     await _wait_delivered(fleet, sessions)
+                reloads.cancel_scope.cancel("shutdown")
             clean = cut == 0 and not sessions.journal.failed
     return clean
 
@@ -115,11 +126,22 @@ async def _wait_delivered(fleet: Fleet, sessions: SessionTable) -> None:
         await sessions.wait_delivered()
 
 
-def _prepare_edges(config: HeadConfig) -> Edges:
-    listen = config.listen
-    token, tls = load_token(listen), load_tls(listen)
-    named = [host for host in (listen.host, config.fleet.advertise) if host]
-    return Edges(Door(token, listen.hosts, named), tls, [])
+async def _serve_reloads(
+    listen: ListenConfig, door: Door, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """At each SIGHUP, give `door` the token that `listen` has now: its file may have another one. Until cancelled."""
+    with trio.open_signal_receiver(signal.SIGHUP) as signals:
+        task_status.started()
+        async for _ in signals:
+            try:
+                token = await run_sync(lambda: load_token(listen))
+            except (ConfigError, OSError) as exc:
+                logger.error("reload: the token stays as it is: %s", exc)
+                continue
+            if door.replace_token(token):
+                logger.info("reload: the token is replaced; connections that showed the former one end, jobs go on")
+            else:
+                logger.info("reload: the token has not changed; all else needs a restart")
 
 
 @asynccontextmanager

@@ -43,6 +43,10 @@ class LedgerFailed(LedgerError):
     """The disk failed, or the ledger is closed. Only a new start tells whether what was asked for is stored."""
 
 
+class LedgerRefused(LedgerError):
+    """An operation has a value that no ledger can hold. Nothing of it was stored; others are not affected."""
+
+
 class LedgerCorrupt(LedgerError):
     """A payload is not what was written. The message names job and file; others are not affected."""
 

@@ -29,7 +29,7 @@ from prorl_trio.ledger.database import (
     open_database,
 )
 from prorl_trio.ledger.disk import REMEDY, LedgerFolder
-from prorl_trio.ledger.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, LedgerStatistics
+from prorl_trio.ledger.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, LedgerRefused, LedgerStatistics
 from prorl_trio.ledger.operations import (
     LAZY,
     Accept,
@@ -66,6 +66,9 @@ CLEAN_STEP_PAGES: Final = 1024
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _PASSING: Final = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL)
 """Why SQLite cannot read now what may be read later."""
+
+_UNSTORABLE: Final = (OverflowError, UnicodeEncodeError, sqlite3.DataError)
+"""Errors that a value of an operation causes, which SQLite cannot hold, and not the disk."""
 
 _PUT_JOB: Final = "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
@@ -297,6 +300,8 @@ class Store:
         """Why nothing is stored until the ledger is opened again."""
         self._full = ""
         """Why the disk takes nothing new."""
+        self._gone = ""
+        """The same, where somebody has removed the database: what is written to it ends with this process."""
         self._told_full = False
         self._over = ""
         """The same of `max_bytes`, until less than `_over_bytes` are in use."""
@@ -362,7 +367,7 @@ class Store:
     @property
     def disk_is_full(self) -> bool:
         """Return whether a `commit` should follow in a while, if only to see whether the disk has room again."""
-        return bool(self._full) and not self._failed
+        return bool(self._full or self._gone) and not self._failed
 
     def commit(self, operations: Sequence[Operation]) -> list[Answer]:
         """Do them in one transaction, then a step of cleaning if it is due.
@@ -374,7 +379,8 @@ class Store:
         # Those that need no sync come last: a session is not closed before an outcome that was asked for earlier.
         order = sorted(range(len(operations)), key=lambda n: isinstance(operations[n], LAZY))
         held_back: set[str] = set()
-        if self._full:
+        self._gone = self._why_gone()
+        if self._full and not self._gone:
             self._refill_reserve()
         if order and not self._transact(operations, order, answers, held_back):
             self._shrink_reserve(min(LAST_RESORT_BYTES, self._limits.reserve_bytes // 4))
@@ -412,6 +418,7 @@ class Store:
             return True
         counts = self._tables.counts
         lazy = all(isinstance(operations[number], LAZY) for number in numbers)
+        number = -1
         try:
             self._db.execute(f"PRAGMA synchronous = {'NORMAL' if lazy else 'FULL'}")
             self._db.execute("BEGIN IMMEDIATE")
@@ -425,15 +432,22 @@ class Store:
             self._db.execute("UPDATE marks SET mark = ?", (mark.encode(),))
             started = time.perf_counter()
             self._db.execute("COMMIT")
+        except _UNSTORABLE as exc:
+            self._roll_back(counts)
+            answers[number] = LedgerRefused(f"a value cannot be stored: {exc}")
+            others = [other for other in numbers if other != number]
+            return not others or self._transact(operations, others, answers, held_back)
         except (sqlite3.Error, UnicodeDecodeError, Changed) as exc:
-            self._roll_back()
-            self._tables.counts = counts
+            self._roll_back(counts)
             if isinstance(exc, sqlite3.Error) and self._is_full(exc):
                 self._full = f"{os.strerror(errno.ENOSPC)} in {self._folder.path}: {exc}"
                 return False
             self._fail(exc)
             self._refuse(operations, numbers, answers)
             return True
+        except BaseException:  # of a machine without memory, say: the next transaction must be able to begin
+            self._roll_back(counts)
+            raise
         if lazy:
             self._mark = mark
         else:
@@ -465,7 +479,9 @@ class Store:
             else:
                 answers[number] = (LedgerFailed if isinstance(operation, Finish) else LedgerFull)(self._failed)
 
-    def _roll_back(self) -> None:
+    def _roll_back(self, counts: Counts) -> None:
+        """Undo what the transaction has done. `counts` are those from before it."""
+        self._tables.counts = counts
         try:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -498,8 +514,8 @@ class Store:
             return ""
         limit_bytes = self._limits.max_bytes
         if not isinstance(operation, Finish):
-            if self._full:
-                return self._full
+            if reason := self._gone or self._full:
+                return reason
             limit_bytes -= self._limits.reserve_bytes
         used_bytes = self._tables.used_bytes() + self._limits.log_bytes
         size_bytes = size_of(operation) + ROW_BYTES
@@ -511,6 +527,15 @@ class Store:
             f"of which {self._limits.reserve_bytes} are for outcomes alone; acknowledge results"
         )
         return self._over
+
+    def _why_gone(self) -> str:
+        try:
+            self._path.stat()
+        except FileNotFoundError:
+            return f"{self._path} was removed: put it back, or end the node, which then begins a new one"
+        except OSError as exc:
+            logger.debug("%s cannot be looked at: %s", self._path, exc)
+        return ""
 
     def _is_full(self, error: sqlite3.Error) -> bool:
         """The disk works, and has no space. SQLite does not say it of quotas, nor of the index of its log."""
@@ -571,7 +596,7 @@ class Store:
             if _size_of(log_of(self._path)) > self._limits.log_bytes or (many and not more):
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as exc:
-            self._roll_back()
+            self._roll_back(self._tables.counts)
             if not self._is_full(exc):
                 self._fail(exc)
             return False
@@ -668,9 +693,11 @@ class Store:
         return msgspec.structs.replace(self._statistics, fsync_p50_s=p50, fsync_p99_s=p99)
 
     def _note_statistics(self) -> None:
-        if bool(self._full) != self._told_full:
-            self._told_full = bool(self._full)
-            if self._full:
+        if bool(self._gone or self._full) != self._told_full:
+            self._told_full = bool(self._gone or self._full)
+            if self._gone:
+                logger.critical("the ledger takes nothing new: %s", self._gone)
+            elif self._full:
                 logger.error("the ledger takes nothing new until there is room: %s", self._full)
             else:
                 logger.warning("the ledger has room, and takes new jobs again")
@@ -683,7 +710,7 @@ class Store:
             commits=self._commits,
             operations=self._operations,
             largest_group=self._largest_group,
-            full=self._failed or self._full or self._over,
+            full=self._failed or self._gone or self._full or self._over,
         )
 
 

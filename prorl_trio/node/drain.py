@@ -149,20 +149,23 @@ class EndSignals:
 def open_end_signals(on_hangup: OnHangup, *, reloads: bool) -> Iterator[EndSignals]:
     """Receive the signals that end a node during the block: SIGTERM, SIGINT, and SIGHUP if `on_hangup` says so.
 
-    With `reloads`, where SIGHUP does not end the node, SIGHUP does nothing until `serve_reloads` receives it. Leaving
-    the block restores the former handler of SIGHUP. For the main thread only.
+    With `reloads`, where SIGHUP does not end the node, SIGHUP does nothing until a task of the block receives it. What
+    comes too late to be acted on is dropped: the end that it asks for is there, and it must not change the exit code.
+    Leaving the block restores the former handlers. For the main thread only.
     """
     hangup = drains_on_hangup(on_hangup)
     numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangup else [])]
-    before = signal.getsignal(signal.SIGHUP)
-    if reloads and not hangup:
-        signal.signal(signal.SIGHUP, lambda _number, _frame: None)
+    dropped = [*numbers, *([signal.SIGHUP] if reloads and not hangup else [])]
+    before = {number: signal.getsignal(number) for number in dropped}
+    for number in dropped:  # the receiver puts these handlers back, and calls them for what nobody took
+        signal.signal(number, lambda _number, _frame: None)
     try:
         with trio.open_signal_receiver(*numbers) as received:
             yield EndSignals(received, hangup=hangup)
     finally:
-        if before is not None:  # else it is not Python's
-            signal.signal(signal.SIGHUP, before)
+        for number, handler in before.items():
+            if handler is not None:  # else it is not Python's
+                signal.signal(number, handler)
 
 
 def drains_on_hangup(on_hangup: OnHangup) -> bool:

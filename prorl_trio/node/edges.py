@@ -15,13 +15,19 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import NodeConfig
 from prorl_trio.config.secrets import load_token
 from prorl_trio.edges.auth import Door
-from prorl_trio.edges.endpoints import announce, endpoint_url, rest_url
+from prorl_trio.edges.endpoints import announce, check_endpoint_file, endpoint_url, rest_url
 from prorl_trio.edges.prorl_compat import configured_endpoints
 from prorl_trio.edges.serve import serve_edges
 from prorl_trio.edges.tcp import load_tls, open_listeners
-from prorl_trio.edges.websocket.local_sockets import claim_local_sockets, release_local_sockets
+from prorl_trio.edges.websocket.local_sockets import (
+    check_local_sockets,
+    claim_local_sockets,
+    release_local_sockets,
+)
+from prorl_trio.edges.websocket.server import check_heartbeat
 from prorl_trio.node.membership import Endpoints, advertised_host
 from prorl_trio.node.node import Node
+from prorl_trio.rendezvous.folder import claim_folder
 from prorl_trio.sessions.node_api import NodeApi
 from prorl_trio.sessions.session_table import recover_sessions
 from prorl_trio.supervision import service_task
@@ -62,17 +68,34 @@ def prepare_edges(config: NodeConfig, handlers: Sequence[str]) -> Edges:
     Called before anything of the node starts. `handlers` are the names of those that the node has. Blocks on the disk.
 
     Raises:
-        ConfigError: a token, a certificate or a key cannot be used or is open to others, or fields contradict each
-            other.
+        ConfigError: a token, a certificate or a key cannot be used or is open to others; a file, a socket or the
+            fleet's folder cannot be written; or fields contradict each other.
     """
-    listen, rest = config.listen, config.rest
-    token, tls = load_token(listen), load_tls(listen)
+    rest = config.rest
     unknown = {source: name for source, name in rest.data_sources.items() if name not in handlers}
     if rest.prorl_compat and unknown:
         wrong = ", ".join(f"{source} = {name!r}" for source, name in unknown.items())
         raise ConfigError(f"rest.data_sources: no such handler: {wrong}; this node has: {', '.join(handlers)}")
+    edges = check_listen(config, configured_endpoints(config))
+    if config.fleet.dir:
+        claim_folder(config.fleet.dir)
+    return edges
+
+
+def check_listen(config: NodeConfig | HeadConfig, more: Sequence[Endpoint]) -> Edges:
+    """Read the secrets of `listen`, and check its fields and paths. `more` is that of the result. Blocks on the disk.
+
+    Raises:
+        ConfigError: something cannot be used, or is open to others.
+    """
+    listen = config.listen
+    token, tls = load_token(listen), load_tls(listen)
+    check_heartbeat(listen)
+    if listen.endpoint_file:
+        check_endpoint_file(Path(listen.endpoint_file))
+    check_local_sockets(listen)
     named = [host for host in (listen.host, config.fleet.advertise) if host]
-    return Edges(Door(token, listen.hosts, named), tls, configured_endpoints(config))
+    return Edges(Door(token, listen.hosts, named), tls, more)
 
 
 class Served(NodeApi, Protocol):

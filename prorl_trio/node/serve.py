@@ -26,6 +26,7 @@ from prorl_trio.config import NodeConfig
 from prorl_trio.config.live import is_live
 from prorl_trio.config.secrets import load_token
 from prorl_trio.edges.rest.events import EventFeed
+from prorl_trio.edges.tcp import check_address
 from prorl_trio.node.core import open_node
 from prorl_trio.node.descriptors import check_descriptors, raise_descriptor_limit
 from prorl_trio.node.drain import drain, open_end_signals, until_started
@@ -193,6 +194,7 @@ async def serve_node(
     check_descriptors(config)
     handlers = handlers or HandlerRegistry.from_entry_points()
     edges = await trio.to_thread.run_sync(prepare_edges, config, handlers.names)
+    await check_address(config.listen)
     with open_end_signals(config.on_hangup, reloads=load is not None) as signals:
         async with until_started(signals) as starting:
             async with (

@@ -122,6 +122,14 @@ class ForkServer:
             self._give_up(f"no answer within {FORK_TIMEOUT_S:g} s")
         return None
 
+    def doubt(self) -> None:
+        """Fork no more, because a sandbox that this server has forked did not start: the next server may do better.
+
+        Its root may be gone, for example, as somebody has removed the run folder.
+        """
+        if not self._broken.is_set():
+            self._give_up("a sandbox that it has forked did not start")
+
     async def _ask(self, request: ForkSandbox, fds: Sequence[int]) -> ForkedLeader | None:
         try:
             socket.send_fds(self._control, [msgspec.msgpack.encode(request)], list(fds))

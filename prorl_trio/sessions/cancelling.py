@@ -9,6 +9,7 @@ import trio
 
 from prorl_ipc.session import AllJobs, TheseJobs
 from prorl_trio.sessions.job import Job
+from prorl_trio.sessions.limits import JOBS_PER_CHECKPOINT
 from prorl_trio.types.errors import UnknownJob
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ async def cancel(
     found, live = CancelledIds([], [], []), dict[str, Job]()
     for target in targets:
         if isinstance(target, TheseJobs):
-            for job_id in dict.fromkeys(target.job_ids):
+            for count, job_id in enumerate(dict.fromkeys(target.job_ids), 1):
+                if count % JOBS_PER_CHECKPOINT == 0:
+                    await trio.lowlevel.checkpoint()
                 job = next(filter(None, (session.running_job(job_id) for session in sessions)), None)
                 if job is not None:
                     live[job_id] = job

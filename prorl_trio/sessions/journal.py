@@ -12,13 +12,15 @@ import msgspec
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, NewJob, Ref
+from prorl_trio.ledger import LedgerCorrupt, LedgerFailed, LedgerFull, LedgerRefused, NewJob, Ref
 from prorl_trio.ledger.operations import Acknowledge, BeginAttempt, Call, CloseSession, Finish, Forget
 from prorl_trio.sessions.outcome_log import HOT_OUTCOME_BYTES, OutcomeCache
 from prorl_trio.types.errors import (
     AdmissionRejected,
     AlreadyDelivered,
     DuplicateJob,
+    MalformedJob,
+    ProtocolError,
     ServiceError,
     is_exhaustion,
 )
@@ -116,12 +118,15 @@ class Journal:
 
         Raises:
             AdmissionRejected: the ledger is full or has failed.
+            ProtocolError: it cannot hold the id or the cursor.
         """
         await self._wait_dropped()  # one of the same id may be on its way out
         try:
             await self.ledger.open_session(session_id, acked)
         except (LedgerFull, LedgerFailed) as exc:
             raise AdmissionRejected(f"ledger: {exc}", FULL_RETRY_AFTER_S) from exc
+        except LedgerRefused as exc:
+            raise ProtocolError(f"session {session_id!r}: {exc}") from exc
 
     async def accept(self, session_id: str, jobs: Sequence[Job]) -> Mapping[str, ServiceError]:
         """Store jobs of an open session in one commit. Return the errors of those that were not stored, by job id."""
@@ -138,6 +143,8 @@ class Journal:
                 await self.ledger.accept(session_id, new)
         except (LedgerFull, LedgerFailed) as exc:
             failure = AdmissionRejected(f"ledger: {exc}", FULL_RETRY_AFTER_S)
+        except LedgerRefused as exc:
+            failure = MalformedJob(str(exc))
         except ServiceError as exc:
             failure = exc
         else:

@@ -7,6 +7,7 @@ has not acknowledged. Methods are synchronous unless they are `async`, and calle
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
@@ -111,7 +112,7 @@ class Session:
         """All its jobs, from the promise of a place until the acknowledgement, by job id."""
         self._running: dict[str, Job] = {}
         """Those of them whose outcome is not offered yet."""
-        self._cancels_ahead: dict[str, str] = {}
+        self._cancels_ahead: OrderedDict[str, str] = OrderedDict()  # a dict takes ever longer to find its oldest
         """Reasons of cancels, by the ids of jobs that are not submitted yet."""
         self._arrival = trio.lowlevel.ParkingLot()
         self._listener: Listener | None = None
@@ -162,7 +163,7 @@ class Session:
         """Remember to cancel the job of this id as soon as it is submitted."""
         self._cancels_ahead[job_id] = reason
         if len(self._cancels_ahead) > MAX_CANCELS_AHEAD:
-            del self._cancels_ahead[next(iter(self._cancels_ahead))]
+            self._cancels_ahead.popitem(last=False)
 
     def withdraw(self, job_ids: Iterable[str], *, ended: bool = False) -> list[str]:
         """Have those of these jobs that run be forgotten if a cancel ends them. The caller must cancel them.

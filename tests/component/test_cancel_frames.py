@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 
+import msgspec
+import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from prorl_ipc.session import Accepted, Rejected
+from prorl_ipc.session import (
+    MAX_ATTEMPTS,
+    MAX_CANCEL_TARGETS,
+    MAX_FRAME_JOBS,
+    Accepted,
+    AllJobs,
+    Cancel,
+    CheckJobs,
+    Rejected,
+    Submit,
+    TheseJobs,
+    WithdrawJobs,
+)
 from prorl_trio.client import connect
 from prorl_trio.types.errors import AdmissionRejected
 from prorl_trio.types.models import JobSpec, TaskInstance
 from support.fake_node import FakeNode
 from support.fake_service import TOKEN, open_service
+from support.raw_trainer import raw_trainer
 
 
 def spec(name, **fields):
@@ -51,6 +66,47 @@ async def test_cancel_by_group_tags_and_session_takes_only_what_is_ours():
         assert list(node.live) == ["theirs"]
         outcomes = [outcome async for outcome in client.results(5)]
         assert {outcome.status for outcome in outcomes} == {"cancelled"}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Submit(1, [msgspec.Raw(b"\xc0")] * (MAX_FRAME_JOBS + 1)),
+        Submit(1, [], {"job": -1}),
+        Submit(1, [], {"job": MAX_ATTEMPTS + 1}),
+        Submit(1, [], {str(number): 1 for number in range(MAX_FRAME_JOBS + 1)}),
+        CheckJobs(1, [msgspec.Raw(b"\xc0")] * (MAX_FRAME_JOBS + 1)),
+        Cancel(1, [TheseJobs(["a"] * (MAX_FRAME_JOBS + 1))]),
+        Cancel(1, [AllJobs()] * (MAX_CANCEL_TARGETS + 1)),
+        WithdrawJobs(1, ["a"] * (MAX_FRAME_JOBS + 1)),
+    ],
+    ids=lambda frame: type(frame).__name__,
+)
+async def test_a_frame_that_would_stall_the_node_ends_its_connection_alone(frame):
+    async with open_service(FakeNode()) as service, raw_trainer(service) as trainer:
+        await trainer.hello()
+        await trainer.send(frame)
+        refused = await trainer.receive()
+        assert refused.code == "protocol"
+        assert "is not a frame: Expected" in refused.message
+
+
+async def test_a_count_of_attempts_beyond_the_limit_ends_no_session():
+    """As of the head of a fleet, whose next attempt of a job would be one too many for the frame."""
+    async with two_clients(FakeNode()) as (client, _):
+        (answer,) = await client.submit([spec("old")], attempts={"old": MAX_ATTEMPTS + 1})
+        assert isinstance(answer, Accepted)
+
+
+async def test_a_client_names_more_jobs_than_fit_into_a_frame():
+    node = FakeNode()
+    async with two_clients(node) as (client, _):
+        await client.submit([spec("first"), spec("last"), spec("other")])
+        unknown = [str(number) for number in range(2 * MAX_FRAME_JOBS)]
+        answer = await client.cancel(["first", *unknown, "last"], whole_session=True)
+        assert answer.cancelled == ["first", "last", "other"]
+        assert answer.unknown == unknown
+        await client.withdraw([*unknown, "last"], "withdrawn")
 
 
 async def test_a_cancel_ahead_of_its_submit_is_not_lost():

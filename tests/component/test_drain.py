@@ -52,6 +52,24 @@ async def drain_with(jobs, act, timeout_s=1000.0):
     return cut[0]
 
 
+async def test_signals_that_come_too_late_to_be_acted_on_change_no_exit_code():
+    """The one that began the end is often sent twice: by a shell to its group, and by a service manager."""
+    numbers, killed = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), []
+    former = {number: signal.signal(number, lambda number, _frame: killed.append(number)) for number in numbers}
+    try:
+        with open_end_signals("drain", reloads=True) as signals:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            assert await anext(signals) == signal.SIGTERM
+        await trio.testing.wait_all_tasks_blocked()
+        assert killed == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert killed == [signal.SIGTERM], "after the block, signals mean what they meant before it"
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
 async def test_a_terminal_that_says_twice_that_it_is_gone_is_one_signal():
     send, received = trio.open_memory_channel(10)
     signals = EndSignals(received)

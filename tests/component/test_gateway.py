@@ -241,6 +241,11 @@ async def test_limits_are_told_and_end_nothing_that_was_recorded(rig):
             with pytest.raises(ContextLengthExceeded) as long:
                 await ask(gateway, TASK, echo(first), Said("user", "blah " * 5000))
             assert long.value.prompt_tokens > long.value.max_model_len
+            endless = Said("user", "blah " * 2_000_000)  # encoded as a whole it would stop the process for seconds
+            for said in ([endless], [TASK, echo(first), endless]):
+                with pytest.raises(ContextLengthExceeded):
+                    await ask(gateway, *said)
+            assert await gateway.count_tokens(Question(messages=[endless], tools=[])) > long.value.max_model_len
             with pytest.raises(BadQuestion, match="assistant"):
                 await ask(gateway, TASK, echo(first))
             await ask(gateway, TASK, echo(first), Said("user", "More."))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import signal
+import sys
+
 import msgspec
 import pytest
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.cli.ready import Ready
 from prorl_trio.client import connect
 from prorl_trio.config import HeadConfig
 from prorl_trio.fleet.serve import serve_fleet
@@ -145,3 +152,60 @@ async def test_a_head_whose_fleet_another_one_has_taken_over_ends(folder):
     with trio.fail_after(30), pytest.raises(HeadReplaced, match="with its jobs: this head ends"):
         await lead()
     assert read_head(folder).process.boot_id == "another machine's"
+
+
+async def test_at_sighup_a_head_goes_on_and_takes_over_its_token_file(folder, tmp_path, caplog):
+    token_file = tmp_path / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text("first")
+    listen = {"port": 0, "unix_socket": "", "token_file": str(token_file)}
+    fields = {"on_hangup": "reload", "listen": listen, "fleet": {"dir": str(folder)}, "ledger": {"dir": ""}}
+    caplog.set_level("INFO")
+
+    async def reloaded(text):
+        os.kill(os.getpid(), signal.SIGHUP)
+        while text not in caplog.text:
+            await trio.sleep(0.01)
+
+    with trio.fail_after(30):
+        async with open_single_nursery() as nursery:
+            await nursery.start(serve_fleet, msgspec.convert(fields, HeadConfig))
+            await reloaded("reload: the token has not changed")
+            token_file.write_text("second")
+            await reloaded("reload: the token is replaced")
+            while read_head(folder).token != "second":
+                await trio.sleep(0.01)
+            token_file.write_text("")
+            await reloaded("reload: the token stays as it is")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"heartbeat_interval_s": 50.0}, r"listen\.heartbeat_interval_s \(50\) must be"),
+        ({"max_connections": 10_000}, r"listen\.max_connections: the configuration may need \d+ open files"),
+        ({"host": "192.0.2.1"}, r"listen: cannot bind 192\.0\.2\.1:0"),
+    ],
+)
+async def test_what_is_wrong_with_its_listeners_is_told_before_a_head_takes_its_folder(
+    folder, monkeypatch, fields, why
+):
+    monkeypatch.setattr("prorl_trio.node.descriptors.resource.getrlimit", lambda _: (1024, 1024))
+    monkeypatch.setattr("prorl_trio.fleet.serve.raise_descriptor_limit", lambda: None)
+    tables = {"listen": {"port": 0, "token": "t", **fields}, "fleet": {"dir": str(folder)}, "ledger": {"dir": ""}}
+    with pytest.raises(ConfigError, match=why):
+        await serve_fleet(msgspec.convert(tables, HeadConfig))
+    assert not folder.exists()
+
+
+class FullOutput(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_command_that_cannot_say_ready_serves_on(monkeypatch, caplog):
+    monkeypatch.setattr("sys.stdout", FullOutput())
+    Ready(secure=False).started(("127.0.0.1", 1))
+    assert "READY cannot be written to standard output: No space left on device" in caplog.text
+    sys.stdout.close()

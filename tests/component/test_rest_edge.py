@@ -183,6 +183,29 @@ async def test_body_that_is_too_long_is_413_and_one_that_is_too_slow_408(node):
             assert b"too_slow" in answer
 
 
+@pytest.mark.parametrize(
+    "coding", [b"Content-Length: 3000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n2DC6C0\r\n"]
+)
+async def test_a_body_that_no_endpoint_takes_is_not_kept(node, coding):
+    """Without a token, connections could fill the memory with bodies of requests that need none."""
+    async with open_rest(node) as rest, await rest.open_stream() as stream:
+        answer = b""
+
+        async def send():
+            with suppress(trio.BrokenResourceError):
+                await stream.send_all(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n" + coding + b"x" * 2_000_000)
+
+        async with trio.open_nursery() as sending:
+            sending.start_soon(send)
+            with trio.fail_after(10), suppress(trio.BrokenResourceError):
+                while received := await stream.receive_some(10_000):
+                    answer += received
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"take no body" in answer
+        assert (await rest.call("GET", "/healthz", b"{}")).status == 200
+        assert error(await rest.call("POST", "/healthz", b"x" * 100_000))[:2] == (405, "method_not_allowed")
+
+
 async def test_slow_header_and_idle_connection_are_closed(node):
     async with open_rest(node, handshake_timeout_s=0.1) as rest:
         for sent in (b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n"):

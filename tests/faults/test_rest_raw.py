@@ -146,6 +146,21 @@ async def test_a_head_that_says_enough_is_answered_before_any_body_comes(fields,
     assert found == status
 
 
+@pytest.mark.parametrize("body", [b"Content-Length: 2\r\n\r\nab", b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"])
+async def test_a_websocket_handshake_with_a_body_is_refused(body):
+    """A proxy would pass the body on as one; the node would read frames in it."""
+    upgrade = (
+        b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+    )
+    async with open_rest(FakeNode()) as rest, await rest.open_stream() as stream:
+        await stream.send_all(upgrade + body)
+        assert (await stream.receive_some()).startswith(b"HTTP/1.1 400 ")
+    async with open_rest(FakeNode()) as rest, await rest.open_stream() as stream:
+        await stream.send_all(upgrade + b"Content-Length: 0\r\n\r\n")
+        assert (await stream.receive_some()).startswith(b"HTTP/1.1 101 ")
+
+
 async def test_transfer_encoding_needs_http_1_1():
     async with open_rest(FakeNode()) as rest:
         head = POST.replace(b"1.1", b"1.0") + AUTHORIZED + b"Transfer-Encoding: chunked\r\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from prorl_trio.sandbox import fork_server, process_tree
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
 from prorl_trio.sandbox.reaper import descendants, is_alive
+from prorl_trio.types.errors import SandboxUnavailable
 from support.forking import open_forking
 
 TEST_TIMEOUT_S = 120
@@ -161,6 +163,28 @@ async def test_sandboxes_live_on_without_their_server_and_it_is_replaced(provide
             async with provider.open_sandbox(SandboxSpec()) as another:
                 await another.ping()
             assert provider.fork_server.forked_total == 1
+
+
+async def test_a_server_whose_folder_somebody_has_removed_is_replaced(tmp_path):
+    """Its sandboxes have no /proc: a removed folder takes what is mounted on it along."""
+    provider = BubblewrapProvider(tmp_path / "r")
+    with trio.fail_after(TEST_TIMEOUT_S):
+        async with open_forking(provider) as server:
+            shutil.rmtree(tmp_path / "r")
+            with pytest.raises(SandboxUnavailable, match="No such file or directory"):
+                await ping_new(provider)  # which is how it is noticed
+            with pytest.raises(SandboxUnavailable, match="it did not start"):
+                await ping_new(provider)
+            await ping_new(provider)
+            await provider.wait_fork_server()
+            assert provider.fork_server is not server
+            await ping_new(provider)
+            assert provider.fork_server.forked_total == 1
+
+
+async def ping_new(provider):
+    async with provider.open_sandbox(SandboxSpec()) as sandbox:
+        await sandbox.ping()
 
 
 async def test_a_server_that_does_not_answer_is_given_up(provider, monkeypatch):

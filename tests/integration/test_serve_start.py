@@ -100,6 +100,32 @@ async def test_jobs_outlive_a_start_whose_endpoint_file_cannot_be_written(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("table", "fields", "why"),
+    [
+        ("listen", {"heartbeat_interval_s": 50.0}, r"listen\.heartbeat_interval_s \(50\) must be"),
+        ("listen", {"endpoint_file": "{tmp}/none/endpoint.json"}, r"listen\.endpoint_file: .*No such file"),
+        ("listen", {"unix_socket": "{tmp}/open/node"}, r"listen\.unix_socket: .*has mode 0755, others can enter it"),
+        ("listen", {"host": "192.0.2.1"}, r"listen: cannot bind 192\.0\.2\.1:0: .*an address of this machine"),
+        ("listen", {"host": "a..b"}, r"listen\.host: 'a\.\.b' is no host name"),
+        ("fleet", {"dir": "{tmp}/open"}, r"the fleet's folder .*has mode 0755, others can enter it"),
+    ],
+)
+async def test_what_is_wrong_with_an_address_or_a_path_is_told_before_a_backend_is_asked(
+    tmp_path, config, table, fields, why
+):
+    (tmp_path / "open").mkdir(mode=0o755)
+    fields = {name: value.format(tmp=tmp_path) if isinstance(value, str) else value for name, value in fields.items()}
+    config[table] = {**config.get(table, {}), **fields}
+    (silent,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with silent:
+        url = f"http://127.0.0.1:{silent.socket.getsockname()[1]}"
+        config["backends"] = {"urls": [url], "probe_timeout_s": 600.0}
+        with trio.fail_after(60), pytest.raises(ConfigError, match=why):
+            await serve(config)
+    assert not (tmp_path / "ledger").exists()
+
+
+@pytest.mark.parametrize(
     "url", ["gpu1:8000", "http://gpu1:8000/v1", "ftp://gpu1", "http://gpu1:99999", "http://gpu 1:80", ""]
 )
 async def test_a_url_that_no_backend_can_have_is_not_waited_for(config, url):

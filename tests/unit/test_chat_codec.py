@@ -12,6 +12,7 @@ from perf.chat_families import write_family_model
 from prorl_trio.chat.codec import TokenCodec
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
+from prorl_trio.types.errors import ContextLengthExceeded
 from prorl_trio.types.models import ChatMessage
 
 
@@ -72,3 +73,40 @@ def test_text_is_normalized_as_the_tokenizer_does(tmp_path):
     assert codec_with(tmp_path / "nfc").normalized("e\u0301") == "é"
     plain = ChatFormat.load(write_family_model(tmp_path / "plain", "smollm2")).codec
     assert plain.normalized("e\u0301") == "e\u0301"
+
+
+LONG = {
+    "words": "hello world " * 100_000,
+    "one word": "x" * 1_000_000,
+    "one line": "1,2;3 " * 200_000,
+    "spaces": " " * 40_000_000,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_text_that_is_far_too_long_is_not_encoded_whole(tmp_path, monkeypatch, name):
+    """The library would hold the interpreter's lock for a second for each million characters."""
+    text, encoded = LONG[name], []
+    chat = ChatFormat.load(write_family_model(tmp_path, "qwen3"))
+    encode = chat.codec.encode
+    monkeypatch.setattr(TokenCodec, "encode", lambda self, marked: encoded.append(len(marked)) or encode(marked))
+    for role in ("user", "system"):
+        with pytest.raises(ContextLengthExceeded, match=r"no room in a context of 4000"):
+            Conversation(
+                chat, [ChatMessage(role=role, content=text), ChatMessage(role="user", content="?")], at_most=4000
+            )
+    conversation = Conversation(chat, [ChatMessage(role="user", content="?")], at_most=4000)
+    conversation.add_completion([1, 2, 3], [0.0] * 3)
+    with pytest.raises(ContextLengthExceeded):
+        conversation.continue_from([ChatMessage(role="user", content=text)], "compaction", at_most=4000)
+    assert conversation.count_beyond([ChatMessage(role="tool", content=text)], 4000) > 4000
+    assert sum(encoded) < 700_000
+
+
+def test_a_text_that_fits_is_never_too_long(tmp_path):
+    codec = ChatFormat.load(write_family_model(tmp_path, "qwen3")).codec
+    for text in ("hello world " * 10_000, "x" * 100_000, " " * 200_000, "\n\t" * 50_000):
+        count = len(codec.encode(text))
+        for at_most in (count, count + 1, 2 * count):
+            assert codec.count_beyond(text, at_most) == 0
+        assert codec.count_beyond(text, count // 8) in (0, *range(count // 8 + 1, 2 * count))

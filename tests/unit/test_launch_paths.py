@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from prorl_launch import environments, paths
 from prorl_launch.environments import engine_environment, trainer_environment
 from prorl_launch.locks import requirements_key
+from prorl_trio.config import LedgerConfig
+from prorl_trio.types.errors import ConfigError
 
 CPU_ENGINE = engine_environment("cpu")
 PYPROJECT = """
@@ -35,6 +38,24 @@ def test_cache_dir_is_the_one_chosen(monkeypatch, tmp_path):
     assert paths.cache_dir() == tmp_path
     monkeypatch.setenv("PRORL_CACHE_DIR", "~/cache")
     assert paths.cache_dir() == Path.home() / "cache"
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    """As of a container that runs under a number of its own."""
+    for name in ("HOME", "PRORL_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError))
+    with pytest.raises(FileNotFoundError, match="no home folder; set PRORL_CACHE_DIR"):
+        paths.cache_dir()
+    with pytest.raises(ConfigError, match=r"ledger\.dir: this user has no home folder"):
+        LedgerConfig().folder("node", {})
+
+
+def test_a_ledger_does_not_follow_a_relative_folder():
+    """Its next start, in another working directory, would not find it."""
+    here = LedgerConfig().folder("node", {"XDG_STATE_HOME": "state"})
+    assert here == Path.home() / ".local" / "state" / "prorl-trio" / "node"
+    assert LedgerConfig().folder("node", {"XDG_STATE_HOME": "/state"}) == Path("/state/prorl-trio/node")
 
 
 def test_cache_dir_follows_xdg_unless_it_is_relative(monkeypatch):

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from prorl_trio.ledger import LedgerFailed, LedgerLimits, NewJob
+from prorl_trio.ledger import LedgerFailed, LedgerFull, LedgerLimits, LedgerRefused, NewJob
 from prorl_trio.ledger.operations import Accept, Acknowledge, BeginAttempt, CloseSession, Finish, Forget, OpenSession
 from prorl_trio.ledger.store import WAIT_FOR_ROOM, Store
 from prorl_trio.types.errors import ProtocolError, UnknownJob
@@ -121,6 +121,60 @@ def test_counts_are_as_before_a_transaction_that_did_not_go_through(bench, monke
     assert bench.commit(finish("a", 1)) == [WAIT_FOR_ROOM]
     after = bench.store.statistics()
     assert (after.jobs, after.live_bytes) == (before.jobs, before.live_bytes)
+
+
+@pytest.mark.parametrize(
+    "unstorable",
+    [
+        BeginAttempt("b", 2**63),
+        BeginAttempt("b", 2**64),
+        Finish("s", "b", 2**63, 2, [b"x"]),
+        OpenSession("other", 2**63),
+        OpenSession("\ud800", 0),
+        Accept(
+            "s",
+            [NewJob(job_id="new", fingerprint=b"f", spec=b"x"), NewJob(job_id="\ud800", fingerprint=b"f", spec=b"x")],
+        ),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_value_that_cannot_be_stored_is_refused_alone_and_fails_no_disk(bench, unstorable):
+    answers = bench.commit(finish("a", 1), unstorable, Accept("s", [NewJob(job_id="e", fingerprint=b"f", spec=b"x")]))
+    assert isinstance(answers[1], LedgerRefused), answers
+    assert (answers[0], answers[2]) == (None, None)
+    assert bench.commit(BeginAttempt("c", 1)) == [None]
+    bench.reopen()
+    assert {job.job_id for job in bench.store.jobs()} == {*"abcde"}
+    assert [session.session_id for session in bench.store.sessions()] == ["s"]
+
+
+def test_a_ledger_that_somebody_has_removed_takes_nothing_new_until_it_is_back(bench):
+    """What is written to a removed file ends with the process: an accepted job would be lost in silence."""
+    new = Accept("s", [NewJob(job_id="e", fingerprint=b"f", spec=b"x")])
+    elsewhere = bench.folder.with_name("moved")
+    bench.folder.rename(elsewhere)
+    done, refused = bench.commit(finish("a", 1), new)
+    assert done is None, "those who wait for outcomes get them"
+    assert isinstance(refused, LedgerFull)
+    assert "was removed" in str(refused)
+    assert "was removed" in bench.store.statistics().full
+    assert bench.store.disk_is_full, "it is looked at again"
+    elsewhere.rename(bench.folder)
+    assert bench.commit(new) == [None]
+    assert not bench.store.statistics().full
+    bench.reopen()
+    assert {job.job_id for job in bench.store.jobs()} == {*"abcde"}
+
+
+def test_a_lack_of_memory_in_a_transaction_fails_no_disk(bench, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.store._tables, "_change_session", Mock(side_effect=MemoryError))
+        before = bench.store.statistics()
+        with pytest.raises(MemoryError):
+            bench.commit(finish("a", 1))
+    assert bench.commit(finish("a", 1)) == [None]
+    assert bench.store.statistics().jobs == before.jobs
+    assert not bench.store.statistics().full
 
 
 @pytest.mark.parametrize(

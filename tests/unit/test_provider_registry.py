@@ -39,6 +39,10 @@ class BrokenProvider(FakeProvider):
     async def probe(self):
         return ProviderReport(name=self.name, usable=False, problem="no daemon", remedy="start it")
 
+class HomelessProvider(FakeProvider):
+    async def probe(self):
+        raise PermissionError(13, "Permission denied", "/.cache")
+
 class OwnHandler(AgentHandler):
     name = "own"
 
@@ -79,6 +83,14 @@ async def test_one_that_does_not_work_says_why_and_what_to_do(install):
     install(PROVIDERS, broken="own_package:BrokenProvider")
     with pytest.raises(ConfigError, match=r"broken: no daemon\. What to do: start it"):
         await choose_provider(SandboxConfig(provider="broken"))
+
+
+async def test_a_cache_folder_that_cannot_be_made_is_a_problem_of_the_provider(install):
+    install(PROVIDERS, homeless="own_package:HomelessProvider")
+    with pytest.raises(
+        ConfigError, match=r"homeless: .*Permission denied: '/\.cache'\. What to do: set PRORL_CACHE_DIR"
+    ):
+        await choose_provider(SandboxConfig(provider="homeless"))
 
 
 async def test_an_unknown_name_is_refused_with_those_there_are(install):

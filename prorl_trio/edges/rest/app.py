@@ -41,6 +41,9 @@ MSGPACK: Final = "application/msgpack"
 IN_THREAD_OUTCOMES: Final = 4
 """Replies with more outcomes than this, or with lists of numbers, are encoded in a thread, not to block the loop."""
 
+MAX_IGNORED_BODY_BYTES: Final = 64 * 1024
+"""A longer body of a request whose endpoint takes none is refused."""
+
 _DTYPES: Final = {"token_ids": "<i4", "logprobs": "<f4", "loss_mask": "u1"}
 _BINARY: Final = (bytes, memoryview)
 _NO_JSON_FORM = (TypeError, ValueError, OverflowError, RecursionError)
@@ -218,24 +221,20 @@ class RestApp:
     async def _answer(self, scope: Scope, receive: Receive) -> Response:
         """Read and check a request, and answer it. If the client leaves, the endpoint's handler is cancelled."""
         methods, parameters = self._find(scope["path"])
-        body = bytearray()
-        while True:
-            message = await receive()
-            body += message["body"]
-            if not message["more_body"]:
-                break
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         if method not in methods:
+            await trio.lowlevel.checkpoint()
             allowed = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
             return self._error(scope, 405, _detail(405), {"Allow": allowed})
         endpoint = methods[method]
+        body = await _read_body(receive, takes_body=bool(endpoint.bodies))
         query = decode_query(_query(scope["query_string"]), endpoint.query)
         named = [value.decode("latin-1") for name, value in scope["headers"] if name == SESSION_HEADER]
         call = Call(
             api=self._api,
             path=parameters,
             query=query,
-            body=bytes(body),
+            body=body,
             named_session=getattr(query, "session", None) or next(iter(named), None),
         )
         response = Response(status=HTTPStatus.REQUEST_TIMEOUT)
@@ -297,6 +296,24 @@ async def _response(scope: Scope, reply: Reply, arrays: Any) -> Response:
     content = await encode_reply(reply.body, media_type, arrays, reply.outcomes)
     headers = _retry_after(reply.error) if reply.error is not None else {}
     return Response(content, int(reply.status), headers, media_type)
+
+
+async def _read_body(receive: Receive, *, takes_body: bool) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        ApiError: 413. The endpoint takes no body, and this one is too long to be ignored: without a token, connections
+            could fill the memory with such bodies.
+    """
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        body += message["body"]
+        more = message["more_body"]
+        if not takes_body and len(body) > MAX_IGNORED_BODY_BYTES:
+            raise ApiError(413, ErrorDetail(code="too_large", message="requests of this path and method take no body"))
+    return bytes(body)
 
 
 async def _cancel_at_disconnect(receive: Receive, scope: trio.CancelScope) -> None:

@@ -51,6 +51,16 @@ def claim_local_sockets(listen: ListenConfig) -> LocalSockets | None:
     return sockets
 
 
+def check_local_sockets(listen: ListenConfig) -> None:
+    """Check that a configured path can be claimed, as `claim_local_sockets` does. Blocks on the disk.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if listen.unix_socket != "auto":
+        claim_local_sockets(listen)
+
+
 def release_local_sockets(listen: ListenConfig, sockets: LocalSockets) -> None:
     """Remove the folder that `auto` creates beside the endpoint file, if it is empty. A configured folder is kept."""
     if listen.unix_socket == "auto":

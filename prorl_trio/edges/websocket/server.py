@@ -293,6 +293,8 @@ class Connection:
                 specs[index] = read(_decode_spec, raw)
             except ServiceError as exc:
                 errors[index] = (job_id_of(_decode_id, raw), exc)
+            if index % JOBS_PER_CHECKPOINT == JOBS_PER_CHECKPOINT - 1:
+                await trio.lowlevel.checkpoint()
         if unexamined := [spec for spec in specs.values() if self._node.is_unexamined(spec)]:
             await self._node.examine(unexamined)
         for index, spec in specs.items():
@@ -348,6 +350,19 @@ def _rejected(request_id: int, index: int, job_id: str | None, error: ServiceErr
     )
 
 
+def check_heartbeat(config: ListenConfig) -> None:
+    """Check that a heartbeat can come before its time-out.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not 0 < config.heartbeat_interval_s < config.heartbeat_timeout_s:
+        raise ConfigError(
+            f"listen.heartbeat_interval_s ({config.heartbeat_interval_s:g}) must be more than 0 and less than "
+            f"listen.heartbeat_timeout_s ({config.heartbeat_timeout_s:g})"
+        )
+
+
 class Trainers:
     """The connections of trainers, and what they share.
 
@@ -367,11 +382,7 @@ class Trainers:
     def __init__(
         self, node: NodeApi, config: ListenConfig, door: Door, sessions: SessionTable, arena_socket: str = ""
     ) -> None:
-        if not 0 < config.heartbeat_interval_s < config.heartbeat_timeout_s:
-            raise ConfigError(
-                f"listen.heartbeat_interval_s ({config.heartbeat_interval_s:g}) must be more than 0 and less than "
-                f"listen.heartbeat_timeout_s ({config.heartbeat_timeout_s:g})"
-            )
+        check_heartbeat(config)
         self._node = node
         self._door = door
         self._sessions = sessions

@@ -114,11 +114,12 @@ def _host_of(key: str) -> str:
 def _files() -> Iterator[Path]:
     if named := os.environ.get("REGISTRY_AUTH_FILE"):
         yield Path(named)
-    yield Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker", "config.json")
+    home = Path(os.path.expanduser("~"))  # `~` itself if the user has none: then no file of it is found
+    yield Path(os.environ.get("DOCKER_CONFIG") or home / ".docker", "config.json")
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(runtime, "containers", "auth.json")
-    yield Path.home() / ".config" / "containers" / "auth.json"
-    yield Path.home() / ".apptainer" / "docker-config.json"
+    yield home / ".config" / "containers" / "auth.json"
+    yield home / ".apptainer" / "docker-config.json"
 
 
 def _from_entry(entry: object) -> Credentials | None:

@@ -167,7 +167,7 @@ async def choose_provider(config: SandboxConfig) -> SandboxProvider:
         key = (name, config.runtime_dir, config.fakeroot)
         report = _reports.get(key)
         if report is None or not report.usable or report.images_problem:
-            report = _reports[key] = await provider.probe()
+            report = _reports[key] = await _probe(name, provider)
         if report.usable:
             usable[name] = provider
         if report.images_problem:
@@ -212,4 +212,13 @@ def _candidates(config: SandboxConfig) -> Mapping[str, type[SandboxProvider]]:
 
 async def probe_providers(runtime_dir: Path | None = None) -> list[ProviderReport]:
     """Return the report of each built-in isolating provider, in order of preference. Nothing is remembered."""
-    return [await provider(runtime_dir).probe() for provider in PROVIDERS.values() if provider.isolated]
+    return [await _probe(name, kind(runtime_dir)) for name, kind in PROVIDERS.items() if kind.isolated]
+
+
+async def _probe(name: str, provider: SandboxProvider) -> ProviderReport:
+    """Return the provider's report. What the system refused it, such as its cache folder, is a problem of it alone."""
+    try:
+        return await provider.probe()
+    except OSError as exc:
+        remedy = "set PRORL_CACHE_DIR and sandbox.runtime_dir to folders that the node's user can write, with room"
+        return ProviderReport(name=name, usable=False, problem=str(exc), remedy=remedy)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
+    from prorl_ipc.client import RpcClient
     from prorl_trio.sandbox.fork_server import ForkServer
     from prorl_trio.sandbox.limits.cgroup import Cgroup
     from prorl_trio.sandbox.limits.pid_limit import PidLimiter
@@ -92,32 +93,31 @@ async def open_daemon_sandbox(
         deadline = trio.current_time() + spec.start_timeout_s
         argv = launch.argv if cgroup is None else cgroup.enter_argv(tuple(launch.argv))
         start_leader = None
+        forked: list[Leader] = []
         if launch.fork_server is not None:
             by_itself = partial(start_program, argv, launch.env)
-            start_leader = partial(_fork_leader, launch.fork_server, spec, cgroup, by_itself)
-        tree = await stack.enter_async_context(
-            open_process_tree(
-                argv,
-                env=launch.env,
-                stdin_line=msgspec.json.encode(start_line) + b"\n",
-                folder=folder.path,
-                start_timeout_s=spec.start_timeout_s,
-                inherited_fds=(listener.fileno(), theirs.fileno()),
-                start_leader=start_leader,
-            )
-        )
-        theirs.close()
-        listener.close()  # only the daemon has it now: when that ends, no connection waits for it
-        if launch.isolated and not tree.is_init:  # a fork has set them itself
-            await run_blocking(_limit, run_dir.pid_limiter, tree, None if cgroup else spec.limits.max_processes)
+            start_leader = partial(_fork_leader, launch.fork_server, spec, cgroup, by_itself, forked)
         try:
-            left_s = max(0.0, deadline - trio.current_time())
-            stream = await connect_unix(folder.socket, connect_timeout_s=left_s)
-            rpc = await stack.enter_async_context(open_rpc_client(stream, token=token, handshake_timeout_s=left_s))
-        except IpcError as exc:
-            raise SandboxUnavailable(
-                tree.explain(f"its daemon does not answer within {spec.start_timeout_s:g} s of its start: {exc}")
-            ) from exc
+            tree = await stack.enter_async_context(
+                open_process_tree(
+                    argv,
+                    env=launch.env,
+                    stdin_line=msgspec.json.encode(start_line) + b"\n",
+                    folder=folder.path,
+                    start_timeout_s=spec.start_timeout_s,
+                    inherited_fds=(listener.fileno(), theirs.fileno()),
+                    start_leader=start_leader,
+                )
+            )
+            theirs.close()
+            listener.close()  # only the daemon has it now: when that ends, no connection waits for it
+            if launch.isolated and not tree.is_init:  # a fork has set them itself
+                await run_blocking(_limit, run_dir.pid_limiter, tree, None if cgroup else spec.limits.max_processes)
+            rpc = await _connect(stack, tree, folder, token, deadline, spec)
+        except SandboxUnavailable:
+            if forked and launch.fork_server is not None:
+                launch.fork_server.doubt()
+            raise
         next_breach = None if cgroup is None else cgroup.next_breach
         ended_from_inside = partial(tree.ended_from_inside, isolated=launch.isolated)
         silence = Silence(tree.find_daemon)
@@ -125,17 +125,33 @@ async def open_daemon_sandbox(
         yield DaemonSandbox(folder.sandbox_id, rpc, tree.explain, next_breach, ended_from_inside, silence, own_network)
 
 
+async def _connect(
+    stack: AsyncExitStack, tree: ProcessTree, folder: SandboxDir, token: str, deadline: float, spec: SandboxSpec
+) -> RpcClient:
+    """Connect to the daemon of a tree, until `stack` is closed."""
+    try:
+        left_s = max(0.0, deadline - trio.current_time())
+        stream = await connect_unix(folder.socket, connect_timeout_s=left_s)
+        return await stack.enter_async_context(open_rpc_client(stream, token=token, handshake_timeout_s=left_s))
+    except IpcError as exc:
+        raise SandboxUnavailable(
+            tree.explain(f"its daemon does not answer within {spec.start_timeout_s:g} s of its start: {exc}")
+        ) from exc
+
+
 async def _fork_leader(
     server: ForkServer,
     spec: SandboxSpec,
     cgroup: Cgroup | None,
     otherwise: StartLeader,
+    forked: list[Leader],
     streams: tuple[int, int, int],
     inherited_fds: Sequence[int],
 ) -> Leader:
     leader = await server.fork(spec, streams, inherited_fds, in_cgroup=cgroup is not None)
     if leader is None:
         return await otherwise(streams, inherited_fds)
+    forked.append(leader)
     if cgroup is not None:
         try:
             cgroup.add(leader.pid)
