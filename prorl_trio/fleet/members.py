@@ -372,7 +372,7 @@ def _loss(entry: NodeEntry, found: FoundNode | None) -> str:
     """Return why a node that has no link is given up; empty: it is not."""
     if found is None:
         return "it has left the fleet"
-    if found.entry.process != entry.process:
+    if found.entry.process != entry.process or found.entry.url != entry.url:
         return "it was started again"
     if found.life == "live":
         return ""

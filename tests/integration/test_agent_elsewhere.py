@@ -98,6 +98,7 @@ async def test_it_is_told_of_no_tool_that_it_does_not_have(service, handler, own
     told = "\n".join(message.content for message in opened.messages)
     assert ("finish" in told) == bool(own), "a task's own words are what they are"
     assert "ipython" not in told
+    await client.cancel(["j"])
 
 
 async def test_what_it_says_is_graded_in_place_of_what_the_policy_said_and_its_own_reward_in_place_of_both(service):

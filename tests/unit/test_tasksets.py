@@ -162,7 +162,7 @@ def test_science_questions_are_25_with_choices_and_a_right_letter(name):
     for instance in instances:
         payload = read_payload(instance.payload)
         assert payload.grader.answer in payload.grader.letters
-        assert payload.prompt.count("\nB. ") == 1
+        assert payload.prompt("").count("\nB. ") == 1
         assert instance.family
 
 
