@@ -469,6 +469,7 @@ class Trajectory(_Model, frozen=True):
         stop_reason: why the agent's loop ended.
         prefix_breaks: segments begun because a prompt lost its prefix.
         drift_tokens: recorded tokens that differ from what was sent and sampled: 0, or the job has failed.
+        undelivered_tokens: tokens that were sampled for it and are in no segment; anything but 0 is a bug of ours.
         tools: functions that the task's own agent was offered, as chat templates take them.
         echoes: how turns came back in later requests of a program: `exact`, `keyed`, `respelled`, `reasoning_dropped`,
             or the reason of the segment that began instead; empty for our own agent.
@@ -479,6 +480,7 @@ class Trajectory(_Model, frozen=True):
     stop_reason: StopReason
     prefix_breaks: int = 0
     drift_tokens: int = 0
+    undelivered_tokens: int = 0
     tools: list[dict[str, Any]] = []
     echoes: dict[Echo, int] = {}
 
