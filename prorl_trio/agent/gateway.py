@@ -34,7 +34,7 @@ from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
 from prorl_trio.chat.conversation import Conversation, common_prefix
 from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ContextLengthExceeded, HandlerError, ProrlError, StaleTrajectory, TooManyDialogues
-from prorl_trio.types.models import ChatMessage, ToolCall
+from prorl_trio.types.models import ASIDE, ChatMessage, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -52,8 +52,6 @@ SPARE_CALLS: Final = 40
 THREAD_CHARS: Final = 20_000
 """A new dialogue of so many characters is rendered and encoded in a thread."""
 NO_TOOLS: Final = digest([])
-ASIDE: Final = ("sub_agent", "side_call")
-"""Reasons of dialogues that are not the task's own."""
 
 
 class RolloutOver(ProrlError):
@@ -232,7 +230,7 @@ class Gateway:
         turns: Counter[int] = Counter()
         said: dict[int, tuple[int, ParsedTurn]] = {}
         for line in self._lines:
-            if line.last is not None:
+            if line.last is not None and line.first.origin is None:
                 of = id(line.first)
                 turns[of] += line.sampled
                 said[of] = max(said.get(of, line.last), line.last, key=lambda each: each[0])
