@@ -7,9 +7,10 @@ begins a segment, which says why. Each sampled token is delivered once.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.types.models import Echo, SegmentReason, StopReason, ToolSchema
+
+logger = logging.getLogger(__name__)
 
 CALLS_FOR_A_TURN: Final = 4
 """Requests that a program may make for each turn of `max_turns`, sampled or not: one with a wrong limit never stops."""
@@ -185,11 +188,12 @@ class Gateway:
             ProrlError: infrastructure failed, and the rollout with it.
         """
         self._admit()
-        messages = merged(question.messages)
-        if not messages or messages[-1].role == "assistant":
-            raise BadQuestion("the last message is an assistant's: a turn cannot be begun for the policy")
-        place = self._find(messages, question)
-        turn = self._asked_before(place)
+        with self._reading():
+            messages = merged(question.messages)
+            if not messages or messages[-1].role == "assistant":
+                raise BadQuestion("the last message is an assistant's: a turn cannot be begun for the policy")
+            place = self._find(messages, question)
+            turn = self._asked_before(place)
         if turn is None:
             turn = _Turn()
             if place.continues:
@@ -208,7 +212,8 @@ class Gateway:
         Of a prompt that is far too long it is a lower bound.
         """
         try:
-            return len(await self._new_conversation(merged(question.messages), question.tools))
+            with self._reading():
+                return len(await self._new_conversation(merged(question.messages), question.tools))
         except ContextLengthExceeded as exc:
             return exc.prompt_tokens
 
@@ -246,6 +251,20 @@ class Gateway:
             self.end(f"the agent has made {most} calls, the most for {self.context.spec.max_turns} turns")
         if self._over:
             raise RolloutOver(self._over)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raise BadQuestion in place of whatever a question makes of the code in the block that reads it.
+
+        What a program sends is the policy's doing, as its arguments for a tool are: it voids no rollout.
+        """
+        try:
+            yield
+        except ProrlError:
+            raise
+        except Exception as exc:
+            logger.warning("job %s: a request cannot be read", self.context.spec.job_id, exc_info=exc)
+            raise BadQuestion(f"it cannot be read: {type(exc).__name__}: {exc}") from exc
 
     # ------------------------------------------------------------ histories
 
@@ -302,7 +321,8 @@ class Gateway:
                 self.limit = "max_turns"
                 self.end(f"the agent has taken its {self.context.spec.max_turns} turns")
                 raise RolloutOver(self._over)
-            turn.line = await self._line_for(turn, place, question, messages)
+            with self._reading():
+                turn.line = await self._line_for(turn, place, question, messages)
             for echoed, echo in place.echoes:
                 if echoed.key and not echoed.seen:
                     self.context.echoes[echo] += 1
