@@ -13,6 +13,7 @@ import trio
 from prorl_launch.node import open_node_process
 from prorl_launch.paths import engine_python, model_dir
 from prorl_launch.vllm import open_vllm
+from prorl_trio.cli.task_files import agent_option
 from prorl_trio.client import connect
 from prorl_trio.runs.collect import make_jobs
 from prorl_trio.runs.progress import console, run_jobs
@@ -33,6 +34,7 @@ MIN_COMPLETED_SHARE = 0.75
 @click.option("--questions", type=click.IntRange(1), default=32, show_default=True, help="The first of the task set.")
 @click.option("--rollouts", type=click.IntRange(1), default=4, show_default=True, help="Rollouts per question.")
 @click.option("--max-turns", type=click.IntRange(1), default=3, show_default=True)
+@agent_option
 @click.option("--max-output-tokens", type=click.IntRange(1), default=192, show_default=True, help="Per turn.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=0.4, show_default=True)
 @click.option("--provider", type=click.Choice(["auto", "apptainer", "bubblewrap"]), default="auto", show_default=True)
@@ -44,6 +46,7 @@ def demo(
     questions: int,
     rollouts: int,
     max_turns: int,
+    agent: str | None,
     max_output_tokens: int,
     temperature: float,
     provider: str,
@@ -74,6 +77,7 @@ def demo(
         rollouts=rollouts,
         sampling=SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens),
         max_turns=max_turns,
+        agent=agent,
     )
 
     async def run() -> Summary:

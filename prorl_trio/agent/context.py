@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from contextlib import asynccontextmanager, contextmanager
@@ -10,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 import trio
 
 from prorl_trio.agent.activity import Activity
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from prorl_trio.search.service import Search
     from prorl_trio.types.models import Echo, JobSpec, Segment, SegmentReason, StopReason, Turn
 
+logger = logging.getLogger(__name__)
 
 MAX_EVALUATION_LOG_CHARS: Final = 64 * 1024
 """Characters of `Outcome.evaluation_log`; of a longer one the middle is left out."""
@@ -214,7 +217,7 @@ class RolloutContext:
     """The working state of a job. Belongs to the stage the job is in; no two tasks touch it at once.
 
     `sandbox` is set from INIT until the handler's `after_run` releases it; `is_layered`: the agent of a preset is in
-    it. `conversation`, `dialogues`, `turns` and `stop_reason` grow while the agent runs, so that
+    it. `conversation`, `dialogues`, `turns`, `sampled_tokens` and `stop_reason` grow while the agent runs, so that
     a failure leaves a partial trajectory. `conversation` is the task's own agent's; `dialogues` has those of agents it
     asked, too. `tools` are what the task's own agent was offered.
     `answer` is what the agent gave as final; `given_reward` what an agent elsewhere was graded with by its own caller.
@@ -236,6 +239,7 @@ class RolloutContext:
     turns: list[Turn] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
     echoes: Counter[Echo] = field(default_factory=Counter)
+    sampled_tokens: int = 0
     stop_reason: StopReason = "aborted"
     answer: str | None = None
     given_reward: float | None = None
@@ -475,12 +479,17 @@ class RolloutContext:
 
     def _trajectory(self, segments_of: Callable[[Conversation], list[Segment]]) -> Trajectory:
         segments, turns = self.dialogues.assemble(segments_of)
+        undelivered = self.sampled_tokens - sum(int(np.count_nonzero(segment.loss_mask)) for segment in segments)
+        if undelivered:
+            told = "job %s: %d of %d sampled tokens are in no segment"
+            logger.error(told, self.spec.job_id, undelivered, self.sampled_tokens)
         return Trajectory(
             segments=segments,
             turns=turns,
             stop_reason=self.stop_reason,
             prefix_breaks=self.dialogues.prefix_breaks,
             drift_tokens=self.dialogues.drift_tokens,
+            undelivered_tokens=undelivered,
             tools=self.tools,
             echoes=dict(self.echoes),
         )

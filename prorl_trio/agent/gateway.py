@@ -7,9 +7,10 @@ begins a segment, which says why. Each sampled token is delivered once.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -34,7 +35,7 @@ from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
 from prorl_trio.chat.conversation import Conversation, common_prefix
 from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ContextLengthExceeded, HandlerError, ProrlError, StaleTrajectory, TooManyDialogues
-from prorl_trio.types.models import ChatMessage, ToolCall
+from prorl_trio.types.models import ASIDE, ChatMessage, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -46,14 +47,14 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.types.models import Echo, SegmentReason, StopReason, ToolSchema
 
+logger = logging.getLogger(__name__)
+
 CALLS_FOR_A_TURN: Final = 4
 """Requests that a program may make for each turn of `max_turns`, sampled or not: one with a wrong limit never stops."""
 SPARE_CALLS: Final = 40
 THREAD_CHARS: Final = 20_000
 """A new dialogue of so many characters is rendered and encoded in a thread."""
 NO_TOOLS: Final = digest([])
-ASIDE: Final = ("sub_agent", "side_call")
-"""Reasons of dialogues that are not the task's own."""
 
 
 class RolloutOver(ProrlError):
@@ -187,11 +188,12 @@ class Gateway:
             ProrlError: infrastructure failed, and the rollout with it.
         """
         self._admit()
-        messages = merged(question.messages)
-        if not messages or messages[-1].role == "assistant":
-            raise BadQuestion("the last message is an assistant's: a turn cannot be begun for the policy")
-        place = self._find(messages, question)
-        turn = self._asked_before(place)
+        with self._reading():
+            messages = merged(question.messages)
+            if not messages or messages[-1].role == "assistant":
+                raise BadQuestion("the last message is an assistant's: a turn cannot be begun for the policy")
+            place = self._find(messages, question)
+            turn = self._asked_before(place)
         if turn is None:
             turn = _Turn()
             if place.continues:
@@ -210,7 +212,8 @@ class Gateway:
         Of a prompt that is far too long it is a lower bound.
         """
         try:
-            return len(await self._new_conversation(merged(question.messages), question.tools))
+            with self._reading():
+                return len(await self._new_conversation(merged(question.messages), question.tools))
         except ContextLengthExceeded as exc:
             return exc.prompt_tokens
 
@@ -232,7 +235,7 @@ class Gateway:
         turns: Counter[int] = Counter()
         said: dict[int, tuple[int, ParsedTurn]] = {}
         for line in self._lines:
-            if line.last is not None:
+            if line.last is not None and line.first.origin is None:
                 of = id(line.first)
                 turns[of] += line.sampled
                 said[of] = max(said.get(of, line.last), line.last, key=lambda each: each[0])
@@ -248,6 +251,20 @@ class Gateway:
             self.end(f"the agent has made {most} calls, the most for {self.context.spec.max_turns} turns")
         if self._over:
             raise RolloutOver(self._over)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raise BadQuestion in place of whatever a question makes of the code in the block that reads it.
+
+        What a program sends is the policy's doing, as its arguments for a tool are: it voids no rollout.
+        """
+        try:
+            yield
+        except ProrlError:
+            raise
+        except Exception as exc:
+            logger.warning("job %s: a request cannot be read", self.context.spec.job_id, exc_info=exc)
+            raise BadQuestion(f"it cannot be read: {type(exc).__name__}: {exc}") from exc
 
     # ------------------------------------------------------------ histories
 
@@ -304,7 +321,8 @@ class Gateway:
                 self.limit = "max_turns"
                 self.end(f"the agent has taken its {self.context.spec.max_turns} turns")
                 raise RolloutOver(self._over)
-            turn.line = await self._line_for(turn, place, question, messages)
+            with self._reading():
+                turn.line = await self._line_for(turn, place, question, messages)
             for echoed, echo in place.echoes:
                 if echoed.key and not echoed.seen:
                     self.context.echoes[echo] += 1

@@ -163,7 +163,7 @@ async def _run_once(
         argv = [part.replace(INSTRUCTION, instruction) for part in program.command]
         stdin = b"" if argv != list(program.command) else instruction.encode(errors="replace")
     timeout_s = context.resources.config.budgets.of_agent(context.spec.budgets)
-    with gateway.budget.tool("agent program") as gateway.program, context.acting():
+    with gateway.budget.tool(f"agent {program.preset or argv[0]}") as gateway.program, context.acting():
         try:
             result = await sandbox.exec(
                 argv, timeout_s=timeout_s, cwd=program.cwd, env=env, stdin=stdin, max_output_bytes=MAX_LOG_BYTES

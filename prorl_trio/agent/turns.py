@@ -225,6 +225,7 @@ class Turns:
         """Add what was sampled to the dialogue, and return what it says. A cancel does not stop it."""
         for span in completion.spans:
             self.context.dialogues.note_version(span.policy_version)
+        self.context.sampled_tokens += len(completion.token_ids)
         add = partial(
             self.conversation.add_completion,
             completion.token_ids,

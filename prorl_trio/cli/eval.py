@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.exit_codes import EXIT_INTERRUPTED, EXIT_JOBS_CUT
-from prorl_trio.cli.task_files import TASKS_HELP, load_tasks, skip_bad_option
+from prorl_trio.cli.task_files import TASKS_HELP, agent_option, load_tasks, skip_bad_option
 from prorl_trio.client.terminal import Console, say_json
 from prorl_trio.runs import progress
 from prorl_trio.runs.evaluation.folder import open_evaluation
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import TaskInstance
 
 OF_THE_PLAN = (
-    "tasks", "specs", "skip_bad", "oracle", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns",
+    "tasks", "specs", "skip_bad", "oracle", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns", "agent",
     "max_output_tokens", "attempts", "model", "out",
 )  # fmt: skip
 """Options that say what is evaluated: with --resume the folder says it."""
@@ -60,6 +60,7 @@ def _no_nan(context: click.Context, option: click.Parameter, value: float | None
 @click.option("--temperature", type=click.FloatRange(min=0), help="Of sampling; 0 is greedy. [0 for --n 1]")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--max-turns", type=click.IntRange(min=1), default=8, show_default=True, help="Per rollout.")
+@agent_option
 @click.option("--max-output-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Per turn.")
 @click.option("--attempts", type=click.IntRange(1, 100), default=3, show_default=True, help="If infrastructure fails.")
 @click.option(
@@ -103,6 +104,7 @@ def eval(
 
     \b
         prorl-trio eval --tasks compmath
+        prorl-trio eval --tasks compmath --agent codex --max-turns 30
         prorl-trio eval --tasks compmath --n 8 --temperature 0.6 --k 1 --k 4 --k 8
         prorl-trio eval --resume runs/20260101-120000
         prorl-trio eval --tasks my-harbor-tasks/ --oracle
@@ -165,6 +167,7 @@ def _new_plan(
     temperature: float | None,
     top_p: float,
     max_turns: int,
+    agent: str | None,
     max_output_tokens: int,
     attempts: int,
     model: str,
@@ -188,5 +191,6 @@ def _new_plan(
         model=model,
         oracle=oracle,
         left_out=len(found.refused),
+        agent=agent or "",
     )
     return plan, found.instances

@@ -10,7 +10,7 @@ import click
 
 from prorl_trio.cli.connection import connection_options, with_client
 from prorl_trio.cli.exit_codes import EXIT_JOBS_CUT
-from prorl_trio.cli.task_files import TASKS_HELP, load_tasks, skip_bad_option
+from prorl_trio.cli.task_files import TASKS_HELP, agent_option, load_tasks, skip_bad_option
 from prorl_trio.runs.collect import make_jobs
 from prorl_trio.runs.progress import run_jobs
 from prorl_trio.runs.recording import run_folder
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many instances.")
 @click.option("--rollouts", type=click.IntRange(min=1), default=1, show_default=True, help="Rollouts per instance.")
 @click.option("--max-turns", type=click.IntRange(min=1), default=4, show_default=True, help="Per rollout.")
+@agent_option
 @click.option("--max-output-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Per turn.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Of sampling.")
 @click.option("--model", default="", help="Folder of the model, with which `show` turns tokens into text.")
@@ -50,6 +51,7 @@ def submit(
     limit: int | None,
     rollouts: int,
     max_turns: int,
+    agent: str | None,
     max_output_tokens: int,
     temperature: float,
     model: str,
@@ -70,6 +72,6 @@ def submit(
     """
     sampling = SamplingParams(temperature=temperature, max_output_tokens=max_output_tokens)
     instances = load_tasks(tasks, specs=specs, skip_bad=skip_bad, limit=limit).instances
-    jobs = make_jobs(instances, rollouts=rollouts, sampling=sampling, max_turns=max_turns)
+    jobs = make_jobs(instances, rollouts=rollouts, sampling=sampling, max_turns=max_turns, agent=agent)
     summary = with_client(node, lambda client: run_jobs(client, jobs, run_folder(out), model=model, tasks=tasks))
     sys.exit(0 if summary.completed == summary.jobs and not summary.rejected else EXIT_JOBS_CUT)

@@ -24,6 +24,9 @@ skip_bad_option = click.option(
     is_flag=True,
     help="Leave out rows that cannot be used, and name them. Without it they refuse the file.",
 )
+agent_option = click.option(
+    "--agent", metavar="NAME", help="A program that works in place of the node's own agent: `prorl-trio agents list`."
+)
 
 
 def load_tasks(

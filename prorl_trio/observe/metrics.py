@@ -196,6 +196,12 @@ class Metrics:
             "kind",
         )
         self._drift = counter("drift_tokens", "Recorded otherwise than sent or sampled; anything but 0 is a bug.")
+        self._undelivered = counter(
+            "undelivered_tokens", "Sampled for a trajectory, and not in it; anything but 0 is a bug."
+        )
+        self._echoes = counter(
+            "echoes", "Turns that a program has sent back, by how, or by the segment's reason.", "how"
+        )
         self._breaks = counter("segment_breaks", "Segments that do not continue the one before, and why.", "reason")
         self._calls = counter("backend_calls", "Calls of an LLM backend, retries not counted.", "backend", "result")
         self._call = seconds("backend_call", "Calls of an LLM backend, retries included.", CALL_BUCKETS_S, "backend")
@@ -283,6 +289,9 @@ class Metrics:
             sampled = sum(turn.completion_end - turn.completion_start for turn in trajectory.turns)
             self._tokens("given").inc(max(0, sum(len(segment) for segment in trajectory.segments) - sampled))
             self._drift().inc(trajectory.drift_tokens)
+            self._undelivered().inc(trajectory.undelivered_tokens)
+            for how, count in trajectory.echoes.items():
+                self._echoes(how).inc(count)
             for segment in trajectory.segments:
                 if segment.reason is not None:
                     self._breaks(segment.reason).inc()

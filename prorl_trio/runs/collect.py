@@ -34,7 +34,12 @@ CANCEL_TIMEOUT_S: Final = 5.0
 
 
 def make_jobs(
-    instances: Sequence[TaskInstance], *, rollouts: int, sampling: SamplingParams, max_turns: int
+    instances: Sequence[TaskInstance],
+    *,
+    rollouts: int,
+    sampling: SamplingParams,
+    max_turns: int,
+    agent: str | None = None,
 ) -> list[JobSpec]:
     """Return `rollouts` jobs for each instance, one group per instance, with new unique ids."""
     run_id = uuid.uuid4().hex[:8]
@@ -45,6 +50,7 @@ def make_jobs(
             group_id=f"{run_id}-{instance.instance_id}",
             sampling=sampling,
             max_turns=max_turns,
+            agent=agent,
         )
         for instance in instances
         for rollout in range(rollouts)

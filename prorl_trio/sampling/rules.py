@@ -6,7 +6,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from prorl_trio.types.models import Budgets, JobSpec, RetryPolicy, SamplingParams, TaskInstance
+from prorl_trio.types.models import AgentProgram, Budgets, JobSpec, RetryPolicy, SamplingParams, TaskInstance
 
 EarlyStop = Literal["keep", "cancel"]
 """The fate of what still runs when a batch is complete: it goes on and is trained on later, or is cancelled."""
@@ -72,6 +72,7 @@ class JobTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tags: dict[str, str] = {}
     retry: RetryPolicy = RetryPolicy()
     max_trajectory_tokens: int | None = None
+    agent: AgentProgram | str | None = None
 
     def spec(self, job_id: str, group_id: str, instance: TaskInstance) -> JobSpec:
         """Return the job of one rollout."""
@@ -85,4 +86,5 @@ class JobTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             tags=self.tags,
             retry=self.retry,
             max_trajectory_tokens=self.max_trajectory_tokens,
+            agent=self.agent,
         )

@@ -54,6 +54,18 @@ class PaddedBatch:
         """Rows."""
         return len(self.lengths)
 
+    @property
+    def rollout_weights(self) -> npt.NDArray[np.float32]:
+        """Return what a sampled token of each row weighs where each rollout is to weigh 1 in all: float32 [B].
+
+        It is 1 through the sampled tokens in all rows of the item, 0 where there are none. Then the loss
+        `(loss_mask * weights[:, None] * token_losses).sum() / rollouts` is a mean over rollouts, however many segments
+        and tokens each has. Without weights, the mean over tokens, a rollout weighs as much as it is long.
+        """
+        sampled = self.loss_mask.sum(axis=1, dtype=np.int64)
+        of_item = np.bincount(self.item, weights=sampled)[self.item] if len(self) else np.zeros(0)
+        return np.divide(1.0, of_item, out=np.zeros(len(self)), where=of_item > 0).astype(np.float32)
+
 
 def pad_batch(
     items: Sequence[Outcome | Trajectory],

@@ -7,6 +7,7 @@ without a copy.
 
 from __future__ import annotations
 
+from collections import Counter
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -80,6 +81,8 @@ SegmentReason = Literal[
     "retry",  # a step is tried again
 ]
 """Why a segment does not simply continue its parent."""
+ASIDE: Final = ("sub_agent", "side_call")
+"""Reasons of segments that are not of their parent's work."""
 
 Echo = Literal[
     "exact",
@@ -469,6 +472,7 @@ class Trajectory(_Model, frozen=True):
         stop_reason: why the agent's loop ended.
         prefix_breaks: segments begun because a prompt lost its prefix.
         drift_tokens: recorded tokens that differ from what was sent and sampled: 0, or the job has failed.
+        undelivered_tokens: tokens that were sampled for it and are in no segment; anything but 0 is a bug of ours.
         tools: functions that the task's own agent was offered, as chat templates take them.
         echoes: how turns came back in later requests of a program: `exact`, `keyed`, `respelled`, `reasoning_dropped`,
             or the reason of the segment that began instead; empty for our own agent.
@@ -479,8 +483,25 @@ class Trajectory(_Model, frozen=True):
     stop_reason: StopReason
     prefix_breaks: int = 0
     drift_tokens: int = 0
+    undelivered_tokens: int = 0
     tools: list[dict[str, Any]] = []
     echoes: dict[Echo, int] = {}
+
+    @property
+    def own_segments(self) -> list[int]:
+        """Return the indices of the segments of the task's own work: none of agents that it asked, nor of side calls.
+
+        A program may begin with a dialogue that is not the task's (a title, say): of several that continue nothing, the
+        one with most turns is.
+        """
+        firsts: list[int] = []
+        for index, segment in enumerate(self.segments):
+            goes_on = segment.parent is not None and segment.reason not in ASIDE and segment.parent < index
+            firsts.append(firsts[segment.parent] if goes_on and segment.parent is not None else index)
+        turns = Counter(firsts[turn.segment] for turn in self.turns)
+        roots = [index for index, segment in enumerate(self.segments) if segment.parent is None]
+        own = max(roots, key=lambda index: turns[index], default=0)
+        return [index for index, first in enumerate(firsts) if first == own]
 
     @property
     def policy_versions(self) -> list[str]:

@@ -77,6 +77,7 @@ def check_exact(rig, trajectory):
             parent = trajectory.segments[segment.parent]
             assert segment.token_ids[: segment.shared].tolist() == parent.token_ids[: segment.shared].tolist()
             assert not segment.loss_mask[: segment.shared].any()
+    assert trajectory.undelivered_tokens == 0
     assert len(trajectory.turns) == len(rig.engine.requests) - 1, "all but the first, which tries the engine out"
 
 
@@ -290,3 +291,18 @@ async def test_a_turn_ends_where_the_client_wants_it_to(rig):
         trajectory = context.trajectory()
     assert lineage(trajectory) == [(None, None, 0)]
     assert trajectory.turns[0].text == "Look at </code>"
+
+
+async def test_sampled_tokens_that_a_trajectory_lacks_are_counted_and_logged(rig, monkeypatch, caplog):
+    async with rig.open():
+        context, gateway = opened(rig, call("look"), "Again.")
+        async with gateway as gateway:
+            await ask(gateway, SYSTEM, TASK)
+            await ask(gateway, Said("system", "You help."), Said("user", "Help."), kind="sub_agent")
+    assemble = type(context.dialogues).assemble
+    monkeypatch.setattr(type(context.dialogues), "assemble", lambda self, of: (assemble(self, of)[0][:1], []))
+    trajectory = context.trajectory()
+    assert trajectory.undelivered_tokens == len("Again.") + 1
+    assert (
+        f"{trajectory.undelivered_tokens} of {context.sampled_tokens} sampled tokens are in no segment" in caplog.text
+    )

@@ -15,7 +15,7 @@ from prorl_trio.agent.context import RolloutContext
 from prorl_trio.agent.gateway import open_gateway
 from prorl_trio.config import ListenConfig
 from prorl_trio.edges.gateway import app as app_module
-from prorl_trio.edges.gateway.app import GatewayApp, GatewayTable
+from prorl_trio.edges.gateway.app import GatewayApp, GatewayTable, Tally
 from prorl_trio.edges.gateway.serve import serve_gateway
 
 pytestmark = pytest.mark.timeout(30)
@@ -56,21 +56,21 @@ by_path = pytest.mark.parametrize("path", PATHS)
 
 @asynccontextmanager
 async def serving(rig, *says, table=None, **fields):
-    """Yield the gateway, its application, and a client of it."""
+    """Yield the gateway, the tally of its requests, and a client of it."""
     rig.says = list(says)
     context = RolloutContext(spec=rig.spec(**{"max_turns": 9, **fields}), resources=rig.resources)
     async with open_gateway(context) as gateway, trio.open_nursery() as nursery:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        app = GatewayApp(table or gateway, "policy")
+        app = GatewayApp(table or gateway, "policy", tally := Tally())
         nursery.start_soon(serve_gateway, app, listener, ListenConfig())
         url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
-        yield gateway, app, Client(url)
+        yield gateway, tally, Client(url)
         nursery.cancel_scope.cancel()
 
 
 @by_path
 async def test_each_api_is_answered_and_told_what_is_wrong_in_its_own_words(rig, path):
-    async with rig.open(), serving(rig, "Hello.", max_turns=1) as (gateway, app, client):
+    async with rig.open(), serving(rig, "Hello.", max_turns=1) as (gateway, tally, client):
         good = await client.post(path, json=PATHS[path])
         assert (good.status_code, "Hello." in good.text) == (200, True)
         for bad, status in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (b"{}", 400)):
@@ -81,13 +81,14 @@ async def test_each_api_is_answered_and_told_what_is_wrong_in_its_own_words(rig,
         gateway.end("all is over")
         over = await client.post(path, json={**PATHS[path], "extra": 1})
         assert (over.status_code, "all is over" in over.text) == (403, True)
-        assert sum(count for (_, result), count in app.results.items() if result == "ok") == 1
+        (counts,) = tally.statistics()["requests"].values()
+        assert counts == {"ok_total": 1, "bad_request_total": 4, "over_total": 1}
 
 
 @by_path
 async def test_a_context_that_is_full_is_told_as_a_bad_request(rig, path):
     long = json.loads(json.dumps(PATHS[path]).replace("Hi", "blah " * 2000))
-    async with rig.open(), serving(rig) as (_gateway, _app, client):
+    async with rig.open(), serving(rig) as (_gateway, _tally, client):
         told = await client.post(path, json=long)
         assert told.status_code == 400
         assert "4000" in told.text
@@ -95,7 +96,7 @@ async def test_a_context_that_is_full_is_told_as_a_bad_request(rig, path):
 
 async def test_bodies_may_be_packed_and_bombs_are_not_unpacked(rig, monkeypatch):
     body = json.dumps(PATHS["/v1/messages"]).encode()
-    async with rig.open(), serving(rig, "Hello.") as (_gateway, _app, client):
+    async with rig.open(), serving(rig, "Hello.") as (_gateway, _tally, client):
         answer = await client.post("/v1/messages", data=gzip.compress(body), headers={"content-encoding": "gzip"})
         assert "Hello." in answer.text
         for content, coding, status in ((body, "gzip", 400), (body, "br", 400)):
@@ -108,7 +109,7 @@ async def test_bodies_may_be_packed_and_bombs_are_not_unpacked(rig, monkeypatch)
 
 
 async def test_models_and_token_counts(rig):
-    async with rig.open(), serving(rig) as (_gateway, _app, client):
+    async with rig.open(), serving(rig) as (_gateway, _tally, client):
         listed = (await client.get("/v1/models")).json()
         assert [each["id"] for each in listed["data"]] == ["policy"]
         anthropic = (await client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})).json()
@@ -133,7 +134,7 @@ async def test_models_and_token_counts(rig):
 @pytest.mark.parametrize("path", STREAMS)
 async def test_a_stream_lives_while_the_policy_thinks_and_ends_as_its_clients_expect(rig, path, monkeypatch):
     monkeypatch.setattr(app_module, "KEEP_ALIVE_S", 0.05)
-    async with rig.open(), serving(rig, "Hello.") as (_gateway, _app, client):
+    async with rig.open(), serving(rig, "Hello.") as (_gateway, _tally, client):
         slow(rig, 0.4)
         answer = await client.post(path, json={**STREAMS[path], "stream": True})
         assert answer.headers["content-type"] == "text/event-stream"
@@ -146,7 +147,7 @@ async def test_a_stream_lives_while_the_policy_thinks_and_ends_as_its_clients_ex
 async def test_on_the_nodes_own_port_the_id_and_the_secret_have_to_match(rig):
     table = GatewayTable()
     body = PATHS["/v1/chat/completions"]
-    async with rig.open(), serving(rig, "One.", "Two.", table=table) as (gateway, _app, client):
+    async with rig.open(), serving(rig, "One.", "Two.", table=table) as (gateway, _tally, client):
         table.add("abc", gateway, "secret")
         for headers in ({"Authorization": "Bearer secret"}, {"x-api-key": "secret"}, {"x-goog-api-key": "secret"}):
             answer = await client.post("/s/abc/v1/chat/completions", json=body, headers=headers)
@@ -164,7 +165,7 @@ async def test_on_the_nodes_own_port_the_id_and_the_secret_have_to_match(rig):
 
 
 async def test_a_client_that_leaves_and_asks_again_gets_the_turn_that_it_left(rig):
-    async with rig.open(), serving(rig, "One.", "Two.") as (gateway, _app, client):
+    async with rig.open(), serving(rig, "One.", "Two.") as (gateway, _tally, client):
         slow(rig, 0.5)
         with pytest.raises(requests.ReadTimeout):
             await client.post("/v1/messages", json=PATHS["/v1/messages"], timeout=0.1)

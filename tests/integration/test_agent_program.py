@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from prorl_trio.client import connect
 from prorl_trio.types.models import AgentProgram, RetryPolicy
-from support.whole_node import job, open_service, outcome_of, usable
+from support.whole_node import TOKEN, job, open_service, outcome_of, usable
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -52,6 +53,9 @@ async def test_a_program_in_the_sandbox_works_on_a_task_and_the_handler_grades_i
         assert [turn.messages[-1].content for turn in outcome.trajectory.turns[1:]] == ["42\n"]
         assert outcome.trajectory.echoes == {"exact": 1}
         assert outcome.trajectory.stop_reason == "finished"
+        async with connect(url, TOKEN) as client:
+            status = await client.status()
+        assert status["gateway"] == {"requests": {"chat": {"ok_total": 2}}, "ignored_fields": {}, "joined_total": 0}
 
 
 @pytest.mark.parametrize("provider", ["bubblewrap"], indirect=True)

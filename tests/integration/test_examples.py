@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from prorl_trio.agents.preset import presets
 from prorl_trio.sandbox.providers.registry import probe_providers
 from support.skips import because
 
@@ -101,3 +102,13 @@ def test_a_trainers_loop_with_a_weight_update(provider):
         first, second = run("trainer_loop.py", **env).splitlines()
     assert re.match(r"step 1: 8 rollouts by \['0'\], reward 0\.\d+, loss ", first)
     assert re.match(r"step 2: 8 rollouts by \['1'\], reward 0\.\d+, loss ", second)
+
+
+def test_agents_that_people_have():
+    names = ["mini-swe-agent", "pi"]
+    for name in names:
+        if not presets()[name].is_installed:
+            pytest.skip(because(f"the agent {name} is not installed", f"prorl-trio agents install {name}"))
+    lines = run("blackbox_agent.py", *names).splitlines()
+    assert [line for line in lines if ": completed, reward 1.0" in line] == lines[:1] + lines[5:6]
+    assert sum(line.startswith("  segment 0 (the task): ") for line in lines) == len(names)

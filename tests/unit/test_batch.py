@@ -127,3 +127,14 @@ def test_what_does_not_fit_into_out_is_refused(shape):
     out = pad_batch([trajectory(*[segment(width)] * rows)], pad_token_id=PAD)
     with pytest.raises(ValueError, match="does not fit into out"):
         pad_batch([trajectory(segment(4), segment(4))], pad_token_id=PAD, out=out)
+
+
+@given(ITEMS)
+def test_rollouts_weigh_the_same_whatever_their_segments(items):
+    batch = pad_batch(items, pad_token_id=PAD)
+    weighed = (batch.loss_mask * batch.rollout_weights[:, None]).sum(axis=1)
+    for number, item in enumerate(items):
+        recorded = item.trajectory if isinstance(item, Outcome) else item
+        sampled = sum(int(segment.loss_mask.sum()) for segment in recorded.segments) if recorded else 0
+        assert weighed[batch.item == number].sum() == pytest.approx(1.0 if sampled else 0.0)
+    assert (batch.rollout_weights.dtype, batch.rollout_weights.shape) == (np.float32, (len(batch),))

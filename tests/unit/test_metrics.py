@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prorl_trio.observe.metrics import MAX_LABEL_VALUES, Metrics
@@ -138,14 +139,24 @@ async def test_what_a_tool_printed_does_not_say_how_it_went():
     assert value(metrics, "prorl_tool_calls_total", tool="bash", result="error") == 1
 
 
-def test_drift_is_counted():
+@pytest.mark.parametrize("name", ["drift_tokens", "undelivered_tokens"])
+def test_tokens_that_went_wrong_are_counted(name):
     metrics = Metrics()
     outcome = make_outcome(make_spec("job"))
     metrics.job_ended(view(), outcome)
-    assert value(metrics, "prorl_drift_tokens_total") == 0
-    drifted = msgspec.structs.replace(outcome.trajectory, drift_tokens=2)
+    assert value(metrics, f"prorl_{name}_total") == 0
+    drifted = msgspec.structs.replace(outcome.trajectory, **{name: 2})
     metrics.job_ended(view(), msgspec.structs.replace(outcome, status="failed", trajectory=drifted))
-    assert value(metrics, "prorl_drift_tokens_total") == 2
+    assert value(metrics, f"prorl_{name}_total") == 2
+
+
+def test_turns_that_come_back_are_counted_by_how():
+    metrics = Metrics()
+    outcome = make_outcome(make_spec("job"))
+    echoed = msgspec.structs.replace(outcome.trajectory, echoes={"exact": 3, "rewrite": 1})
+    metrics.job_ended(view(), msgspec.structs.replace(outcome, trajectory=echoed))
+    assert value(metrics, "prorl_echoes_total", how="exact") == 3
+    assert value(metrics, "prorl_echoes_total", how="rewrite") == 1
 
 
 def test_waits_for_sandboxes_are_told_apart():

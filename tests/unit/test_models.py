@@ -20,6 +20,7 @@ from prorl_trio.types.models import (
     TaskInstance,
     Timing,
     Trajectory,
+    Turn,
 )
 
 INT32 = st.integers(0, 2**31 - 1)
@@ -175,3 +176,28 @@ def test_a_deep_copy_owns_its_memory():
         assert again == segment
         assert not np.shares_memory(again.token_ids, ids)
     assert np.shares_memory(copy.copy(segment).token_ids, ids)
+
+
+@pytest.mark.parametrize(
+    ("lineage", "turns", "own"),
+    [
+        ([], [], []),
+        ([(None, None)], [0, 0], [0]),
+        (
+            [(None, None), (0, "rewrite"), (0, "sub_agent"), (1, "branch"), (2, "compaction")],
+            [0, 2, 4, 4, 3],
+            [0, 1, 3],
+        ),
+        ([(None, None), (None, None), (1, "compaction")], [0, 1, 2], [1, 2]),  # a title, and then the task
+        ([(None, None), (0, "side_call"), (1, "rewrite"), (0, "tools_changed")], [1, 1, 2], [0, 3]),
+    ],
+)
+def test_the_tasks_own_segments_are_told_from_others(lineage, turns, own):
+    one = Segment.from_arrays([1, 2], [0.0, -1.0], [0, 1], [PolicySpan(start=1, end=2, policy_version="0", engine="e")])
+    segments = [msgspec.structs.replace(one, parent=parent, reason=reason) for parent, reason in lineage]
+    taken = [
+        Turn(segment=place, completion_start=1, completion_end=2, text="", finish_reason="stop", tool_calls=[],
+             observations=[], inference_s=0.0, tools_s=0.0)
+        for place in turns
+    ]  # fmt: skip
+    assert Trajectory(segments=segments, turns=taken, stop_reason="finished").own_segments == own

@@ -8,12 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from prorl_trio.runs.collect import make_jobs
+from prorl_trio.runs.evaluation.run import EvaluationPlan
 from prorl_trio.sampling import GroupRules, JobTemplate, NothingToLearn
 from prorl_trio.sampling.accounts import WINDOW, keep_latest, ks_distance
 from prorl_trio.sampling.admission import capacity, expected_share, groups_wanted, keeps_deadlines, pick
 from prorl_trio.sampling.opening import instance_source
 from prorl_trio.sampling.sampler import GroupSampler
 from prorl_trio.sampling.state import Advanced, Arrived, Opened, Taken
+from prorl_trio.types.models import AgentProgram, SamplingParams, TaskInstance
 from support.sampled import make_rollout, make_task
 
 
@@ -202,3 +205,17 @@ def test_the_state_takes_ten_thousand_outcomes_a_second():
         _, arrived = run_steps(rules, lambda group, member: float(member % 2), 8)
         best_s = min(best_s, (time.process_time() - began_s) / arrived)
     assert 1 / best_s > 10_000, f"{1 / best_s:.0f} outcomes per second of CPU, those that make them up included"
+
+
+def test_an_agent_of_others_is_asked_for_by_each_kind_of_run():
+    task = TaskInstance(instance_id="q", handler="math", payload={})
+    plan = EvaluationPlan(
+        evaluation_id="e", session_id="s", tasks="t", rollouts=1, ks=(1,), sampling=SamplingParams(), max_turns=3,
+        agent="codex",
+    )  # fmt: skip
+    rollout = next(plan.rollouts_of([task]))
+    (submitted,) = make_jobs([task], rollouts=1, sampling=SamplingParams(), max_turns=3, agent="codex")
+    for spec in (JobTemplate(agent="codex").spec("j", "g", task), plan.job(task, rollout, "j"), submitted):
+        assert spec.agent == AgentProgram(preset="codex")
+    assert JobTemplate().spec("j", "g", task).agent is None
+    assert msgspec.structs.replace(plan, agent="").job(task, rollout, "j").agent is None

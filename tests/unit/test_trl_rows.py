@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -42,6 +43,10 @@ def outcome(*segments, trajectory=True, reward=1.0):
     )
 
 
+def after(one, parent, reason):
+    return msgspec.structs.replace(one, parent=parent, reason=reason)
+
+
 FIRST = segment([1, 2, 3, 4, 5], [0, 0, 1, 0, 1], [0, 0, -0.1, 0, -0.3], "4", "5")
 SECOND = segment([1, 7, 8], [0, 1, 1], [0, -1.25, -2.5], "5")
 NOTHING = segment([1, 2], [0, 0], [0, 0])
@@ -66,11 +71,13 @@ def test_rollouts_without_a_sampled_token_have_no_row_but_a_placeholder_that_tea
     assert row.versions == ()
 
 
-def test_a_completion_is_the_last_segment_from_its_first_sampled_token():
-    found = completion_of(outcome(FIRST, SECOND, NOTHING), FILLER)
+@pytest.mark.parametrize("aside", [[], ["sub_agent"], ["side_call", "sub_agent"]])
+def test_a_completion_is_the_last_segment_of_the_tasks_own_work_from_its_first_sampled_token(aside):
+    own = [FIRST, after(SECOND, 0, "rewrite"), after(NOTHING, 1, "compaction")]
+    found = completion_of(outcome(*own, *(after(FIRST, 0, reason) for reason in aside)), FILLER)
     assert (found.prompt_ids, found.completion_ids, found.mask) == ([1], [7, 8], [1, 1])
     assert found.logprobs == [-1.25, -2.5]
-    assert found.left_out == 2
+    assert found.left_out == 2 + 2 * len(aside)
     alone = completion_of(outcome(FIRST), FILLER)
     assert (alone.prompt_ids, alone.completion_ids, alone.mask) == ([1, 2], [3, 4, 5], [1, 0, 1])
     assert np.array(alone.logprobs, np.float32).tobytes() == FIRST.logprobs[2:].tobytes()

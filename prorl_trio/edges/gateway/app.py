@@ -84,16 +84,40 @@ class _Served(NamedTuple):
     secret: str
 
 
+class Tally:
+    """What the programs of a node have asked, and what they were answered.
+
+    Attributes:
+        results: requests by dialect and result: `ok`, or the kind of the problem.
+        ignored: fields of requests that were not honoured, and how often.
+        joined: requests that were answered by a turn which was asked for before.
+    """
+
+    def __init__(self) -> None:
+        self.results: Counter[tuple[str, str]] = Counter()
+        self.ignored: Counter[str] = Counter()
+        self.joined = 0
+
+    def statistics(self) -> dict[str, Any]:
+        """Return all of it as values that msgpack can encode."""
+        dialects: dict[str, dict[str, int]] = {}
+        for (dialect, result), count in self.results.items():
+            dialects.setdefault(dialect, {})[f"{result}_total"] = count
+        return {"requests": dialects, "ignored_fields": dict(self.ignored), "joined_total": self.joined}
+
+
 class GatewayTable:
     """The gateways of a node's rollouts that programs outside of a sandbox's network may ask, by the id in the path.
 
     Attributes:
         url: of the node's own port; empty while it has none.
         public_url: the same, as other machines reach it.
+        tally: of all gateways of the node, also those at ports of sandboxes.
     """
 
     def __init__(self) -> None:
         self.url = self.public_url = ""
+        self.tally = Tally()
         self._served: dict[str, _Served] = {}
         self._over: dict[str, None] = {}
 
@@ -129,7 +153,7 @@ class BesideRest:
 
     def __init__(self, rest: App, gateways: GatewayTable) -> None:
         self._rest = rest
-        self._gateway = GatewayApp(gateways, MODEL)
+        self._gateway = GatewayApp(gateways, MODEL, gateways.tally)
 
     def _of(self, path: str) -> App:
         return self._gateway if PREFIX.fullmatch(path) else self._rest
@@ -148,18 +172,12 @@ class BesideRest:
 
 
 class GatewayApp:
-    """Answers the requests of programs, for one gateway, or for those of a table.
+    """Answers the requests of programs, for one gateway, or for those of a table, and counts them in `tally`."""
 
-    Attributes:
-        ignored: fields of requests that were not honoured, and how often.
-        results: requests by dialect and result.
-    """
-
-    def __init__(self, gateways: Gateway | GatewayTable, model: str) -> None:
+    def __init__(self, gateways: Gateway | GatewayTable, model: str, tally: Tally) -> None:
         self._gateways = gateways
         self._model = model
-        self.ignored: Counter[str] = Counter()
-        self.results: Counter[tuple[str, str]] = Counter()
+        self._tally = tally
 
     def is_free(self, path: str) -> bool:
         """Return whether a path is one of ours: its secret is looked at here."""
@@ -202,7 +220,7 @@ class GatewayApp:
 
     def _told(self, dialect: ModuleType, problem: Problem) -> Response:
         status, body = dialect.problem(problem)
-        self.results[dialect.__name__.rpartition(".")[2], problem.kind] += 1
+        self._tally.results[_name(dialect), problem.kind] += 1
         headers = {"x-should-retry": "true" if problem.kind == "unavailable" else "false"}
         if problem.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(problem.retry_after_s)))
@@ -211,7 +229,7 @@ class GatewayApp:
     async def _answer(self, route: _Route, asked: Asked, gateway: Gateway, receive: Receive, send: Send) -> None:
         """Ask the gateway, and send what it says. Raises Problem while nothing was sent."""
         dialect = route.dialect
-        self.ignored.update(asked.ignored)
+        self._tally.ignored.update(asked.ignored)
         if route.operation == "count":
             tokens = await _asked(gateway.count_tokens(asked.question))
             body = msgspec.json.encode({_COUNTED[dialect]: tokens, "object": "response.input_tokens"})
@@ -227,7 +245,7 @@ class GatewayApp:
                 answer = await outcome.get()
                 await Response(msgspec.json.encode(dialect.whole(answer, asked)), 200, {}, _JSON)({}, receive, send)
             answered = True
-            self.results[dialect.__name__.rpartition(".")[2], "ok"] += 1
+            self._tally.results[_name(dialect), "ok"] += 1
             nursery.cancel_scope.cancel("answered")
         if not answered:
             raise ConnectionEnded
@@ -243,6 +261,7 @@ class GatewayApp:
                 try:
                     last = dialect.events(await outcome.get(), asked)
                 except Problem as problem:
+                    self._tally.results[_name(dialect), problem.kind] += 1
                     last = dialect.problem_event(problem, asked)
                 await _part(send, last)
                 break
@@ -262,6 +281,10 @@ class GatewayApp:
 
 
 _JSON: Final = "application/json"
+
+
+def _name(dialect: ModuleType) -> str:
+    return dialect.__name__.rpartition(".")[2]
 
 
 class _Outcome:

@@ -91,7 +91,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[ToolSchema], dict[str, tuple[s
     tools: list[ToolSchema] = []
     namespaces: dict[str, tuple[str, str]] = {}
     for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
-        at, kind = f"tools[{index}]", tool.get("type")
+        at, kind = f"tools[{index}]", str(tool.get("type"))
         if kind == "function":
             tools.append(function(tool.get("name"), tool.get("description"), tool.get("parameters"), at))
         elif kind == "namespace":

@@ -53,6 +53,17 @@ async def open_gateway_port(
     Raises:
         HandlerError: neither is there: the node has no server.
     """
+    try:
+        async with _open_port(gateway, sandbox, listen, table) as address:
+            yield address
+    finally:
+        table.tally.joined += gateway.joined
+
+
+@asynccontextmanager
+async def _open_port(
+    gateway: Gateway, sandbox: Sandbox | None, listen: ListenConfig, table: GatewayTable
+) -> AsyncIterator[Address]:
     listener = None
     if sandbox is not None:
         with suppress(SandboxUnavailable):
@@ -69,7 +80,7 @@ async def open_gateway_port(
         return
     port = listener.socket.getsockname()[1]
     async with listener, open_single_nursery() as nursery:
-        nursery.start_soon(serve_gateway, GatewayApp(gateway, MODEL), listener, listen)
+        nursery.start_soon(serve_gateway, GatewayApp(gateway, MODEL, table.tally), listener, listen)
         yield Address(f"http://127.0.0.1:{port}", "none")
         nursery.cancel_scope.cancel("the program has ended")
 

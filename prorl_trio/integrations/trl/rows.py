@@ -82,23 +82,25 @@ def placeholder(filler_id: int) -> Row:
 def completion_of(outcome: Outcome, filler_id: int) -> Completion:
     """Return the last segment with sampled tokens, split at the first of them: `GRPOTrainer` has one row a rollout.
 
-    Without such a segment it is a fully masked token `filler_id`, since the trainer refuses an empty completion.
+    It is the last of the task's own work; of other agents' only where that has none. Without such a segment it is a
+    fully masked token `filler_id`, since the trainer refuses an empty completion.
 
     Raises:
         LogprobsRefused: the recorded log-probabilities cannot be trained with.
     """
     check_recorded(outcome)
     segments = _sampled(outcome)
-    if not segments:
+    if not segments or outcome.trajectory is None:
         return Completion([filler_id], [filler_id], [0], [0.0], 0)
-    last = segments[-1]
+    own = [outcome.trajectory.segments[index] for index in outcome.trajectory.own_segments]
+    last = [*segments, *(segment for segment in own if segment.loss_mask.any())][-1]
     start = int(last.loss_mask.argmax())
     return Completion(
         prompt_ids=last.token_ids[:start].tolist(),
         completion_ids=last.token_ids[start:].tolist(),
         mask=last.loss_mask[start:].tolist(),
         logprobs=last.logprobs[start:].tolist(),
-        left_out=sum(int(segment.loss_mask.sum()) for segment in segments[:-1]),
+        left_out=sum(int(segment.loss_mask.sum()) for segment in segments) - int(last.loss_mask.sum()),
     )
 
 

@@ -62,7 +62,8 @@ def rows_of(outcome: Outcome, limits: RowLimits) -> list[Row]:
     if outcome.trajectory is None:
         return []
     segments = outcome.trajectory.segments
-    order = sorted(range(len(segments)), key=lambda index: _is_own(segments, index))
+    own = set(outcome.trajectory.own_segments)
+    order = sorted(range(len(segments)), key=own.__contains__)
     rows = [sampled_row(segments[index], index, limits) for index in order]
     return [row for row in rows if row.sampled]
 
@@ -107,13 +108,3 @@ def turns_of(trajectory: Trajectory | None) -> int:
     turns = trajectory.turns if trajectory is not None else []
     said = sum(message.role != "system" for turn in turns for message in turn.messages)
     return said + sum(1 + len(turn.observations) for turn in turns)
-
-
-def _is_own(segments: list[Segment], index: int) -> bool:
-    """Return whether a segment is the task's own agent's, and not one's that it asked."""
-    segment = segments[index]
-    while segment.reason != "sub_agent":
-        if segment.parent is None:
-            return True
-        segment = segments[segment.parent]
-    return False

@@ -66,6 +66,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
         model: the folder whose tokenizer decodes the tokens; empty if that is not known.
         oracle: the tasks bring their solutions, and no policy is asked.
         left_out: the number of rows of the set that could not be used, and were left out.
+        agent: the name of a program that works on the tasks in place of the node's own loop; empty: none does.
     """
 
     evaluation_id: str
@@ -80,6 +81,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     oracle: bool = False
     left_out: int = 0
+    agent: str = ""
 
     def rollouts_of(self, instances: Sequence[TaskInstance]) -> Iterator[Rollout]:
         """Yield every rollout, those of a task one after the other."""
@@ -107,6 +109,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
             max_turns=self.max_turns,
             priority="eval",
             retry=RetryPolicy(max_attempts=self.attempts),
+            agent=self.agent or None,
             tags={FAMILY_TAG: instance.family} if instance.family else {},
         )
 
