@@ -18,7 +18,7 @@ LATER = msgspec.structs.replace(ENTRY.process, start_time=ENTRY.process.start_ti
     [
         ({}, "live", ""),
         ({}, "ended", "its process has ended"),
-        ({}, "silent", "no heartbeat for 7 s"),
+        ({}, "stale", "no heartbeat for 7 s"),
         ({"process": LATER}, "live", "it was started again"),
         ({"url": "ws://h:2"}, "live", "it was started again"),  # the process is the same one, say, as seen from here
         (None, "live", "it has left the fleet"),
