@@ -80,15 +80,10 @@ class Monitoring:
         metrics.watch("scorers", lambda: _part(node, "scorers"), "Processes that run reward functions.")
         metrics.watch("arena", lambda: _part(node, "arena"), "The shared memory that trajectories are recorded in.")
         if (gateways := node.gateways) is not None:
-            tally = gateways.tally.statistics
-            node.describe("gateway", tally)
-            metrics.watch(
-                "gateway_requests",
-                lambda: tally()["requests"],
-                "Requests of programs, by how they went.",
-                label="dialect",
-            )
-            metrics.watch("gateway", lambda: {"joined_total": gateways.tally.joined}, "What programs have asked.")
+            tally = gateways.tally
+            node.describe("gateway", tally.statistics)
+            metrics.watch_requests(lambda: tally.results)
+            metrics.watch("gateway", lambda: {"joined_total": tally.joined}, "What programs have asked.")
         self.watch_sessions(node, sessions)
 
     def watch_sessions(self, node: Described, sessions: SessionTable) -> None:

@@ -114,6 +114,21 @@ class FateCollector(Collector):
             yield family
 
 
+class RequestCollector(Collector):
+    """Requests of programs as the counter `prorl_gateway_requests_total`, by dialect and result."""
+
+    def __init__(self, read: Callable[[], Mapping[tuple[str, str], int]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry, once a scrape."""
+        text = "Requests of programs, by how they were answered."
+        family = CounterMetricFamily("prorl_gateway_requests", text, labels=["dialect", "result"])
+        for labels, count in self._read().items():
+            family.add_metric(labels, count)
+        yield family
+
+
 def _families(prefix: str, values: Mapping[str, Any], text: str, label: str) -> Iterator[Metric]:
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     rows = values.items() if label else [("", values)]
@@ -235,6 +250,10 @@ class Metrics:
     def watch_fates(self, fates: Fates) -> None:
         """Show how long rollouts were, by what became of them."""
         self.registry.register(FateCollector(fates))
+
+    def watch_requests(self, read: Callable[[], Mapping[tuple[str, str], int]]) -> None:
+        """Show the requests of programs; `read` returns their numbers by dialect and result."""
+        self.registry.register(RequestCollector(read))
 
     def render(self) -> tuple[str, bytes]:
         """Return the content type and the body of the text exposition. Call it in the node's loop."""

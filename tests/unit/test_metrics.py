@@ -225,3 +225,13 @@ def test_no_job_id_reaches_a_label():
         metrics.job_moved(view(f"secret-job-{n}"), "queued", "")
         metrics.job_ended(view(f"secret-job-{n}"), make_outcome(make_spec(f"secret-job-{n}")))
     assert b"secret-job" not in metrics.render()[1]
+
+
+def test_requests_of_programs_are_counted_by_dialect_and_result():
+    metrics = Metrics()
+    results = {("chat", "ok"): 3, ("messages", "overflow"): 1}
+    metrics.watch_requests(lambda: results)
+    assert value(metrics, "prorl_gateway_requests_total", dialect="chat", result="ok") == 3
+    results["chat", "ok"] += 1
+    assert value(metrics, "prorl_gateway_requests_total", dialect="chat", result="ok") == 4
+    assert value(metrics, "prorl_gateway_requests_total", dialect="messages", result="overflow") == 1
