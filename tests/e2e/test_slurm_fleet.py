@@ -47,6 +47,9 @@ async def deliver(fleet, count, nodes):
     """Send jobs through the fleet; return how often each outcome came. All these nodes had some of them."""
     seen = Counter()
     async with connect(fleet=fleet.folder, connect_timeout_s=stretched(30.0)) as client:
+        with trio.fail_after(stretched(30.0)):
+            while set((await client.status())["members"]) != set(nodes):  # a few jobs are given to those that are there
+                await trio.sleep(0.1)
         await client.submit([math_job(f"job-{number}") for number in range(count)])
         async for outcome in client.results(count):
             seen[outcome.job_id] += 1
