@@ -12,7 +12,6 @@ import click
 from rich.table import Table
 
 from prorl_launch.bundle import fill_python, find_interpreter
-from prorl_launch.locks import lock_path
 from prorl_launch.progress import SetupError, run_step
 from prorl_launch.venv import exclusive
 from prorl_trio.agents.preset import INSIDE, INSTALLED, PACKAGES, presets
@@ -102,12 +101,9 @@ def _npm(preset: Preset, folder: Path) -> list[str]:
 
 
 def _install_python(preset: Preset, folder: Path, log_file: Path) -> None:
-    """Fill a folder with packages of PyPI, of the versions of the lock if it has one, and with a Python for them."""
+    """Fill a folder with packages of PyPI, and with a Python for them. What they depend on is the newest that they take."""
     python = find_interpreter(preset.python)
     pip = [sys.executable, "-m", "pip", "--python", str(python.program), "install", "--no-input", "--no-compile"]
-    lock = lock_path(f"agent-{preset.name}")
-    if lock.exists():
-        pip += ["--constraint", str(lock)]
     packages = str(folder / PACKAGES)
     run_step(f"agent {preset.name}", [*pip, "--target", packages, *_packages(preset)], log_file=log_file)
     inside = f"{INSIDE}/{preset.name}"

@@ -28,7 +28,7 @@ def _start(start: Start) -> Started:
 
 PRESET: Final = Preset(
     name="langgraph",
-    source=("langgraph=={version}", "langchain", "langchain-openai"),
+    source=("langgraph=={version}", "langchain==1.5.2", "langchain-openai==1.7.4"),
     index="pypi",
     versions=("1.2.24",),
     start=_start,

@@ -23,7 +23,7 @@ def _start(start: Start) -> Started:
 
 PRESET: Final = Preset(
     name="mini-swe-agent",
-    source=("mini-swe-agent=={version}", "mcp"),
+    source=("mini-swe-agent=={version}", "mcp==2.3.0"),
     index="pypi",
     versions=("2.4.6",),
     start=_start,

@@ -29,7 +29,7 @@ WHEELS_ONLY = ("--only-binary", ":all:")
 MACHINE = ("Linux", "x86_64")
 
 
-def lock_path(name: str) -> Path:
+def lock_path(name: LockName) -> Path:
     """Return the path of the lock of this environment."""
     return Path(__file__).with_name(f"{name}.txt")
 

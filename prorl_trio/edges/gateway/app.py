@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.gateway import Gateway
     from prorl_trio.agent.said import Answer
-    from prorl_trio.edges.gateway.wire import Asked
+    from prorl_trio.edges.gateway.wire import Asked, ProblemKind
     from prorl_trio.edges.http1 import App
     from prorl_trio.edges.requests import ErrorDetail
     from prorl_trio.edges.responses import Message, Receive, Scope, Send
@@ -186,8 +186,8 @@ class GatewayApp:
     def error_body(self, path: str, detail: ErrorDetail) -> bytes:
         """See `http1.App`."""
         dialect = next((each.dialect for each in _ROUTES if each.pattern.fullmatch(_inner(path))), chat)
-        kind = "too_large" if "large" in detail.code else "bad_request"
-        return msgspec.json.encode(dialect.problem(Problem(kind, detail.message))[1])  # type: ignore[arg-type]
+        kind: ProblemKind = "too_large" if "large" in detail.code else "bad_request"
+        return msgspec.json.encode(dialect.problem(Problem(kind, detail.message))[1])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""

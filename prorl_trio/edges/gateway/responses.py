@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from prorl_trio.agent.said import Question, Said, planted
 from prorl_trio.edges.gateway import chat
@@ -49,6 +49,9 @@ DROPPED_TOOLS: Final = frozenset({"web_search", "web_search_preview", "image_gen
 JOINED: Final = "__"
 """Between a namespace and the name of a tool in it, as the policy knows the tool."""
 _PARTS: Final = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_ROLES: Final[dict[str, Literal["system", "user", "assistant"]]] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant"
+}  # fmt: skip
 _STATUS: Final = {"stop": "completed", "tool_call": "completed", "length": "incomplete", "abort": "incomplete"}
 
 
@@ -113,12 +116,11 @@ def _said(item: Mapping[str, Any], at: str) -> Iterable[Said]:
     """Yield what an item of the input says."""
     match item.get("type", "message"):
         case "message":
-            role = str(item.get("role") or "")
-            role = "system" if role == "developer" else role
-            if role not in ("system", "user", "assistant"):
-                raise refuse(f"{at}.role", f"{role!r} is none of system, developer, user, assistant")
+            role = _ROLES.get(given := str(item.get("role")))
+            if role is None:
+                raise refuse(f"{at}.role", f"{given!r} is none of {', '.join(_ROLES)}")
             text = text_of(item.get("content"), f"{at}.content", _PARTS)
-            yield Said(role, text, key=key_of(item.get("id")) if role == "assistant" else "")  # type: ignore[arg-type]
+            yield Said(role, text, key=key_of(item.get("id")) if role == "assistant" else "")
         case "reasoning":
             text = text_of(item.get("content"), f"{at}.content", _PARTS)
             text = text or text_of(item.get("summary"), f"{at}.summary", _PARTS)

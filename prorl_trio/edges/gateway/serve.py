@@ -88,7 +88,7 @@ async def _open_port(
 async def serve_gateway(app: GatewayApp, listener: trio.SocketListener, listen: ListenConfig) -> None:
     """Serve the connections of `listener` until cancelled. The caller closes it."""
     visitors, closing = Visitors(MAX_CONNECTIONS, MAX_CONNECTIONS), trio.Event()
-    porter: Guard = _Porter()  # type: ignore[assignment]
+    porter: Guard = _Porter()  # type: ignore[assignment]  # it has what a connection asks of its guard
 
     async def serve(stream: trio.SocketStream) -> None:
         with contain_errors("a connection of an agent"), trio.CancelScope() as scope:
