@@ -101,7 +101,7 @@ def _npm(preset: Preset, folder: Path) -> list[str]:
 
 
 def _install_python(preset: Preset, folder: Path, log_file: Path) -> None:
-    """Fill a folder with packages of PyPI, and with a Python for them. What they depend on is the newest that they take."""
+    """Fill a folder with packages of PyPI and a Python for them. What they depend on is the newest that they take."""
     python = find_interpreter(preset.python)
     pip = [sys.executable, "-m", "pip", "--python", str(python.program), "install", "--no-input", "--no-compile"]
     packages = str(folder / PACKAGES)
