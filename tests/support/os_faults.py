@@ -61,6 +61,8 @@ _CALLS: Final[dict[int, dict[str, tuple[Any, str]]]] = {
     MEMORY: {**_OPENS, **_STARTS, **_WAITS},
 }
 """The calls that can fail with an error number."""
+_FILENO: Final = 4
+"""Which argument of `socket.__init__` the descriptor is."""
 _OTHERS: Final = ("/prorl_trio/client/", "/prorl_trio/testing/", "/ipc/client", "/tests/", "/logging/")
 
 
@@ -128,7 +130,8 @@ def os_faults(number: int) -> Iterator[OsFaults]:
             return wait
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not (name == "socket" and kwargs.get("fileno") is not None):
+            # A socket of a descriptor that there is makes nothing: socketpair() itself would leave the descriptors behind.
+            if not (name == "socket" and (kwargs.get("fileno") is not None or len(args) > _FILENO)):
                 faults.meet(name, kwargs.get("mode", args[1] if len(args) > 1 else "r"))
             return original(*args, **kwargs)
 
