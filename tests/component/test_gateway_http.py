@@ -4,68 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 import requests
-import trio
 
-from prorl_trio.agent.context import RolloutContext
-from prorl_trio.agent.gateway import open_gateway
-from prorl_trio.config import ListenConfig
 from prorl_trio.edges.gateway import app as app_module
-from prorl_trio.edges.gateway.app import GatewayApp, GatewayTable, Tally
-from prorl_trio.edges.gateway.serve import serve_gateway
+from prorl_trio.edges.gateway.app import GatewayTable
+from support.gateway_client import PATHS, serving
 
 pytestmark = pytest.mark.timeout(30)
-
-
-class Client:
-    """A client with a connection for each request, in a thread."""
-
-    def __init__(self, url):
-        self.url = url
-
-    async def send(self, method, path, **how):
-        return await trio.to_thread.run_sync(
-            lambda: requests.request(method, self.url + path, **{"timeout": 10, **how}), abandon_on_cancel=True
-        )
-
-    async def post(self, path, **how):
-        return await self.send("POST", path, **how)
-
-    async def get(self, path, **how):
-        return await self.send("GET", path, **how)
 
 
 def slow(rig, seconds):
     rig.engine.config = msgspec.structs.replace(rig.engine.config, first_token_s=seconds)
 
 
-PATHS = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
-    "/v1/responses": {"input": "Hi"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50},
-    "/v1beta/models/m:generateContent": {"contents": [{"parts": [{"text": "Hi"}]}]},
-}
 STREAMS = {**PATHS, "/v1beta/models/m:streamGenerateContent": PATHS["/v1beta/models/m:generateContent"]}
 del STREAMS["/v1beta/models/m:generateContent"]
 by_path = pytest.mark.parametrize("path", PATHS)
-
-
-@asynccontextmanager
-async def serving(rig, *says, table=None, **fields):
-    """Yield the gateway, the tally of its requests, and a client of it."""
-    rig.says = list(says)
-    context = RolloutContext(spec=rig.spec(**{"max_turns": 9, **fields}), resources=rig.resources)
-    async with open_gateway(context) as gateway, trio.open_nursery() as nursery:
-        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        app = GatewayApp(table or gateway, "policy", tally := Tally())
-        nursery.start_soon(serve_gateway, app, listener, ListenConfig())
-        url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
-        yield gateway, tally, Client(url)
-        nursery.cancel_scope.cancel()
 
 
 @by_path

@@ -315,7 +315,7 @@ async def _asked(answer: Any) -> Any:
     try:
         return await answer
     except BadQuestion as exc:
-        raise Problem("bad_request", str(exc)) from exc
+        raise Problem("bad_request", str(exc), field=exc.field) from exc
     except ContextLengthExceeded as exc:
         raise Problem("overflow", str(exc), prompt_tokens=exc.prompt_tokens, limit_tokens=exc.max_model_len) from exc
     except RolloutOver as exc:

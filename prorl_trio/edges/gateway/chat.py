@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from prorl_trio.agent.said import Question, Said, planted
+from prorl_trio.agent.said import Form, Question, Said, planted
 from prorl_trio.edges.gateway.wire import (
     Asked,
     Problem,
     event,
     function,
+    json_form,
     key_of,
     limit_of,
     now_s,
@@ -62,15 +63,14 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     del headers
     if take(body, "n", int, 1) != 1:
         raise refuse("n", "one answer is sampled for a request; ask again for another one")
-    form = take(body, "response_format", dict, {}).get("type", "text")
-    if form != "text":
-        raise refuse("response_format", f"{form!r} needs guided decoding, which is not offered")
+    wanted = json_form(take(body, "response_format", dict, {}), "response_format", body)
     return Asked(
         question=Question(
             messages=[_said(each, index) for index, each in enumerate(objects(body.get("messages"), "messages"))],
             tools=tools_of(body),
             max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
             stops=stops_of(body.get("stop"), "stop"),
+            form=chosen(body) or wanted,
         ),
         model=take(body, "model", str, model),
         stream=take(body, "stream", bool, False),
@@ -90,15 +90,26 @@ def tools_of(body: Mapping[str, Any]) -> list[ToolSchema]:
         tools.append(
             function(offered.get("name"), offered.get("description"), offered.get("parameters"), f"tools[{index}]")
         )
-    check_choice(body.get("tool_choice"))
     return tools
 
 
-def check_choice(choice: object) -> None:
-    """Refuse a choice of tools that only guided decoding can keep to."""
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in (None, "auto", "none"):
-        raise refuse("tool_choice", f"{kind!r} needs guided decoding, which is not offered; use 'auto'")
+def chosen(body: Mapping[str, Any]) -> Form | None:
+    """Return the form of a turn in which tools have to be called; None: they need not."""
+    choice, field, one = body.get("tool_choice"), "tool_choice", body.get("parallel_tool_calls") is False
+    match choice.get("type") if isinstance(choice, dict) else choice:
+        case None | "auto" | "none":
+            return None
+        case "required":
+            return Form(field=field, calls=True, one=one)
+        case "function" if isinstance(choice, dict):
+            named = take(choice, "function", dict, choice).get("name")
+            return Form(field=field, calls=True, tools=[str(named)], one=True)
+        case "allowed_tools" if isinstance(choice, dict):
+            allowed = take(choice, "allowed_tools", dict, choice)
+            if allowed.get("mode") == "required":
+                tools = [take(each, "function", dict, each) for each in objects(allowed.get("tools"), field)]
+                return Form(field=field, calls=True, tools=[str(each.get("name")) for each in tools], one=one)
+    raise refuse(field, f"{choice!r} is not honoured; use 'auto', 'required', a function, or offer other tools")
 
 
 def _said(message: Mapping[str, Any], index: int) -> Said:

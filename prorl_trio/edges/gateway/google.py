@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any, Final
 
-from prorl_trio.agent.said import Question, Said, planted
+from prorl_trio.agent.said import Form, Question, Said, planted
 from prorl_trio.edges.gateway.wire import (
     Asked,
     Problem,
     event,
     function,
+    json_form,
     key_of,
     limit_of,
     new_id,
@@ -49,8 +50,6 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     config = take(body, "generationConfig", dict, {})
     if take(config, "candidateCount", int, 1) != 1:
         raise refuse("generationConfig.candidateCount", "one answer is sampled for a request")
-    if config.get("responseMimeType", "text/plain") != "text/plain" or config.get("responseJsonSchema"):
-        raise refuse("generationConfig.responseMimeType", "other than text needs guided decoding, which is not offered")
     system = body.get("systemInstruction") or body.get("system_instruction")
     said = []
     if system is not None:
@@ -63,6 +62,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
             tools=_tools(body),
             max_tokens=limit_of(config, "maxOutputTokens"),
             stops=stops_of(config.get("stopSequences"), "generationConfig.stopSequences"),
+            form=_chosen(body) or _json_form(config, body),
         ),
         model=model,
         id=new_id("resp"),
@@ -85,10 +85,43 @@ def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
         for each in objects(declared, f"tools[{index}].functionDeclarations"):
             schema = each.get("parametersJsonSchema") or each.get("parameters")
             tools.append(function(each.get("name"), each.get("description"), schema, f"tools[{index}]"))
-    choice = take(take(body, "toolConfig", dict, {}), "functionCallingConfig", dict, {})
-    if choice.get("mode", "AUTO") not in ("AUTO", "NONE", "VALIDATED"):
-        raise refuse("toolConfig", f"mode {choice.get('mode')!r} needs guided decoding, which is not offered; use AUTO")
     return tools
+
+
+def _chosen(body: Mapping[str, Any]) -> Form | None:
+    field = "toolConfig.functionCallingConfig"
+    choice = take(take(body, "toolConfig", dict, {}), "functionCallingConfig", dict, {})
+    match choice.get("mode", "AUTO"):
+        case "AUTO" | "NONE" | "VALIDATED":
+            return None
+        case "ANY":
+            return Form(field=field, calls=True, tools=list(map(str, take(choice, "allowedFunctionNames", list, []))))
+        case mode:
+            raise refuse(field, f"{mode!r} is none of AUTO, ANY, NONE, VALIDATED")
+
+
+def _json_form(config: Mapping[str, Any], body: Mapping[str, Any]) -> Form | None:
+    mime = config.get("responseMimeType", "text/plain")
+    if mime not in ("text/plain", "application/json"):
+        raise refuse("generationConfig.responseMimeType", f"{mime!r} is none of text/plain, application/json")
+    schema = take(config, "responseJsonSchema", dict) or _lowered(take(config, "responseSchema", dict))
+    if mime == "text/plain" and not schema:
+        return None
+    field = "generationConfig.responseJsonSchema" if schema else "generationConfig.responseMimeType"
+    return json_form({"type": "json_schema" if schema else "json_object", "schema": schema}, field, body)
+
+
+def _lowered(schema: Any) -> Any:
+    """Return a schema with the names of types as JSON Schema has them: Google's own are capitals."""
+    if isinstance(schema, list):
+        return [_lowered(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value.lower() if key == "type" and isinstance(value, str) else _lowered(value)
+        for key, value in schema.items()
+        if key != "propertyOrdering"
+    }
 
 
 def _said(content: Mapping[str, Any], at: str) -> Iterable[Said]:

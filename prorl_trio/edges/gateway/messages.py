@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from prorl_trio.agent.said import Question, Said, planted
+from prorl_trio.agent.said import Form, Question, Said, planted
 from prorl_trio.edges.gateway.wire import (
     Asked,
     Problem,
     event,
     function,
+    json_form,
     key_of,
     limit_of,
     new_id,
@@ -39,6 +40,7 @@ KNOWN: Final = frozenset(
         "stream",
         "context_management",
         "stop_sequences",
+        "output_format",
     ]
 )
 _STOPS: Final = {"stop": "end_turn", "length": "max_tokens", "abort": "max_tokens", "tool_call": "end_turn"}
@@ -68,6 +70,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     for edit in objects(take(body, "context_management", dict, {}).get("edits", []), "context_management.edits"):
         if edit.get("type") != _HARMLESS or edit.get("keep", "all") != "all":
             raise refuse("context_management", "edits that change the history are the client's to make")
+    wanted = take(body, "output_format", dict) or take(take(body, "output_config", dict, {}), "format", dict, {})
     said = [Said("system", text_of(body["system"], "system"))] if body.get("system") else []
     for index, message in enumerate(objects(body.get("messages"), "messages")):
         said += _said(message, f"messages[{index}]")
@@ -79,6 +82,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
             stops=stops_of(body.get("stop_sequences"), "stop_sequences"),
             agent=headers.get("x-claude-code-agent-id", ""),
             agent_type=headers.get("x-claude-code-agent-type", ""),
+            form=_chosen(take(body, "tool_choice", dict, {})) or json_form(wanted, "output_config.format", body),
             kind=_CLASSES.get(headers.get("x-claude-code-request-class", "")),
         ),
         model=take(body, "model", str, model),
@@ -95,10 +99,19 @@ def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
         if kind != "custom":
             raise refuse(f"tools[{index}]", f"a tool of type {kind!r} runs at its vendor's, and not here")
         tools.append(function(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"))
-    kind = take(body, "tool_choice", dict, {}).get("type", "auto")
-    if kind not in ("auto", "none"):
-        raise refuse("tool_choice", f"{kind!r} needs guided decoding, which is not offered; use 'auto'")
     return tools
+
+
+def _chosen(choice: Mapping[str, Any]) -> Form | None:
+    match choice.get("type", "auto"):
+        case "auto" | "none":
+            return None
+        case "any":
+            return Form(field="tool_choice", calls=True, one=choice.get("disable_parallel_tool_use") is True)
+        case "tool":
+            return Form(field="tool_choice", calls=True, tools=[str(choice.get("name"))], one=True)
+        case kind:
+            raise refuse("tool_choice", f"{kind!r} is none of auto, none, any, tool")
 
 
 def _said(message: Mapping[str, Any], at: str) -> Iterable[Said]:

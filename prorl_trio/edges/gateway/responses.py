@@ -11,6 +11,7 @@ from prorl_trio.edges.gateway.wire import (
     Problem,
     event,
     function,
+    json_form,
     key_of,
     limit_of,
     new_id,
@@ -59,10 +60,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     """See `Dialect`."""
     if body.get("previous_response_id"):
         raise refuse("previous_response_id", "responses are not stored: send the whole input")
-    form = take(take(body, "text", dict, {}), "format", dict, {}).get("type", "text")
-    if form != "text":
-        raise refuse("text.format", f"{form!r} needs guided decoding, which is not offered")
-    chat.check_choice(body.get("tool_choice"))
+    wanted = json_form(take(take(body, "text", dict, {}), "format", dict, {}), "text.format", body)
     said = [Said("system", take(body, "instructions", str, ""))] if body.get("instructions") else []
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -77,6 +75,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
             messages=said,
             tools=tools,
             max_tokens=limit_of(body, "max_output_tokens"),
+            form=chat.chosen(body) or wanted,
             agent=headers.get("thread-id", "") if is_child else "",
             agent_type=headers.get("x-openai-subagent", ""),
             kind=kind,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from prorl_trio.inference.engines.protocol import Completion, EngineInfo, TokenSink
-from prorl_trio.types.models import PolicySpan, SamplingParams
+from prorl_trio.inference.engines.protocol import Completion, EngineInfo, Guide, TokenSink, span_of
+from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -126,6 +126,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 60.0
     cache_salt: str = ""
     sink: TokenSink | None = None
+    guide: Guide | None = None
     probing: bool = False
     adapter: str = ""
 
@@ -159,22 +160,13 @@ def checked_completion(
         raise ContractBroken(f"unknown finish_reason {finish_reason!r}")
     if sampled > wanted.max_tokens or (sampled == 0 and reason != "abort"):
         raise ContractBroken(f"asked for 1 to {wanted.max_tokens} tokens, it sampled {sampled} ({reason})")
-    info, sampling, told = wanted.info, wanted.sampling, bool(versions)
+    info, told = wanted.info, bool(versions)
     if not versions:
         versions = [(info.policy_version, 0, sampled)] if sampled else []
     elif [start for _, start, _ in versions] + [sampled] != [0] + [end for _, _, end in versions]:
         raise ContractBroken(f"its weight versions do not cover {sampled} tokens one after the other: {versions}")
     spans = [
-        PolicySpan(
-            start=start,
-            end=end,
-            policy_version=version,
-            engine=info.engine,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            logprob_kind=info.logprob_kind,
-        )
+        span_of(info, wanted.sampling, wanted.guide, start, end, version)
         for version, start, end in versions
         if start < end
     ]

@@ -169,6 +169,8 @@ class HttpEngineClient(EngineClient):
         if not request.prompt_token_ids or request.max_tokens < 1:
             asked = f"{len(request.prompt_token_ids)} ids and {request.max_tokens}"
             raise ValueError(f"need a prompt and max_tokens >= 1, got {asked}")
+        if request.guide is not None and not info.guides:
+            raise RequestRefused(f"{self.url}: {info.engine} cannot keep a completion to a form")
         prompt = Prompt.of(request.prompt_token_ids)
         room = info.max_model_len - prompt.tokens
         if room < 1:
@@ -182,6 +184,7 @@ class HttpEngineClient(EngineClient):
             timeout_s=request.timeout_s,
             cache_salt=request.cache_salt,
             sink=request.sink,
+            guide=request.guide,
             adapter=self._adapter,
         )
         started_s, result = trio.current_time(), "cancelled"
