@@ -12,19 +12,11 @@ from prorl_trio.inference.engines.trainer_engine import TrainerEngineClient
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig
 from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine
-from support.gateway_client import PATHS, serving
+from support.gateway_client import PARAMETERS, PATHS, TOOLS, serving
 
 pytestmark = pytest.mark.timeout(30)
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-LOOK = {"name": "look", "description": "Look."}
-PARAMETERS = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
-TOOLS = {
-    "/v1/chat/completions": [{"type": "function", "function": {**LOOK, "parameters": PARAMETERS}}],
-    "/v1/responses": [{"type": "function", **LOOK, "parameters": PARAMETERS}],
-    "/v1/messages": [{**LOOK, "input_schema": PARAMETERS}],
-    "/v1beta/models/m:generateContent": [{"functionDeclarations": [{**LOOK, "parametersJsonSchema": PARAMETERS}]}],
-}
 JSON = [
     ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
     ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),

@@ -44,15 +44,30 @@ PATHS: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50},
     "/v1beta/models/m:generateContent": {"contents": [{"parts": [{"text": "Hi"}]}]},
 }
+LOOK = {"name": "look", "description": "Look."}
+PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
+TOOLS: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [{"type": "function", "function": {**LOOK, "parameters": PARAMETERS}}],
+    "/v1/responses": [{"type": "function", **LOOK, "parameters": PARAMETERS}],
+    "/v1/messages": [{**LOOK, "input_schema": PARAMETERS}],
+    "/v1beta/models/m:generateContent": [{"functionDeclarations": [{**LOOK, "parametersJsonSchema": PARAMETERS}]}],
+}
 
 
 @asynccontextmanager
 async def serving(
     rig: Any, *says: str, table: Any = None, **fields: Any
 ) -> AsyncIterator[tuple[Gateway, Tally, Client]]:
-    """Yield the gateway, the tally of its requests, and a client of it."""
+    """Yield the gateway of a rig whose policy says `says`, the tally of its requests, and a client of it."""
     rig.says = list(says)
     context = RolloutContext(spec=rig.spec(**{"max_turns": 9, **fields}), resources=rig.resources)
+    async with served(context, table) as (gateway, tally, client):
+        yield gateway, tally, client
+
+
+@asynccontextmanager
+async def served(context: RolloutContext, table: Any = None) -> AsyncIterator[tuple[Gateway, Tally, Client]]:
+    """Yield the gateway of a rollout, the tally of its requests, and a client of it."""
     async with open_gateway(context) as gateway, trio.open_nursery() as nursery:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         app = GatewayApp(table or gateway, "policy", tally := Tally())
