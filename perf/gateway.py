@@ -1,12 +1,12 @@
-"""The gateway for programs that ask a model's API: calls a second, added latency, memory, and tokens against rules of others.
+"""The gateway for programs that ask a model's API: calls a second, latency, memory, tokens beside the rules of others.
 
     python -m perf.peers setup gateway                 # once: the peer's environment
     python -m perf.gateway [--quick] [--json FILE]
 
-The gateway is a process of its own, and so is the engine (fake, over HTTP). Programs are callers in this process; each
-holds dialogues of ten turns by Chat Completions, in short messages, and again after a document of 2,000 tokens. The
-peer, rllm-model-gateway, carries prompts that are token ids already. Calls a second are those that fit into a second of
-the gateway's CPU. Rules of others are in `perf.gateway_rules`.
+The gateway is a process of its own; its engine is a script in it, and then a fake one over HTTP. Programs are callers
+in this process; each holds dialogues of ten turns by Chat Completions, in short messages, and again after a document of
+2,000 tokens. The peer, rllm-model-gateway, carries prompts that are token ids already, to the fake engine. Rules of
+others are in `perf.gateway_rules`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,19 @@ import trio
 
 from perf.chat_families import write_family_model
 from perf.gateway_rules import ScriptedEngine, new_context, scores
-from perf.harness import CAPTIONS, Bar, Bars, Case, Options, Report, Rows, measure_interleaved, run_benchmark, tell
+from perf.harness import (
+    CAPTIONS,
+    Bar,
+    Bars,
+    Case,
+    Lines,
+    Options,
+    Report,
+    Rows,
+    measure_interleaved,
+    run_benchmark,
+    tell,
+)
 from perf.node import measure_calls
 from perf.node import open_gateway as open_peer_gateway
 from perf.peers.environments import PeerUnavailable
@@ -45,7 +57,7 @@ from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
 
     from perf.gateway_rules import Score
 
@@ -59,7 +71,7 @@ MAX_MODEL_LEN: Final = 100_000
 MIB: Final = 2**20
 BYTES_PER_TOKEN: Final = 9
 CALL_TIMEOUT_S: Final = 60.0
-AT_LEAST: Final = {"short.calls_per_cpu_s": 1000.0, "document.calls_per_cpu_s": 300.0}
+AT_LEAST: Final = {"scripted.short.calls_per_cpu_s": 1000.0, "scripted.document.calls_per_cpu_s": 300.0}
 AT_MOST: Final = {"latency.added_p50_ms": 2.0, "memory.sessions_mib": 300.0, "memory.growth": 2.5} | {
     f"tokens.ours.{what}": 0.0 for what in ("false_context", "lost", "doubled")
 }
@@ -84,14 +96,20 @@ FULL: Final = Scale(dialogues=20, singles=400, peer_calls=3_200, sessions=200)
 
 @asynccontextmanager
 async def serve_sessions(folder: str, engine_url: str, sessions: int) -> AsyncIterator[str]:
-    """Serve the gateways of so many rollouts, by their numbers, at one port; yield its URL."""
+    """Serve the gateways of so many rollouts, by their numbers, at one port; yield its URL.
+
+    Without `engine_url` the engine is a script in this process.
+    """
     chat = await trio.to_thread.run_sync(ChatFormat.load, Path(folder))
     backends, table = Backends(made_by(VllmClient)), GatewayTable()
-    await backends.add(engine_url)
+    ids = [*chat.codec.encode(TURN_TEXT), chat.end_of_turn_id]
+    engine: Any = backends if engine_url else ScriptedEngine(lambda _: ids)
+    if engine_url:
+        await backends.add(engine_url)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(backends.aclose)
         for number in range(sessions):
-            gateway = await stack.enter_async_context(open_gateway(new_context(chat, backends, str(number))))
+            gateway = await stack.enter_async_context(open_gateway(new_context(chat, engine, str(number))))
             table.add(str(number), gateway, SECRET)
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         nursery = await stack.enter_async_context(open_single_nursery())
@@ -238,21 +256,23 @@ async def benchmark(options: Options) -> Report:
 async def _served(folder: Path, chat: ChatFormat, scale: Scale) -> tuple[dict[str, float], list[Any], list[str]]:
     """Return rates and latencies, and a note for the peer if it is left out."""
     metrics: dict[str, float] = {}
-    async with (
-        open_child(serve_engine, str(folder / "model"), ready=str) as (_, engine),
-        open_child(serve_sessions, str(folder / "model"), engine, 2 * CALLERS + 1, ready=str) as (child, url),
-    ):
-        http = HttpClient(url, limits=HttpLimits(max_connections=CALLERS))
-        try:
-            for number, (name, opening) in enumerate({"short": "Look.", "document": document(chat)}.items()):
-                rates = await call_rate(http, child, number * CALLERS, opening, scale.dialogues)
-                metrics |= {f"{name}.{what}": value for what, value in rates.items()}
-            series = await latencies(http, engine, 2 * CALLERS, scale.singles)
-        finally:
-            http.close()
+    model, series = str(folder / "model"), list[Any]()
+    async with open_child(serve_engine, model, ready=str) as (_, engine):
+        for kind, engine_url in (("scripted", ""), ("http", engine)):
+            sessions = 2 * CALLERS + 1
+            async with open_child(serve_sessions, model, engine_url, sessions, ready=str) as (child, url):
+                http = HttpClient(url, limits=HttpLimits(max_connections=CALLERS))
+                try:
+                    for number, (name, opening) in enumerate({"short": "Look.", "document": document(chat)}.items()):
+                        rates = await call_rate(http, child, number * CALLERS, opening, scale.dialogues)
+                        metrics |= {f"{kind}.{name}.{what}": value for what, value in rates.items()}
+                    if engine_url:
+                        series = await latencies(http, engine, 2 * CALLERS, scale.singles)
+                        metrics["memory.process_mib"] = child.rss_bytes() / MIB
+                finally:
+                    http.close()
         through, straight = (each.percentile(50) for each in series)
         metrics["latency.added_p50_ms"] = through - straight
-        metrics["memory.process_mib"] = child.rss_bytes() / MIB
         tell("the same engine through rllm-model-gateway")
         try:
             async with open_peer_gateway(engine, folder) as (peer_url, peer):
@@ -295,8 +315,12 @@ def _table(found: dict[str, Score]) -> Rows:
     return Rows(title="Tokens of sessions with edited histories", headings=headings, rows=rows)
 
 
-def _figures(metrics: dict[str, float]) -> Sequence[Bars]:
-    bars = [Bar(label=f"ours, {name}", value=metrics[f"{name}.calls_per_cpu_s"]) for name in ("short", "document")]
+def _figures(metrics: dict[str, float]) -> list[Bars | Lines]:
+    kinds = [(kind, name) for kind in ("scripted", "http") for name in ("short", "document")]
+    bars = [
+        Bar(label=f"ours, {kind} engine, {name}", value=metrics[f"{kind}.{name}.calls_per_cpu_s"])
+        for kind, name in kinds
+    ]
     if "rllm.calls_per_cpu_s" in metrics:
         bars.append(Bar(label="rllm-model-gateway, token ids", value=metrics["rllm.calls_per_cpu_s"], role="peer"))
     return [Bars(title="Calls of programs in a second of a core", unit="calls", bars=bars)]

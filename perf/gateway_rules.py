@@ -1,11 +1,11 @@
-"""Which tokens a trainer gets of programs' sessions, by our gateway and by the rules of others, and which it should get.
+"""Which tokens a trainer gets of programs' sessions, by our gateway and by the rules of others, and which it should.
 
 A session is recorded once, with our gateway: what a client sent, and what was sampled. Others render each history anew,
 so for them the engine's context of a turn is the history as the template renders it. Their rules are written here from
 what they are described to do, by their papers and their issues, and are models of these, not their code:
 
-* Polar (arXiv 2603.18815's gateway; NVIDIA-NeMo/ProRL-Agent-Server#39, #52) joins calls afterwards: the tokens of a call
-  whose messages go on from those of another one follow that one's, with what was said between;
+* Polar (NVIDIA-NeMo/ProRL-Agent-Server#39, #52) joins calls afterwards: the tokens of a call whose messages go on from
+  those of another one follow that one's, with what was said between;
 * slime (THUDM/slime#2288, #2360) renders a session's last history, and trains on each turn that it finds there, up to
   the first that it does not find;
 * rLLM's gateway (rllm-model-gateway 0.1) keeps each call, and joins those whose prompt begins with all of the last one;
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from array import array
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,7 +59,7 @@ class Trained(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Sampled tokens, and of those: trained on after a context that the engine had not read, lost, and trained twice."""
+    """Sampled tokens, those trained on after a context that the engine had not read, those lost, and trained twice."""
 
     sampled: int
     false_context: int
@@ -88,9 +89,10 @@ class ScriptedEngine:
         ids = self.encode(text)
         if self.rng:
             self.read.append((tuple(so_far.request.prompt_token_ids), tuple(ids)))
+        logprobs = array("f", [-0.5]) * len(ids)
         return Completion(
-            token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason="stop", policy_version="1", engine="-"
-        )  # type: ignore[arg-type]
+            token_ids=array("i", ids), logprobs=logprobs, finish_reason="stop", policy_version="1", engine="-"
+        )
 
     @asynccontextmanager
     async def lease(self, *_args: object) -> AsyncIterator[ScriptedEngine]:

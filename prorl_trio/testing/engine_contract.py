@@ -49,6 +49,7 @@ FORM = Guide(
         ]
     ),
 )
+NO_FORM = Guide("json", structural_tag([json_format({"type": "nothing-that-there-is"})]))
 TEST_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
 LOGPROB_TOLERANCE = 0.15
@@ -210,6 +211,12 @@ class EngineContract:
                 assert not info.guides
                 return
             assert info.guides
+            for sink in (None, lambda _ids, _logprobs: None):
+                try:
+                    await _generate(engine, GREEDY, max_tokens=64, guide=NO_FORM, sink=sink)
+                except RequestRefused:
+                    continue
+                raise AssertionError("it takes a form that there is not")
             assert {span.constraint for span in completion.spans} == {"json"}
             free = await _generate(engine, GREEDY, max_tokens=4)
             assert {span.constraint for span in free.spans} == {None}

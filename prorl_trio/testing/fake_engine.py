@@ -294,6 +294,11 @@ class FakeEngine:
             return error_answer(404, f"The model `{request.model}` does not exist.")
         if not request.prompt:
             return error_answer(400, "Either prompt or prompt_embeds must be provided and non-empty.")
+        if request.structured_outputs is not None:
+            try:
+                short_instance(msgspec.json.decode(request.structured_outputs.structural_tag)["format"])
+            except LookupError as exc:
+                return error_answer(400, f"Invalid grammar specification: {exc}")
         if len(request.prompt) >= config.max_model_len:
             return error_answer(
                 400,

@@ -95,7 +95,7 @@ def sample(request: FakeRequest, script: Script, fallback: Script) -> Sampled:
 
 
 def short_instance(form: dict[str, Any]) -> str:
-    """Return a short text of a form of xgrammar's, of those that we use."""
+    """Return a short text of a form of xgrammar's, of those that we use. Raises LookupError: it is none."""
     match form["type"]:
         case "json_schema":
             return json.dumps(_short_value(form["json_schema"]))
@@ -110,7 +110,7 @@ def short_instance(form: dict[str, Any]) -> str:
         case "sequence":
             return "".join(map(short_instance, form["elements"]))
         case kind:
-            raise ValueError(f"no form is called {kind!r}")
+            raise LookupError(f"no form is called {kind!r}")
 
 
 def _short_value(schema: dict[str, Any]) -> Any:
@@ -120,8 +120,11 @@ def _short_value(schema: dict[str, Any]) -> Any:
         case "object":
             wanted = schema.get("required", ())
             return {name: _short_value(of) for name, of in schema.get("properties", {}).items() if name in wanted}
+        case "integer" | "number":
+            return 1
         case kind:
-            return {"array": [], "string": "x", "boolean": True, "null": None}.get(kind, 1)
+            values: dict[Any, Any] = {"array": [], "string": "x", "boolean": True, "null": None}
+            return values[kind]
 
 
 def _mix(state: int, token_id: int) -> int:

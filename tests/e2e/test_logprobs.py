@@ -44,7 +44,7 @@ SCRIPT = Path(__file__).with_name("teacher_forcing.py")
 AT_ONCE = 32
 TURNS = 3
 SAID_EVERY = 10
-TURN_TOKENS = 24
+TURN_TOKENS, GATEWAY_TOKENS = 24, 12
 CALL_S = 600.0
 RUN_S = 3000.0
 MEAN_ABS = 0.05
@@ -213,7 +213,7 @@ async def work(client, path):
     if field == "input":
         body["input"] = [{"role": "user", "content": body["input"]}]
     limit = {"messages": "max_tokens", "input": "max_output_tokens"}.get(field)
-    body |= {limit: TURN_TOKENS} if limit else {"generationConfig": {"maxOutputTokens": TURN_TOKENS}}
+    body |= {limit: GATEWAY_TOKENS} if limit else {"generationConfig": {"maxOutputTokens": GATEWAY_TOKENS}}
     body["tools"], history = TOOLS[path], body[field]
 
     async def ask(text):
@@ -242,14 +242,18 @@ async def work(client, path):
 async def constrained(client):
     """Have the engine keep turns to forms, and check that it does."""
     path = "/v1/chat/completions"
-    body = {"messages": [{"role": "user", "content": "Where is the fox? Look."}], "tools": TOOLS[path]}
+    body = {
+        "messages": [{"role": "user", "content": "Where is the fox? Look."}],
+        "tools": TOOLS[path],
+        "max_tokens": 40,
+    }
     call = await client.post(path, json={**body, "tool_choice": "required"}, timeout=CALL_S)
     (made,) = call.json()["choices"][0]["message"]["tool_calls"][:1]
     assert made["function"]["name"] == "look"
     schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
     form = {"type": "json_schema", "json_schema": {"schema": {**schema, "additionalProperties": False}}}
     said = await client.post(
-        path, json={"messages": body["messages"], "response_format": form, "max_tokens": 60}, timeout=CALL_S
+        path, json={"messages": body["messages"], "response_format": form, "max_tokens": 20}, timeout=CALL_S
     )
     assert set(json.loads(said.json()["choices"][0]["message"]["content"])) == {"sure"}
     bad = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing-that-there-is"}}}
@@ -268,18 +272,23 @@ async def test_segments_of_the_gateway(vllm_url, tmp_path, record_property):
     instance = TaskInstance(instance_id="q", handler="math", payload={})
     sampling = SamplingParams(max_output_tokens=100)
     segments = []
+
+    async def one(path):
+        spec = JobSpec(job_id=f"j{path}", instance=instance, sampling=sampling, max_turns=20)
+        context = RolloutContext(spec=spec, resources=resources)
+        async with served(context) as (_gateway, _tally, client):
+            await (work(client, path) if path else constrained(client))
+        trajectory = context.trajectory()
+        assert trajectory.undelivered_tokens == 0
+        segments.extend(trajectory.segments)
+        if path:
+            assert [segment.reason for segment in trajectory.segments] == [None, "branch"]
+            assert set(trajectory.echoes) == {"exact", "branch"}, trajectory.echoes
+
     with trio.fail_after(RUN_S):
-        for path in [*PATHS, ""]:
-            spec = JobSpec(job_id=f"j{path}", instance=instance, sampling=sampling, max_turns=20)
-            context = RolloutContext(spec=spec, resources=resources)
-            async with served(context) as (_gateway, _tally, client):
-                await (work(client, path) if path else constrained(client))
-            trajectory = context.trajectory()
-            assert trajectory.undelivered_tokens == 0
-            segments += trajectory.segments
-            if path:
-                assert [segment.reason for segment in trajectory.segments] == [None, "branch"]
-                assert set(trajectory.echoes) == {"exact", "branch"}, trajectory.echoes
+        async with trio.open_nursery() as nursery:
+            for path in [*PATHS, ""]:
+                nursery.start_soon(one, path)
         await backends.aclose()
         free = [(segment, segment.free_mask) for segment in segments if segment.free_mask.any()]
         kept = [(segment, segment.loss_mask) for segment in segments if not segment.free_mask.any()]

@@ -30,6 +30,9 @@ HOT_TOLERANCE = 0.15
 
 MAX_ERROR_CHARS = 1000
 
+REFUSED_STATUSES = frozenset({400, 413, 422})
+"""What was asked for is no valid request: it says nothing of the engine's health."""
+
 UNNAMED = "0"
 """The version of weights that nobody gave a name. vLLM and SGLang call it `default`."""
 
@@ -206,6 +209,15 @@ def error_message(body: bytes) -> str:
     except msgspec.MsgspecError:
         message = body[: 4 * MAX_ERROR_CHARS].decode("utf-8", "replace")
     return message[:MAX_ERROR_CHARS].strip() or "no message"
+
+
+def is_refusal(error: bytes) -> bool:
+    """Return whether an error that came inside a stream is one of the request, and not of the engine."""
+    try:
+        told = msgspec.json.decode(error)
+        return told.get("error", told).get("code") in REFUSED_STATUSES
+    except (msgspec.DecodeError, AttributeError, TypeError):
+        return False
 
 
 def context_limit(message: str) -> int | None:

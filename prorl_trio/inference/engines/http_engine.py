@@ -23,6 +23,7 @@ from prorl_trio.http.connection import (
     ResponseTooLarge,
 )
 from prorl_trio.inference.engines.answers import (
+    REFUSED_STATUSES,
     ContractBroken,
     NotStreamed,
     Prompt,
@@ -53,8 +54,6 @@ MAX_REQUEST_ID_CHARS = 200
 MISSING_STATUSES = frozenset({403, 404, 405, 501})
 """An endpoint that a server does not have, or has switched off."""
 METHOD_NOT_ALLOWED = 405
-REFUSED_STATUSES = frozenset({400, 413, 422})
-"""For what is in the request."""
 PROBE_PROMPT = [1, 2, 3]
 PROBE_TOKENS = 2
 

@@ -11,6 +11,7 @@ import msgspec
 
 from prorl_trio.http.client import RETRYABLE_STATUSES
 from prorl_trio.inference.engines.answers import (
+    REFUSED_STATUSES,
     UNNAMED,
     ContractBroken,
     Logprob,
@@ -25,7 +26,6 @@ from prorl_trio.inference.engines.completion_stream import StreamPart
 from prorl_trio.inference.engines.http_engine import (
     PROBE_PROMPT,
     PROBE_TOKENS,
-    REFUSED_STATUSES,
     ControlCall,
     HttpEngineClient,
 )
