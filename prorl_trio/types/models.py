@@ -694,6 +694,11 @@ class AgentProgram(_Model, frozen=True):
     cwd: str = ""
     model: str = ""
 
+    @property
+    def name(self) -> str:
+        """What people know it by: its preset, its program, or `elsewhere`."""
+        return self.preset or (self.command[0] if self.command else "elsewhere")
+
     def __post_init__(self) -> None:
         if bool(self.preset) + bool(self.command and self.command[0]) + self.external != 1:
             raise ValueError("an agent is either a preset or a command, or it is external")
