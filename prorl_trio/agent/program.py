@@ -215,7 +215,7 @@ def _said(result: ExecResult) -> str:
 def _failure(program: AgentProgram, result: ExecResult) -> str:
     said = _said(result)[-MAX_SAID_CHARS:]
     return (
-        f"the agent's program {program.name!r} ended with exit code {result.exit_code} before it had asked for a turn; is it "
-        "set up to ask where OPENAI_BASE_URL, ANTHROPIC_BASE_URL or GOOGLE_GEMINI_BASE_URL say? "
+        f"the agent's program {program.name!r} ended with exit code {result.exit_code} before it had asked for a turn; "
+        "is it set up to ask where OPENAI_BASE_URL, ANTHROPIC_BASE_URL or GOOGLE_GEMINI_BASE_URL say? "
         f"It said: {said or 'nothing'}"
     )

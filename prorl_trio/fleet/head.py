@@ -635,7 +635,7 @@ class Fleet:
             last_progress_s=now_s - live.status_s,
             waiting_on=place,
             stuck=False,
-            agent="" if spec.agent is None else spec.agent.name,
+            agent=spec.agent_name,
         )
 
     def _known(self) -> list[tuple[str, Member]]:

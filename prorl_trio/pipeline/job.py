@@ -154,7 +154,7 @@ class Job:
             last_progress_s=idle_s,
             waiting_on=activity.waiting_on or _QUEUE.get(status, ""),
             stuck=self.stuck,
-            agent="" if spec.agent is None else spec.agent.name,
+            agent=spec.agent_name,
             other_waits=activity.other_waits,
         )
 

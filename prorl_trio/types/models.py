@@ -767,6 +767,11 @@ class JobSpec(_Model, frozen=True):
         if self.group is not None and not self.group_id:
             raise ValueError("group needs a group_id")
 
+    @property
+    def agent_name(self) -> str:
+        """Return what people know its program by; empty for the node's own agent."""
+        return self.agent.name if isinstance(self.agent, AgentProgram) else ""
+
 
 class Timing(_Model, frozen=True):
     """Seconds of a job by stage, on the monotonic clock.
