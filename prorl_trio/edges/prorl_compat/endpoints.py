@@ -429,8 +429,10 @@ def configured_endpoints(config: NodeConfig | HeadConfig) -> list[Endpoint]:
         anyone = "is for sandboxes without a network: what the policy runs could come (sandbox.network)"
     if rest.prorl_compat and not rest.prorl_compat_token and anyone:
         raise ConfigError(f"rest.prorl_compat_token = false {anyone}")
-    is_head = isinstance(config, HeadConfig)
-    backends = BackendConfig(allowed=config.allowed_engines) if is_head else config.backends
+    if isinstance(config, HeadConfig):
+        backends = BackendConfig(allowed=config.allowed_engines)
+    else:
+        backends = config.backends
     return compat_endpoints(backends, free=not rest.prorl_compat_token) if rest.prorl_compat else []
 
 
