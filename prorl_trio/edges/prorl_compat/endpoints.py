@@ -429,10 +429,7 @@ def configured_endpoints(config: NodeConfig | HeadConfig) -> list[Endpoint]:
         anyone = "is for sandboxes without a network: what the policy runs could come (sandbox.network)"
     if rest.prorl_compat and not rest.prorl_compat_token and anyone:
         raise ConfigError(f"rest.prorl_compat_token = false {anyone}")
-    if isinstance(config, HeadConfig):
-        backends = BackendConfig(allowed=config.allowed_engines)
-    else:
-        backends = config.backends
+    backends = BackendConfig(allowed=config.allowed_engines) if isinstance(config, HeadConfig) else config.backends
     return compat_endpoints(backends, free=not rest.prorl_compat_token) if rest.prorl_compat else []
 
 
