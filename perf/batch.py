@@ -1,4 +1,4 @@
-"""A training batch, and the strategies that place its rollouts, for `perf.balance` and `perf.balance_vllm`.
+"""A training batch, and the strategies that place its rollouts, for `perf.balance` and its part over HTTP.
 
 The batch runs through the node's own backend pool, on whatever engines and clock there are. The pool places by the
 fewest tasks in flight; the other strategies of the paper's comparison are here.

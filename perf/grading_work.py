@@ -6,7 +6,6 @@ import base64
 import importlib
 import random
 import time
-from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -33,6 +32,7 @@ from prorl_trio.types.models import JobSpec, TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AsyncExitStack
 
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.tasks.grading import CodeTests

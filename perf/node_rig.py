@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import resource
 import secrets
-import signal
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +23,7 @@ import tomli_w
 import trio
 
 from perf.processes import Child, open_child
-from perf.rollouts import TOKEN, math_job, open_engine, submit_all
+from perf.rollouts import TOKEN, math_job, open_engine, serve_handler, submit_all
 from prorl_ipc.channel import connect_unix
 from prorl_ipc.client import open_rpc_client
 from prorl_ipc.errors import IpcError
@@ -36,16 +35,12 @@ from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.client import RolloutClient, connect
 from prorl_trio.config import ModelConfig, NodeConfig, load_config
-from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.node.garbage import open_garbage_searches
-from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.tasks.handlers.math import MathHandler
-from prorl_trio.tasks.handlers.registry import HandlerRegistry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -160,13 +155,8 @@ async def serve_rig_node(config_file: str, daemon_socket: str) -> AsyncIterator[
     """
     config = load_config(Path(config_file))
     provider = StandInProvider(Path(daemon_socket), os.environ[TOKEN_VARIABLE])
-
-    async def serve(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:  # noqa: ASYNC128 - serve_node does
-        await serve_node(config, HandlerRegistry([StampedHandler()]), provider=provider, task_status=task_status)
-
-    async with open_garbage_searches(), open_single_nursery() as nursery:  # as the `serve` command does
-        yield endpoint_url(await nursery.start(serve))
-        os.kill(os.getpid(), signal.SIGTERM)
+    async with serve_handler(config, StampedHandler(), provider) as url:
+        yield url
 
 
 QUESTION: Final = {

@@ -1,13 +1,20 @@
-"""Jobs and engines that benchmarks of nodes and fleets have in common."""
+"""Jobs, engines and nodes that benchmarks have in common."""
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
+from prorl_ipc.nursery import open_single_nursery
 from prorl_ipc.session import Accepted
+from prorl_trio.edges.endpoints import endpoint_url
+from prorl_trio.node.garbage import open_garbage_searches
+from prorl_trio.node.serve import serve_node
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
@@ -17,6 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.client import RolloutClient
+    from prorl_trio.config import NodeConfig
+    from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.tasks.handlers.base import AgentHandler
     from prorl_trio.testing.fake_engine import FakeEngine
     from prorl_trio.testing.fake_sampling import Script
 
@@ -65,3 +75,20 @@ async def open_engine(folder: Path, text: str, *, first_token_s: float = 0.0) ->
     config, script = await trio.to_thread.run_sync(lambda: engine_of(folder, text, first_token_s=first_token_s))
     async with open_fake_engine(script=script, config=config) as engine:
         yield engine
+
+
+@asynccontextmanager
+async def serve_handler(
+    config: NodeConfig, handler: AgentHandler, provider: SandboxProvider | None = None
+) -> AsyncIterator[str]:
+    """Serve a node with this handler alone, as the `serve` command does; yield its URL.
+
+    For a process of its own, which gets SIGTERM when the block is left.
+    """
+
+    async def serve(*, task_status: trio.TaskStatus[Any]) -> None:  # noqa: ASYNC128 - serve_node does
+        await serve_node(config, HandlerRegistry([handler]), provider=provider, task_status=task_status)
+
+    async with open_garbage_searches(), open_single_nursery() as nursery:
+        yield endpoint_url(await nursery.start(serve))
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -44,7 +44,7 @@ def test_each_way_to_fill_a_batch_trains_on_whole_groups_and_loses_no_rollout_fr
     if policy in ("naive", "refill"):
         assert run.ended == run.trained + run.uninformative + run.surplus
         assert run.cancelled == 0
-    assert (run.staleness > 0) == (policy == "carry")
+    assert (run.mean_staleness > 0) == (policy == "carry")
 
 
 def test_cancelling_is_faster_than_waiting_and_carrying_over_wastes_nothing(steps):
@@ -56,7 +56,9 @@ def test_cancelling_is_faster_than_waiting_and_carrying_over_wastes_nothing(step
 
 
 def test_the_same_conditions_give_the_same_figures(steps):
-    assert simulate_steps(msgspec.structs.replace(SMALL, policy="early")) == steps["early"]
+    again, first = simulate_steps(msgspec.structs.replace(SMALL, policy="early")), steps["early"]
+    again.actions_s.sort()  # rollouts that end at the same moment have no order
+    assert again == msgspec.structs.replace(first, actions_s=sorted(first.actions_s))
 
 
 def test_slow_actions_and_blind_placement_cost_throughput(steps):
