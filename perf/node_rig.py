@@ -23,7 +23,7 @@ import tomli_w
 import trio
 
 from perf.processes import Child, open_child
-from perf.rollouts import TOKEN, math_job, open_engine, serve_handler, submit_all
+from perf.rollouts import TOKEN, math_job, open_engine, run_span, serve_handler, submit_all
 from prorl_ipc.channel import connect_unix
 from prorl_ipc.client import open_rpc_client
 from prorl_ipc.errors import IpcError
@@ -339,9 +339,7 @@ async def measure_crowd(rig: NodeRig, rollouts: int, turns: int) -> Crowd:
         async for outcome in client.results(rollouts):
             if outcome.status != "completed" or outcome.trajectory is None:
                 raise RuntimeError(f"job {outcome.job_id} {outcome.status}: {outcome.error}")
-            timing, ended_s = outcome.timing, _ended_s(outcome)
-            run_ended_s = ended_s - timing.eval_s - timing.queued_eval_s
-            spans.append((run_ended_s - timing.run_s, run_ended_s))
+            spans.append(run_span(outcome, _ended_s(outcome)))
             done_turns += len(outcome.trajectory.turns)
             tokens += sum(len(segment) for segment in outcome.trajectory.segments)
         wall_s = time.perf_counter() - started

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import asynccontextmanager
+from itertools import repeat
+from operator import mul
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
@@ -20,7 +22,7 @@ from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
     from pathlib import Path
 
     from prorl_trio.client import RolloutClient
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from prorl_trio.tasks.handlers.base import AgentHandler
     from prorl_trio.testing.fake_engine import FakeEngine
     from prorl_trio.testing.fake_sampling import Script
+    from prorl_trio.types.models import Outcome
 
 TOKEN: Final = "a-token-of-the-benchmark"
 VOCABULARY: Final = 259
@@ -51,6 +54,28 @@ async def submit_all(client: RolloutClient, jobs: Sequence[JobSpec]) -> None:
     for answer in await client.submit(jobs):
         if not isinstance(answer, Accepted):
             raise RuntimeError(f"job {answer.job_id} was rejected: {answer.message}")
+
+
+def run_span(outcome: Outcome, now_s: float) -> tuple[float, float]:
+    """Return the beginning and end of the RUN of a rollout whose outcome comes at `now_s`: counted back from there."""
+    end_s = now_s - outcome.timing.eval_s - outcome.timing.queued_eval_s
+    return end_s - outcome.timing.run_s, end_s
+
+
+def steady_rate(spans: Iterable[tuple[float, float]], until_s: float, amounts: Iterable[float] | None = None) -> float:
+    """Return the rollouts of a second until the last one starts, so without the tail in which places get empty.
+
+    One that is under way then counts for the share of it that is over.
+
+    Args:
+        spans: beginning and end of each rollout, in seconds after the first one could start.
+        until_s: when the last one starts. The rate is 0 if that is at once.
+        amounts: of each rollout, as its tokens: their rate is returned, as if they came evenly. Without it, 1.
+    """
+    if until_s <= 0:
+        return 0.0
+    shares = (min(1.0, max(0.0, (until_s - start_s) / max(end_s - start_s, 1e-9))) for start_s, end_s in spans)
+    return float(sum(map(mul, shares, repeat(1.0) if amounts is None else amounts))) / until_s
 
 
 def engine_of(
