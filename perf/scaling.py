@@ -360,9 +360,10 @@ def scaling_finding(
     """Return the tables of runs by work and nodes; there must be those of one node.
 
     Args:
-        costs: see `measure_costs`; they are of so many `rollouts`.
+        costs: see `measure_costs`.
         heads: see `measure_fleet_cost`, by the number of nodes.
         runs: by work and nodes.
+        rollouts: that the costs are of.
     """
     metrics = {f"scaling.{name}": value for name, value in costs.items()}
     for nodes, head in heads.items():
