@@ -251,28 +251,18 @@ class NodeRig(msgspec.Struct, frozen=True):
     client: RolloutClient
 
 
-class Latencies(msgspec.Struct, frozen=True):
-    """In ms, of single jobs on a node without other work."""
-
-    accept: list[float]
-    deliver: list[float]
-
-
 class Crowd(msgspec.Struct, frozen=True, kw_only=True):
     """Many rollouts at once.
 
     Attributes:
-        concurrent: most that were in RUN at the same time.
-        turns, tokens: of all.
-        cpu_s: of the node's process, from the first submission to the last outcome.
-        world_cpu_s: of the process with the engines and the stand-in for the daemons.
-        wall_s: the same time on the wall.
+        turns, tokens: of all. `concurrent`: most rollouts that were in RUN at the same time.
+        cpu_s: of the node's process, from the first submission to the last outcome; `world_cpu_s`: of the process with
+            the engines and the stand-in for the daemons; `wall_s`: the same time on the wall.
         rss_bytes: most that the node had, and `rss_before_bytes` what it had before.
         stalls: as the node reports them.
     """
 
     concurrent: int
-    rollouts: int
     turns: int
     tokens: int
     cpu_s: float
@@ -310,16 +300,19 @@ async def open_node_rig(folder: Path, *, rollouts: int, engine_s: float) -> Asyn
             yield NodeRig(node, world_child, world, client)
 
 
-async def measure_latencies(rig: NodeRig, jobs: int) -> Latencies:
-    """Measure jobs of one turn, one at a time."""
-    latencies = Latencies([], [])
+async def measure_latencies(rig: NodeRig, jobs: int) -> tuple[list[float], list[float]]:
+    """Measure jobs of one turn, one at a time, on a node without other work.
+
+    Returns:
+        Milliseconds from the submission to its answer, and from a rollout's end to the trainer's hands.
+    """
+    accept_ms, deliver_ms = [], []
     for number in range(jobs):
         started = time.perf_counter()
         await submit_all(rig.client, [math_job(f"single-{number}", max_turns=1, **QUESTION)])
-        latencies.accept.append(1e3 * (time.perf_counter() - started))
-        async for outcome in rig.client.results(1):
-            latencies.deliver.append(1e3 * (time.monotonic() - _ended_s(outcome)))
-    return latencies
+        accept_ms.append(1e3 * (time.perf_counter() - started))
+        deliver_ms += [1e3 * (time.monotonic() - _ended_s(outcome)) async for outcome in rig.client.results(1)]
+    return accept_ms, deliver_ms
 
 
 async def measure_crowd(rig: NodeRig, rollouts: int, turns: int) -> Crowd:
@@ -348,7 +341,6 @@ async def measure_crowd(rig: NodeRig, rollouts: int, turns: int) -> Crowd:
     status: Any = await client.status()
     return Crowd(
         concurrent=_most_at_once(spans),
-        rollouts=rollouts,
         turns=done_turns,
         tokens=tokens,
         cpu_s=cpu_s,
