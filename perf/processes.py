@@ -19,8 +19,10 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.sandbox.reaper import stat_fields
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
     from contextlib import AbstractAsyncContextManager
+
+    from prorl_launch.supervised import Supervised
 
 START_TIMEOUT_S: Final = 60.0
 END_TIMEOUT_S: Final = 20.0
@@ -127,17 +129,32 @@ def _time_in(fields: list[str]) -> ProcessTime:
 class Child:
     """A running process, looked at from outside."""
 
-    def __init__(self, process: trio.Process) -> None:
-        self.process = process
+    def __init__(self, process: trio.Process | Supervised) -> None:
+        self._pid = process.pid
 
     def cpu_s(self) -> float:
         """Return the seconds of CPU of all its threads, children not included, to 10 ms."""
-        return process_time(self.process.pid).own_s
+        return process_time(self._pid).own_s
 
     def rss_bytes(self) -> int:
         """Return its resident memory."""
-        lines = Path("/proc", str(self.process.pid), "status").read_text().splitlines()
+        lines = Path("/proc", str(self._pid), "status").read_text().splitlines()
         return KIB * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+async def gets_ready(process: Supervised, ready: Callable[[], Awaitable[None]], timeout_s: float) -> bool:
+    """Return whether `ready` returns before the process ends, and within `timeout_s`."""
+    with trio.move_on_after(timeout_s) as patience:
+        async with trio.open_nursery() as nursery:
+
+            async def give_up() -> None:
+                await process.wait()
+                patience.cancel()
+
+            nursery.start_soon(give_up)
+            await ready()
+            nursery.cancel_scope.cancel()
+    return not patience.cancelled_caught
 
 
 @asynccontextmanager
