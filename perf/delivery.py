@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import trio
 
-from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
+from perf.harness import Case, Options, Report, caption_of, measure_interleaved, run_benchmark
 from perf.processes import open_child
 from prorl_ipc.arena import BLOCK_TOKENS, open_arena
 from prorl_ipc.arena_socket import open_mapped_arena, serve_arena
@@ -336,7 +336,7 @@ async def benchmark(options: Options) -> Report:
             "deliver.json_bytes_per_token": by_json.bytes_per_token,
         },
         at_least={"deliver.ws_mb_s": WS_AT_LEAST_MB_S, "deliver.shm_mb_s": SHM_AT_LEAST_MB_S},
-        notes=["MB/s count 9 bytes a token, whatever crosses the socket; both processes share this machine's cores"],
+        notes=caption_of("delivery"),
     )
 
 

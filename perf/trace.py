@@ -21,13 +21,13 @@ import tempfile
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import trio
 
-from perf.harness import CAPTIONS, PERCENTS, Case, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
+from perf.harness import PERCENTS, Case, Options, Report, Rows, Series, caption_of, rotated, rows_of, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import PeerAnswer, open_peer
 from perf.project_tree import write_project
@@ -217,7 +217,6 @@ TITLES = {
     OURS: "ours",
     **{name: name for name in PEER_SYSTEMS},
 }
-NOTES: Final = CAPTIONS["trace"]
 
 
 def load_trace() -> list[Step]:
@@ -292,7 +291,11 @@ def report_of(steps: Sequence[Step], figures: dict[str, Figures], failures: dict
         detail_metrics=details_of(figures) | {"trace.noise_total_s": noise_s},
         at_least=AT_LEAST,
         tables=[overhead_rows(figures), kind_rows(steps, figures)],
-        notes=[*(f"left out: {reason}" for reason in failures.values()), *wrong_notes(steps, figures), *NOTES],
+        notes=[
+            *(f"left out: {reason}" for reason in failures.values()),
+            *wrong_notes(steps, figures),
+            *caption_of("trace"),
+        ],
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from perf import race as racing
-from perf.harness import CannotRun, Options
+from perf.harness import CannotRun, Options, caption_of
 from perf.peers.race_round import (
     CpuClock,
     RaceRecord,
@@ -130,6 +130,10 @@ def test_a_round_and_its_record_survive_the_way_to_a_peer(tmp_path: Path):
     record = lap("trl", 10.0).record
     assert read_record(record.encoded()) == record
     assert msgspec.json.decode(msgspec.json.encode(record), type=RaceRecord) == record
+
+
+def test_the_caption_has_the_amounts():
+    assert caption_of("race", scale=racing.QUICK)[0] == "2 rounds of 16 tasks with 4 rollouts each, 12 at a time."
 
 
 def test_no_two_rounds_share_a_question():
