@@ -8,6 +8,7 @@ image alone, and an environment as a layer beside one that is uploaded.
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
@@ -28,7 +29,7 @@ from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider, find_bubblewrap
-from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.sandbox.reaper import children, descendants
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.types.errors import SandboxUnavailable
 
@@ -317,7 +318,7 @@ async def measure_live(start: Start, count: int) -> dict[str, float]:
     sandboxes: list[HostedSandbox] = []
     async with open_sandbox_host(start.provider, max_concurrent_starts=LIVE_STARTS_AT_ONCE) as host:
         await _wait_for_forks(start.provider)
-        others = _children()
+        others = set(children(os.getpid()))
         began = time.perf_counter()
         async with trio.open_nursery() as nursery:
             for _ in range(count):
@@ -354,18 +355,11 @@ async def _run_true(sandbox: HostedSandbox) -> None:
         raise RuntimeError(f"`true` failed in {sandbox!r}: {result}")
 
 
-def _children() -> frozenset[int]:
-    """Pids of this process's children."""
-    pids: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
-            pids.update(map(int, (task / "children").read_text().split()))
-    return frozenset(pids)
-
-
-def _mib_of_each(others: frozenset[int]) -> list[float]:
+def _mib_of_each(others: set[int]) -> list[float]:
     """MiB of each of our sandboxes: of each child that is not one of `others`, with its descendants."""
-    families = [{child, *(process.pid for process in descendants(child))} for child in _children() - others]
+    families = [
+        {child, *(process.pid for process in descendants(child))} for child in set(children(os.getpid())) - others
+    ]
     return [sum(map(_pss_kib, family)) / KIB_PER_MIB for family in families]
 
 

@@ -22,7 +22,7 @@ from perf.peers.race_round import (
     read_round,
     reward_of,
 )
-from perf.processes import _tree_of, tree_cpu
+from perf.processes import tree_cpu
 from perf.race import race_problems, serve_folder, with_tool_results
 from perf.race_figures import Entrant, Lap, race_finding
 
@@ -164,9 +164,6 @@ def test_the_cpu_of_a_tree_has_what_ended_and_what_is_alive():
     own_s, children_s, machine_s = clock.read()
     assert children_s >= 0.1
     assert machine_s >= own_s + children_s - 0.05, "it counts in ticks"
-    parents = {2: 1, 3: 2, 4: 3, 5: 1}
-    assert sorted(_tree_of([2], parents)) == [2, 3, 4]
-    assert _tree_of([9], parents) == []
 
 
 async def test_what_is_missing_is_said_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
