@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from perf.harness import Bar, Bars, Finding, Rows, caption_of, rows_of, run_benchmark
+from perf.harness import Bar, Bars, Report, Rows, caption_of, rows_of, run_benchmark
 from perf.training import PAPER_ACTION_S, PAPER_TMUX_ACTION_S, Conditions, simulate_all, simulate_steps
 
 if TYPE_CHECKING:
@@ -132,12 +132,12 @@ def _conditions(quick: bool) -> dict[tuple[str, Variant, int], Conditions]:
     }
 
 
-async def measure_ablation(options: Options) -> Finding:
+async def measure_ablation(options: Options) -> Report:
     """Simulate all variants under all conditions."""
-    return ablation_finding(await simulate_all(simulate_steps, _conditions(options.quick)))
+    return ablation_report(await simulate_all(simulate_steps, _conditions(options.quick)))
 
 
-def ablation_finding(runs: Runs) -> Finding:
+def ablation_report(runs: Runs) -> Report:
     """Return the tables of runs by condition, variant and seed. There must be those of `BASE`."""
     gains = {name: {variant: _gain(runs, name, variant) for variant in PARTS} for name, _, _ in runs}
     metrics: dict[str, float] = {}
@@ -158,7 +158,7 @@ def ablation_finding(runs: Runs) -> Finding:
     by_conditions = [[name, *(f"{own[variant]:+.0%}" for variant in PARTS)] for name, own in gains.items()]
     by_conditions.append(["the paper", *(f"{paper_gain(variant):+.0%}" for variant in PARTS)])
     title = "What the gains depend on: other conditions"
-    return Finding(
+    return Report(
         title="Table 3, simulated",
         tables=[
             rows_of(
@@ -171,8 +171,8 @@ def ablation_finding(runs: Runs) -> Finding:
             Rows(title=title, headings=["conditions", *PARTS.values()], rows=by_conditions),
         ],
         figures=[gain_bars(metrics, "ablation", "simulated")],
-        caption=_caption(gains),
-        metrics=metrics,
+        notes=_caption(gains),
+        detail_metrics=metrics,
         at_least=GOALS,
     )
 

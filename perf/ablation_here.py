@@ -27,7 +27,7 @@ import trio
 
 from perf.ablation import PARTS, VARIANTS, Variant, gain_bars, paper_figures, paper_gain, system_of
 from perf.engine_replay import watch_engine
-from perf.harness import CannotRun, Finding, caption_of, rotated, rows_of, run_benchmark, tell
+from perf.harness import CannotRun, Report, caption_of, rotated, rows_of, run_benchmark, tell
 from perf.processes import MachineTime, ProcessTime, machine_time, open_child, raise_file_limit, tree_time
 from perf.rollouts import TOKEN, serve_handler, submit_all
 from perf.trace import OURS, QUICK_STEPS, load_trace, run_round
@@ -277,7 +277,7 @@ Runs = dict[tuple[Variant, int], Steps]
 """By system and round."""
 
 
-async def measure_ablation_here(options: Options) -> Finding:
+async def measure_ablation_here(options: Options) -> Report:
     """Start engines and a node, and take steps with each system in turn.
 
     Raises:
@@ -301,7 +301,7 @@ async def measure_ablation_here(options: Options) -> Finding:
         await path.write_bytes(msgspec.toml.encode(config))
         _, url = await stack.enter_async_context(open_child(serve_worked, str(path), ready=str))
         client = await stack.enter_async_context(connect(url, TOKEN))
-        return ablation_here_finding(await take_rounds(client, urls, rounds, systems_of(work, extra)), work, extra)
+        return ablation_here_report(await take_rounds(client, urls, rounds, systems_of(work, extra)), work, extra)
 
 
 def systems_of(work: Conditions, extra: ExtraAction) -> dict[Variant, Conditions]:
@@ -353,7 +353,7 @@ COLUMNS: Final[dict[str, Callable[[Variant], str] | str]] = {
 }
 
 
-def ablation_here_finding(runs: Runs, work: Conditions, extra: ExtraAction) -> Finding:
+def ablation_here_report(runs: Runs, work: Conditions, extra: ExtraAction) -> Report:
     """Return the tables of runs by system and round; every round has every system."""
     metrics: dict[str, float] = {"ablation_here.extra_action_s": extra.seconds}
     for variant in VARIANTS:
@@ -372,12 +372,12 @@ def ablation_here_finding(runs: Runs, work: Conditions, extra: ExtraAction) -> F
         for variant, part in PARTS.items()
     ]
     rounds = len(_of(runs, "full"))
-    return Finding(
+    return Report(
         title="Table 3, on this machine",
         tables=[rows_of("Table 3 on this machine", VARIANTS, COLUMNS, metrics=cells, of="ablation_here")],
         figures=[gain_bars(metrics, "ablation_here", "here")],
-        caption=caption_of("ablation_here", rounds=rounds, work=work, of_tmux=extra, differs="; ".join(differs)),
-        metrics=metrics,
+        notes=caption_of("ablation_here", rounds=rounds, work=work, of_tmux=extra, differs="; ".join(differs)),
+        detail_metrics=metrics,
     )
 
 

@@ -12,7 +12,7 @@ import sys
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from perf.harness import Bar, Bars, Finding, caption_of, rows_of, run_benchmark
+from perf.harness import Bar, Bars, Report, caption_of, rows_of, run_benchmark
 from perf.training import Conditions, simulate_all, simulate_steps
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ COLUMNS: Final[dict[str, Callable[[Policy], str] | str]] = {
 }
 
 
-async def measure_dapo(options: Options) -> Finding:
+async def measure_dapo(options: Options) -> Report:
     """Simulate the four."""
     steps, seeds = (3, 1) if options.quick else (8, 3)
     conditions = {
@@ -57,10 +57,10 @@ async def measure_dapo(options: Options) -> Finding:
         for policy in POLICIES
         for seed in range(seeds)
     }
-    return dapo_finding(await simulate_all(simulate_steps, conditions))
+    return dapo_report(await simulate_all(simulate_steps, conditions))
 
 
-def dapo_finding(runs: Mapping[tuple[Policy, int], Steps]) -> Finding:
+def dapo_report(runs: Mapping[tuple[Policy, int], Steps]) -> Report:
     """Return the table of runs by policy and seed: means over seeds."""
     metrics = {
         f"dapo.{policy}.{name}": fmean(figure(run) for (of, _), run in runs.items() if of == policy)
@@ -77,12 +77,12 @@ def dapo_finding(runs: Mapping[tuple[Policy, int], Steps]) -> Finding:
         return Bars(title=title, unit=unit, bars=values)
 
     waste = bars("wasted", "Wasted rollouts", "% of those begun", 100)
-    return Finding(
+    return Report(
         title="Figure 3, simulated",
         tables=[rows_of("Figure 3 in numbers, simulated", POLICIES, COLUMNS, metrics=metrics, of="dapo")],
         figures=[bars("steps_per_h", "Training steps an hour", "steps/h"), waste],
-        caption=caption_of("dapo"),
-        metrics=metrics,
+        notes=caption_of("dapo"),
+        detail_metrics=metrics,
     )
 
 

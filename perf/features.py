@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from perf.harness import CannotRun, Finding, Rows, caption_of, rows_of, run_benchmark, tell
+from perf.harness import CannotRun, Report, Rows, caption_of, rows_of, run_benchmark, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
         return f"yes ({self.passed} tests passed)"
 
 
-async def measure_features(options: Options) -> Finding:
+async def measure_features(options: Options) -> Report:
     """Run the tests, and make the tables of what they say.
 
     Raises:
@@ -90,7 +90,7 @@ async def measure_features(options: Options) -> Finding:
         if done.returncode not in WROTE_RESULTS:
             raise RuntimeError(f"pytest ran no tests; its exit code is {done.returncode}")
         results = await trio.to_thread.run_sync(junit.read_text)
-    return finding_of([proof_of(feature, results) for feature in FEATURES])
+    return report_of([proof_of(feature, results) for feature in FEATURES])
 
 
 def proof_of(feature: Feature, junit: str) -> Proof:
@@ -114,7 +114,7 @@ def proof_of(feature: Feature, junit: str) -> Proof:
     return Proof(passed=passed, failed=failed, skipped=len(reasons), reasons=reasons)
 
 
-def finding_of(proofs: Sequence[Proof]) -> Finding:
+def report_of(proofs: Sequence[Proof]) -> Report:
     """Return the tables of the proofs, which are in the order of `FEATURES`."""
     pairs = list(zip(FEATURES, proofs, strict=True))
     columns = [(feature, proof) for feature, proof in pairs if feature.column]
@@ -136,11 +136,14 @@ def finding_of(proofs: Sequence[Proof]) -> Finding:
     )
     sums = {name: float(sum(getattr(proof, name) for proof in proofs)) for name in ("passed", "failed", "skipped")}
     proven = sum(not proof.failed and not proof.skipped and proof.passed > 0 for proof in proofs)
-    return Finding(
+    return Report(
         title="features, proven by tests",
         tables=[comparison, evidence],
-        caption=caption_of("features"),
-        metrics={"features.proven": float(proven), **{f"features.tests_{name}": each for name, each in sums.items()}},
+        notes=caption_of("features"),
+        detail_metrics={
+            "features.proven": float(proven),
+            **{f"features.tests_{name}": each for name, each in sums.items()},
+        },
     )
 
 

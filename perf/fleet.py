@@ -23,7 +23,7 @@ import trio
 
 from perf.fleet_cluster import open_cluster, open_slurm_fleet
 from perf.fleet_head import time_reads
-from perf.harness import Finding, caption_of, rows_of, run_benchmark, tell
+from perf.harness import Report, caption_of, rows_of, run_benchmark, tell
 from perf.processes import machine_time, open_child, process_time, raise_file_limit, tree_time
 from perf.rollouts import SAMPLING, engine_of, run_span, steady_rate, submit_all
 from perf.scaling import PAPER, PAPER_NODES, FleetSize, Times, places_of, simulate_fleet, throughput_lines
@@ -243,7 +243,7 @@ QUIET_SHARE: Final = 0.6
 """Share of the processors below which they are no limit."""
 
 
-async def measure_fleets(options: Options) -> Finding:
+async def measure_fleets(options: Options) -> Report:
     """Measure fleets of all sizes, one after the other, and simulate the same.
 
     Raises:
@@ -261,7 +261,7 @@ async def measure_fleets(options: Options) -> Finding:
         separate = cluster.separate
     one = measured[min(measured)]
     sizes = {nodes: predicted_size(scale, one, nodes) for nodes in scale.nodes}
-    return fleet_finding(scale, measured, await simulate_all(simulate_fleet, sizes), separate=separate)
+    return fleet_report(scale, measured, await simulate_all(simulate_fleet, sizes), separate=separate)
 
 
 def predicted_size(scale: FleetScale, one: Mapping[str, float], nodes: int) -> FleetSize:
@@ -310,13 +310,13 @@ LINES: Final = {
 }
 
 
-def fleet_finding(
+def fleet_report(
     scale: FleetScale,
     measured: Mapping[int, Mapping[str, float]],
     simulated: Mapping[int, FleetRun],
     *,
     separate: bool,
-) -> Finding:
+) -> Report:
     """Return the tables and the figure of fleets by their nodes; the smallest is what the others are compared with."""
     first = min(measured)
     metrics: dict[str, float] = {}
@@ -338,15 +338,15 @@ def fleet_finding(
     rates = {**RATES, "the paper": _of_paper}
     costs = "What it costs: CPU, as time or as a share of one core"
     points = {label: {nodes: metrics[f"fleet.{nodes}.{name}"] for nodes in measured} for label, name in LINES.items()}
-    return Finding(
+    return Report(
         title="Figure 5, under Slurm",
         tables=[
             rows_of("Figure 5: throughput over nodes under Slurm", measured, rates, metrics=metrics, of="fleet"),
             rows_of(costs, measured, COSTS, metrics=metrics, of="fleet"),
         ],
         figures=[throughput_lines(list(measured), points)],
-        caption=_caption(scale, max(measured), metrics, separate=separate),
-        metrics=metrics,
+        notes=_caption(scale, max(measured), metrics, separate=separate),
+        detail_metrics=metrics,
         at_least=GOALS,
     )
 

@@ -1,7 +1,7 @@
 """The base of all benchmarks: options, interleaved measuring, percentiles, and the three forms of a report.
 
-A benchmark is an async function that returns a `Report`, or a `Finding` where `perf.paper` shows it as well;
-`run_benchmark` gives it the command line that every benchmark has: `--quick` and `--json FILE`.
+A benchmark is an async function that returns a `Report`; `run_benchmark` gives it the command line that every benchmark
+has: `--quick` and `--json FILE`.
 """
 
 from __future__ import annotations
@@ -259,37 +259,6 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, tag="lines"):
 Figure = Bars | Lines
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a benchmark that `perf.paper` shows, as plain values.
-
-    Attributes:
-        title: over its metrics.
-        tables: shown in this order, after the figures.
-        figures: drawn by `draw`.
-        caption: paragraphs: the conditions, and what differs from the paper.
-        metrics: flat, by dotted names, as `--json` writes them.
-        at_least: what metrics are to reach.
-    """
-
-    title: str = ""
-    tables: list[Rows] = []
-    figures: list[Figure] = []
-    caption: list[str] = []
-    metrics: dict[str, float] = {}
-    at_least: dict[str, float] = {}
-
-    def report(self) -> Report:
-        """Return the report of it: its caption as notes, its metrics for the file."""
-        return Report(
-            title=self.title,
-            detail_metrics=self.metrics,
-            at_least=self.at_least,
-            tables=self.tables,
-            figures=self.figures,
-            notes=self.caption,
-        )
-
-
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The findings of a benchmark.
 
@@ -462,15 +431,14 @@ def _lines(ax: Any, figure: Lines) -> None:
 
 # ---------------------------------------------------------------- the command line
 
-Benchmark = Callable[[Options], Awaitable[Report | Finding]]
+Benchmark = Callable[[Options], Awaitable[Report]]
 
 
 async def _measured(benchmark: Benchmark, options: Options) -> Report:
     try:
-        found = await benchmark(options)
+        return await benchmark(options)
     except CannotRun as exc:
         raise SystemExit(str(exc)) from exc
-    return found.report() if isinstance(found, Finding) else found
 
 
 def _measure(benchmark: Benchmark, options: Options) -> Report | None:

@@ -21,12 +21,12 @@ import msgspec
 import trio
 
 from perf.engine_replay import recorded_turns, replay
-from perf.harness import CannotRun, Finding, caption_of, rotated, run_benchmark, tell
+from perf.harness import CannotRun, Report, caption_of, rotated, run_benchmark, tell
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
 from perf.peers.process import open_peer
 from perf.peers.race_round import CpuClock, RaceRecord, RaceRollout, RaceRound, RaceTask, read_record
 from perf.processes import tree_cpu
-from perf.race_figures import BARE, NODE, Entrant, Lap, race_finding
+from perf.race_figures import BARE, NODE, Entrant, Lap, race_report
 from perf.rollouts import run_span
 from prorl_launch.learn import SHARED_CORES
 from prorl_launch.learning.prompt import PAYLOAD
@@ -258,7 +258,7 @@ QUICK: Final = Scale(tasks=16, rollouts=4, slots=12, rounds=2)
 FULL: Final = Scale(tasks=48, rollouts=4, slots=16, rounds=5)
 
 
-async def measure_race(options: Options) -> Finding:
+async def measure_race(options: Options) -> Report:
     """Train the policy, start an engine and a node, and race.
 
     Raises:
@@ -273,7 +273,7 @@ async def measure_race(options: Options) -> Finding:
         tell("vLLM starts")
         async with open_engine(policy, folder) as engine:
             laps = await run_laps(engine, policy, scale, bubblewrap, folder)
-    return race_finding(ENTRANTS, laps, caption_of("race", scale=scale))
+    return race_report(ENTRANTS, laps, caption_of("race", scale=scale))
 
 
 def require_all() -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from perf.harness import Bar, Bars, Finding, Role, Rows, rows_of
+from perf.harness import Bar, Bars, Report, Role, Rows, rows_of
 from perf.peers.race_round import RaceRecord
 from perf.rollouts import steady_rate
 
@@ -123,7 +123,7 @@ WORK: Final = {
 """Columns of the tables."""
 
 
-def race_finding(entrants: Sequence[Entrant], laps: Sequence[Lap], caption: Sequence[str]) -> Finding:
+def race_report(entrants: Sequence[Entrant], laps: Sequence[Lap], caption: Sequence[str]) -> Report:
     """Return the tables and bars of all laps: medians over rounds, with the lowest and highest.
 
     Args:
@@ -157,15 +157,15 @@ def race_finding(entrants: Sequence[Entrant], laps: Sequence[Lap], caption: Sequ
     def table(title: str, columns: Mapping[str, str]) -> Rows:
         return rows_of(title, titles, {"through": titles.__getitem__, **columns}, metrics=cells, of="race")
 
-    return Finding(
+    return Report(
         title="A fair race",
         tables=[table("Speed: median (lowest to highest)", SPEED), table("Work and CPU of a rollout, medians", WORK)],
         figures=[
             _race_bars(entrants, metrics, "rollouts_per_min", "Rollouts per minute", "rollouts/min"),
             _race_bars(entrants, metrics, "tokens_per_s", "Sampled tokens per second", "tokens/s"),
         ],
-        caption=[*verdicts(entrants, metrics), *disturbances(laps), *caption],
-        metrics=metrics,
+        notes=[*verdicts(entrants, metrics), *disturbances(laps), *caption],
+        detail_metrics=metrics,
     )
 
 

@@ -24,7 +24,7 @@ import trio
 
 from perf.batch import HEAVY, TOKENS
 from perf.fleet_head import measure_fleet_cost
-from perf.harness import Finding, Line, Lines, Rows, caption_of, rows_of, run_benchmark, tell
+from perf.harness import Line, Lines, Report, Rows, caption_of, rows_of, run_benchmark, tell
 from perf.node_rig import measure_crowd, open_node_rig
 from perf.rollouts import run_span, steady_rate
 from perf.training import NO_BUDGETS, DrawnWork, lognormal, simulate_all
@@ -307,7 +307,7 @@ async def measure_costs(*, rollouts: int, turns: int) -> dict[str, float]:
     return {"client_ms": 1e3 * client_s / rollouts, "turn_ms": 1e3 * crowd.cpu_s / crowd.turns}
 
 
-async def measure_scaling(options: Options) -> Finding:
+async def measure_scaling(options: Options) -> Report:
     """Measure the costs, then simulate the fleets."""
     rollouts, rounds, idle_s = (100, 10, 2.0) if options.quick else (500, 40, 10.0)
     costs = await measure_costs(rollouts=rollouts, turns=5)
@@ -323,7 +323,7 @@ async def measure_scaling(options: Options) -> Finding:
         for work in WORKERS
         for nodes in NODES
     }
-    return scaling_finding(costs, heads, await simulate_all(simulate_fleet, sizes), rollouts=rollouts)
+    return scaling_report(costs, heads, await simulate_all(simulate_fleet, sizes), rollouts=rollouts)
 
 
 def at(costs: Mapping[int, float], nodes: int) -> float:
@@ -350,13 +350,13 @@ HEAD_COLUMNS: Final[dict[str, Callable[[int], str] | str]] = {
 }
 
 
-def scaling_finding(
+def scaling_report(
     costs: Mapping[str, float],
     heads: Mapping[int, Mapping[str, float]],
     runs: Mapping[tuple[Work, int], FleetRun],
     *,
     rollouts: int,
-) -> Finding:
+) -> Report:
     """Return the tables of runs by work and nodes; there must be those of one node.
 
     Args:
@@ -375,12 +375,12 @@ def scaling_finding(
         metrics |= {f"scaling.{work}.{nodes}.{name}": value for name, value in of_run.items()}
     counts = sorted({count for _, count in runs})
     points = {words: {n: metrics[f"scaling.{work}.{n}.times"] for n in counts} for work, words in WORDS.items()}
-    return Finding(
+    return Report(
         title="Figure 5, simulated",
         tables=[_rows(counts, metrics), rows_of(HEAD_TITLE, heads, HEAD_COLUMNS, metrics=metrics, of="scaling.head")],
         figures=[throughput_lines(counts, points)],
-        caption=_caption(costs, heads, runs, metrics, rollouts),
-        metrics=metrics,
+        notes=_caption(costs, heads, runs, metrics, rollouts),
+        detail_metrics=metrics,
     )
 
 

@@ -12,12 +12,19 @@ import jinja2
 import msgspec
 from markupsafe import Markup, escape
 
-from perf.harness import Finding, draw
+from perf.harness import Figure, Rows, draw
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from perf.harness import Figure
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a report that is shown, as plain values. `metrics`: as `--json` writes them."""
+
+    tables: list[Rows] = []
+    figures: list[Figure] = []
+    caption: list[str] = []
+    metrics: dict[str, float] = {}
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

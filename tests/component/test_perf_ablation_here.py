@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from perf.ablation import VARIANTS
-from perf.ablation_here import FULL, QUICK, ExtraAction, ablation_here_finding, extra_of, systems_of, take_steps
+from perf.ablation_here import FULL, QUICK, ExtraAction, ablation_here_report, extra_of, systems_of, take_steps
 from perf.trace import Answered
 from perf.training import ACTIONS, LEVELS, Conditions, Steps, TaskPayload, instance_of, mean_of
 from prorl_ipc.session import Accepted
@@ -161,15 +161,15 @@ def test_the_table_has_the_gains_of_all_rounds_and_their_range_beside_the_papers
 
     runs = {(variant, number): run(20.0) for variant in VARIANTS for number in (0, 1)}
     runs["no_bash", 0], runs["no_bash", 1] = run(20.0), run(40.0)
-    finding = ablation_here_finding(runs, QUICK, EXTRA)
-    assert finding.metrics["ablation_here.no_bash.gain"] == pytest.approx(0.5)
-    assert finding.metrics["ablation_here.no_bash.gain_max"] == pytest.approx(1.0)
-    assert finding.metrics["ablation_here.no_balancing.gain"] == 0
-    assert finding.metrics["ablation_here.full.engine_busy"] == 0.8
-    (table,) = finding.tables
+    report = ablation_here_report(runs, QUICK, EXTRA)
+    assert report.detail_metrics["ablation_here.no_bash.gain"] == pytest.approx(0.5)
+    assert report.detail_metrics["ablation_here.no_bash.gain_max"] == pytest.approx(1.0)
+    assert report.detail_metrics["ablation_here.no_balancing.gain"] == 0
+    assert report.detail_metrics["ablation_here.full.engine_busy"] == 0.8
+    (table,) = report.tables
     assert table.rows[0][0] == "all three"
     assert table.rows[2][-4:] == ["+50%", "+0% to +100%", "+50%", "+28%"]
     assert table.rows[2][1:3] == ["0.50 s (0.78 s)", "80% (68%)"]
-    assert "measured here over 29 recorded commands" in " ".join(finding.caption)
+    assert "measured here over 29 recorded commands" in " ".join(report.notes)
     of_the_paper = ExtraAction(seconds=0.36, why="tmux is not installed")
-    assert "the paper's difference (tmux is" in " ".join(ablation_here_finding(runs, QUICK, of_the_paper).caption)
+    assert "the paper's difference (tmux is" in " ".join(ablation_here_report(runs, QUICK, of_the_paper).notes)

@@ -18,7 +18,7 @@ from perf.fleet import (
     QUICK,
     FleetEngine,
     FleetScale,
-    fleet_finding,
+    fleet_report,
     predicted_size,
     serve_engine,
     turn_text,
@@ -135,23 +135,23 @@ def test_the_prediction_takes_the_costs_of_one_node_and_slows_down_by_them():
 def test_the_finding_compares_with_the_smallest_fleet_the_simulation_and_the_paper():
     measured = {1: measured_fleet(1), 8: measured_fleet(8, rollouts_per_s=3.8, whole_rollouts_per_s=8 * 12 / 26)}
     simulated = {nodes: simulate_fleet(predicted_size(SCALE, measured[1], nodes)) for nodes in (1, 8)}
-    finding = fleet_finding(SCALE, measured, simulated, separate=True)
-    assert finding.metrics["fleet.8.times"] == pytest.approx(7.6)
-    assert finding.metrics["fleet.8.efficiency"] == pytest.approx(0.95)
-    assert finding.metrics["fleet.8.whole_times"] == pytest.approx(8 * 24 / 26, abs=1e-4)
-    assert 7 < finding.metrics["fleet.8.simulated_times"] < 9
-    assert finding.metrics["fleet.8.client_ms"] == finding.metrics["fleet.8.head_ms"] == pytest.approx(5.0)
-    rates, costs = finding.tables
+    report = fleet_report(SCALE, measured, simulated, separate=True)
+    assert report.detail_metrics["fleet.8.times"] == pytest.approx(7.6)
+    assert report.detail_metrics["fleet.8.efficiency"] == pytest.approx(0.95)
+    assert report.detail_metrics["fleet.8.whole_times"] == pytest.approx(8 * 24 / 26, abs=1e-4)
+    assert 7 < report.detail_metrics["fleet.8.simulated_times"] < 9
+    assert report.detail_metrics["fleet.8.client_ms"] == report.detail_metrics["fleet.8.head_ms"] == pytest.approx(5.0)
+    rates, costs = report.tables
     assert [row[0] for row in rates.rows] == ["1", "8"]
     assert rates.rows[1][-1] == "4.7 to 5.0 x"
     assert costs.rows[1][1:3] == ["5.0 ms", "5.0 ms"]
-    (figure,) = finding.figures
+    (figure,) = report.figures
     assert [line.role for line in figure.lines] == ["floor", "ours", "ours", "ours", "paper", "paper", "paper"]
-    said = " ".join(finding.caption)
+    said = " ".join(report.notes)
     assert "scaled to the machine" in said
     assert "Others kept the processors busy" not in said
     crowded = {nodes: {**run, "machine_busy": 0.97} for nodes, run in measured.items()}
-    assert "(97% in all)" in " ".join(fleet_finding(SCALE, crowded, simulated, separate=False).caption)
+    assert "(97% in all)" in " ".join(fleet_report(SCALE, crowded, simulated, separate=False).notes)
 
 
 def test_a_machine_without_slurm_is_told_what_is_missing(monkeypatch):
