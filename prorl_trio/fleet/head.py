@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from prorl_ipc.session import JobEvent, OutcomeRefFrame, Rejected
+    from prorl_trio.chat.format import ChatFormat
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.config import HeadConfig
     from prorl_trio.fleet.members import Member
@@ -88,6 +89,7 @@ class Fleet:
         config: its configuration.
         members: the nodes with a session of the head.
         draining: it takes no more jobs.
+        chat_format: reads turns for the ProRL endpoints; None without these.
         observers: are told of every job.
     """
 
@@ -108,6 +110,7 @@ class Fleet:
         self.config = config
         self.node_id = config.node_id
         self.draining = False
+        self.chat_format: ChatFormat | None = None
         self.members = Members(
             watch,
             nursery,
@@ -240,8 +243,10 @@ class Fleet:
         raise NoAgentWanted(f"no node of the fleet has job {job_id!r} now, or none that answers")
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """Refuse: a head has no tokenizer. The edges that need one are refused by its configuration."""
-        raise ConfigError("the head of a fleet has no tokenizer")
+        """Return the text of a completion and its tool calls. See `NodeApi.read_turn`."""
+        if self.chat_format is None:  # the edges that need one are refused by its configuration
+            raise ConfigError("this head of a fleet has no tokenizer")
+        return self.chat_format.read_turn(token_ids, tools)
 
     def unreadiness(self) -> str:
         """Return why a job submitted now would not be worked on; empty if it would."""
@@ -635,6 +640,7 @@ class Fleet:
             last_progress_s=now_s - live.status_s,
             waiting_on=place,
             stuck=False,
+            agent=spec.agent_name,
         )
 
     def _known(self) -> list[tuple[str, Member]]:
