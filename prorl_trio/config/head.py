@@ -42,7 +42,8 @@ class HeadConfig(Table, frozen=True):
         max_queued: jobs that may wait for a place on a node.
         recovery_timeout_s: time after a start in which the nodes of the folder are joined. Jobs that began before, and
             that no joined node has then, begin their next attempt.
-        member_timeout_s: time for which a node keeps its jobs that is cut off from the head, but lives by its entry.
+        member_timeout_s: time for which a node keeps its jobs that is cut off from the head, or answers no submit,
+            but lives by its entry.
     """
 
     node_id: Annotated[str, msgspec.Meta(pattern=NODE_ID)] = "head"

@@ -526,7 +526,14 @@ class Fleet:
             await self._send_jobs(member)
 
     async def _send_jobs(self, member: Member) -> None:
-        """Submit the jobs that are queued for a member, those that are there together in one request, for ever."""
+        """Submit the jobs that are queued for a member, those that are there together in one request, for ever.
+
+        One that lives and does not answer, as its disk hangs, is given up, and left out for a while.
+
+        Raises:
+            ServiceError: it has not answered for `member_timeout_s`.
+        """
+        patience_s = self.config.member_timeout_s
         while True:
             while not member.to_submit:
                 member.wake = trio.Event()
@@ -534,7 +541,12 @@ class Fleet:
             batch, member.to_submit = member.to_submit, []
             attempts = {spec.job_id: begun for spec, begun in batch if begun}
             try:
-                answers = await member.client.submit([spec for spec, _ in batch], patience_s=0, attempts=attempts)
+                with trio.fail_after(patience_s):
+                    answers = await member.client.submit([spec for spec, _ in batch], patience_s=0, attempts=attempts)
+            except trio.TooSlowError:
+                why = f"it did not answer a submit of {len(batch)} jobs for {patience_s:g} s"
+                self.members.bar(member.node_id, f"node {member.node_id}: {why}", patience_s)
+                raise ServiceError(why) from None
             except ServiceError as exc:
                 logger.info("node %s was lost in a submit of %d jobs: %s", member.node_id, len(batch), exc)
                 await trio.sleep_forever()  # the session is over: the member is lost
