@@ -26,7 +26,6 @@ import trio
 from perf.chat_families import write_family_model
 from perf.gateway_rules import ScriptedEngine, new_context, scores
 from perf.harness import (
-    CAPTIONS,
     Bar,
     Bars,
     Case,
@@ -34,6 +33,7 @@ from perf.harness import (
     Options,
     Report,
     Rows,
+    caption_of,
     measure_interleaved,
     run_benchmark,
     tell,
@@ -249,7 +249,7 @@ async def benchmark(options: Options) -> Report:
         at_most=AT_MOST,
         tables=[_table(found)],
         figures=_figures(metrics),
-        notes=[*CAPTIONS["gateway"], *engine_notes],
+        notes=[*caption_of("gateway"), *engine_notes],
     )
 
 
@@ -276,11 +276,11 @@ async def _served(folder: Path, chat: ChatFormat, scale: Scale) -> tuple[dict[st
         tell("the same engine through rllm-model-gateway")
         try:
             async with open_peer_gateway(engine, folder) as (peer_url, peer):
-                carried = await measure_calls(peer_url, "/sessions/{caller}", peer, scale.peer_calls)
+                calls_per_s, cpu_ms = await measure_calls(peer_url, "/sessions/{caller}", peer, scale.peer_calls)
         except PeerUnavailable as exc:
             return metrics, series, [f"rllm-model-gateway is left out: {exc}"]
-        metrics |= {"rllm.calls_per_cpu_s": 1e3 / carried.cpu_ms, "rllm.cpu_ms": carried.cpu_ms}
-        metrics["rllm.calls_per_s"] = carried.calls_per_s
+        metrics |= {"rllm.calls_per_cpu_s": 1e3 / cpu_ms, "rllm.cpu_ms": cpu_ms}
+        metrics["rllm.calls_per_s"] = calls_per_s
     return metrics, series, []
 
 

@@ -152,7 +152,7 @@ async def benchmark(options: Options) -> Report:
         at_most={"turn.cpu_ms": TURN_MAX_MS, "stall.cpu_max_ms": STALL_MAX_MS, "rollouts.rss_mib": RSS_MAX_MIB},
         notes=[
             *caption_of("node", rollouts=ROLLOUTS, scale=scale, worst=_worst(crowd), callers=CALLERS),
-            *([f"left out: {left_out}"] if left_out else caption_of("gateway", peer=PEERS["gateway"].title)),
+            *([f"left out: {left_out}"] if left_out else caption_of("node_gateway", peer=PEERS["gateway"].title)),
         ],
     )
     for part in PARTS:

@@ -8,9 +8,8 @@ ours: prove that nothing has changed, record and parse the completion, render an
 in the same run: rendering and encoding the whole dialogue each turn, by our own code (`rerender`) and by
 `transformers`, and extending it with `renderers`.
 
-The model is Qwen3's published tokenizer and template where the tests have fetched it (or PRORL_MODEL_DIR names it).
-Else it is the first model of the cache folder, or a tiny one, and the peers, which render Qwen3's dialogues, are left
-out. Other models of the cache folder are measured besides.
+The model is Qwen3's published tokenizer and template where the tests have fetched it (or PRORL_MODEL_DIR names it), a
+small one of the same family otherwise; other models of the cache folder are measured besides.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ import msgspec
 import numpy as np
 import trio
 
+from perf.chat_families import write_family_model
 from perf.harness import Case, Line, Lines, Options, Report, Rows, Series, caption_of, rotated, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import open_peer
@@ -37,7 +37,6 @@ from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.testing.fake_sampling import default_script
-from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import ChatMessage
 
@@ -276,10 +275,8 @@ async def measure_peers(
         CPU time by way and context, and a sentence for each prompt that is not ours.
 
     Raises:
-        PeerUnavailable: the peers are not installed, or failed, or render no dialogues of this family.
+        PeerUnavailable: the peers are not installed, or failed.
     """
-    if chat.family.name != FAMILY:
-        raise PeerUnavailable(f"{PEERS['renderers'].title} want a tokenizer of {FAMILY}: name it in PRORL_MODEL_DIR")
     series: list[Series] = []
     differing: list[str] = []
     env = {"PATH": os.defpath, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -341,10 +338,11 @@ async def tokens(options: Options) -> Report:
         return _report(series, flatness, await trio.to_thread.run_sync(drift_of, chat, sampled), notes)
 
 
-def load_models(tiny: Path, quick: bool) -> tuple[ChatFormat, list[ChatFormat]]:
+def load_models(small: Path, quick: bool) -> tuple[ChatFormat, list[ChatFormat]]:
     """Return the model that everything is measured with, and, not in quick runs, the others. Refused ones are left out.
 
-    They are in the folders that PRORL_MODEL_DIR names, or else in the cache folder. Without any it is one in `tiny`.
+    They are in the folders that PRORL_MODEL_DIR names, or else in the cache folder. Without one of Qwen3's, a small
+    one of that family is made in `small`.
     """
     if configured := os.environ.get("PRORL_MODEL_DIR"):
         folders = [Path(part) for part in configured.split(":")]
@@ -358,10 +356,9 @@ def load_models(tiny: Path, quick: bool) -> tuple[ChatFormat, list[ChatFormat]]:
             found.append(ChatFormat.load(folder))
             if quick and found[-1].family.name == FAMILY:
                 break
-    if not found:
-        make_tiny_model(tiny)
-        found = [ChatFormat.load(tiny)]
-    chosen = next((chat for chat in found if chat.family.name == FAMILY), found[0])
+    chosen = next((chat for chat in found if chat.family.name == FAMILY), None)
+    if chosen is None:
+        chosen = ChatFormat.load(write_family_model(small, FAMILY))
     return chosen, [] if quick else [chat for chat in found if chat is not chosen]
 
 

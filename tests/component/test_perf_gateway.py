@@ -19,7 +19,7 @@ async def test_ours_alone_neither_loses_nor_doubles_nor_misplaces_a_token(tmp_pa
     assert found["slime"].lost > 0
     assert found["uni_agent"].lost > 0
     assert (found["rllm"].false_context, found["rllm"].lost) == (0, 0)
-    assert DOCUMENT_TOKENS - 50 < len(chat.codec.encode(document(chat))) <= DOCUMENT_TOKENS
+    assert 0.95 * DOCUMENT_TOKENS < len(chat.codec.encode(document(chat))) <= DOCUMENT_TOKENS
 
 
 def test_what_is_counted():

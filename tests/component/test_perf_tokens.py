@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from perf import tokens
+from perf.chat_families import write_family_model
 from perf.harness import Options, Report
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.tokens import (
@@ -31,7 +32,6 @@ from perf.tokens import (
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.types.models import ChatMessage
-from support.chat_families import write_family_model
 
 CONTEXTS = (1_000, 4_000)
 STAND_INS = {
@@ -157,11 +157,8 @@ async def test_peers_make_their_prompts_of_the_same_dialogue(chat, stand_ins):
     assert len(differing) == 4, "the stand-ins make no real prompts, and that is noticed"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "none"])
-async def test_a_report_has_the_metrics_and_says_which_peer_is_missing(family, tmp_path, monkeypatch):
+async def test_a_report_has_the_metrics_and_says_which_peer_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "cache"))
-    if family == "qwen3":
-        monkeypatch.setenv("PRORL_MODEL_DIR", str(write_family_model(tmp_path / "model", family)))
     monkeypatch.setattr(tokens, "CONTEXTS", (1_000, 5_000))
     monkeypatch.setattr(tokens, "QUICK_DIALOGUES", 1)
     monkeypatch.setattr(tokens, "DRIFT_DIALOGUES", 2)
@@ -176,8 +173,7 @@ async def test_a_report_has_the_metrics_and_says_which_peer_is_missing(family, t
     assert 0 < metrics["drift.retokenised_rate"] <= 1
     assert {f"turn.5k.p{percent}_us" for percent in (50, 95)} <= metrics.keys()
     assert not any("transformers" in name for name in metrics)
-    why = "python -m perf.peers setup renderers" if family == "qwen3" else "name it in PRORL_MODEL_DIR"
-    assert any("left out: " in note and why in note for note in report.notes)
+    assert any("left out: " in note and "python -m perf.peers setup renderers" in note for note in report.notes)
     assert isinstance(report, Report)
     path = tmp_path / "out" / "tokens.json"
     report.write_json(path)
