@@ -11,12 +11,9 @@ import pytest
 import requests
 import trio
 
-from prorl_trio.agent.context import RolloutContext
-from prorl_trio.agent.gateway import open_gateway
-from prorl_trio.config import ListenConfig
 from prorl_trio.edges.gateway import app as app_module
-from prorl_trio.edges.gateway.app import GatewayApp, GatewayTable, Tally
-from prorl_trio.edges.gateway.serve import serve_gateway
+from prorl_trio.edges.gateway.app import GatewayTable
+from support import gateway_rig
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -55,17 +52,10 @@ by_path = pytest.mark.parametrize("path", PATHS)
 
 
 @asynccontextmanager
-async def serving(rig, *says, table=None, **fields):
+async def serving(rig, *says, **how):
     """Yield the gateway, the tally of its requests, and a client of it."""
-    rig.says = list(says)
-    context = RolloutContext(spec=rig.spec(**{"max_turns": 9, **fields}), resources=rig.resources)
-    async with open_gateway(context) as gateway, trio.open_nursery() as nursery:
-        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        app = GatewayApp(table or gateway, "policy", tally := Tally())
-        nursery.start_soon(serve_gateway, app, listener, ListenConfig())
-        url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
-        yield gateway, tally, Client(url)
-        nursery.cancel_scope.cancel()
+    async with gateway_rig.serving(rig, *says, **how) as served:
+        yield served.gateway, served.tally, Client(served.url)
 
 
 @by_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from prorl_trio.agent.said import Question, Said, planted
@@ -28,9 +29,7 @@ if TYPE_CHECKING:
     from prorl_trio.edges.gateway.wire import ProblemKind
     from prorl_trio.types.models import ToolSchema
 
-KNOWN: Final = frozenset(
-    ["contents", "systemInstruction", "system_instruction", "tools", "toolConfig", "generationConfig", "model"]
-)
+KNOWN: Final = frozenset(["contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model"])
 _FINISH: Final = {"stop": "STOP", "length": "MAX_TOKENS", "abort": "MAX_TOKENS", "tool_call": "STOP"}
 _PROBLEMS: Final[dict[ProblemKind, tuple[int, str]]] = {
     "bad_request": (400, "INVALID_ARGUMENT"),
@@ -46,12 +45,13 @@ _PROBLEMS: Final[dict[ProblemKind, tuple[int, str]]] = {
 def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -> Asked:
     """See `Dialect`."""
     del headers
-    config = take(body, "generationConfig", dict, {})
+    body = _named(body)
+    config = _named(take(body, "generationConfig", dict, {}))
     if take(config, "candidateCount", int, 1) != 1:
         raise refuse("generationConfig.candidateCount", "one answer is sampled for a request")
     if config.get("responseMimeType", "text/plain") != "text/plain" or config.get("responseJsonSchema"):
         raise refuse("generationConfig.responseMimeType", "other than text needs guided decoding, which is not offered")
-    system = body.get("systemInstruction") or body.get("system_instruction")
+    system = body.get("systemInstruction")
     said = []
     if system is not None:
         said += [Said("system", each.text) for each in _said({"role": "user", **_content(system)}, "systemInstruction")]
@@ -70,6 +70,11 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     )
 
 
+def _named(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the names of its fields in camel case: the API takes both spellings."""
+    return {re.sub("_(.)", lambda found: found[1].upper(), name): value for name, value in message.items()}
+
+
 def _content(value: object) -> dict[str, Any]:
     if isinstance(value, str):
         return {"parts": [{"text": value}]}
@@ -79,13 +84,13 @@ def _content(value: object) -> dict[str, Any]:
 def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
     tools = []
     for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
-        declared = tool.get("functionDeclarations") or tool.get("function_declarations")
+        declared = _named(tool).get("functionDeclarations")
         if declared is None:
             raise refuse(f"tools[{index}]", f"{', '.join(tool) or 'nothing'} runs at its vendor's, and is no function")
-        for each in objects(declared, f"tools[{index}].functionDeclarations"):
+        for each in map(_named, objects(declared, f"tools[{index}].functionDeclarations")):
             schema = each.get("parametersJsonSchema") or each.get("parameters")
             tools.append(function(each.get("name"), each.get("description"), schema, f"tools[{index}]"))
-    choice = take(take(body, "toolConfig", dict, {}), "functionCallingConfig", dict, {})
+    choice = take(_named(take(body, "toolConfig", dict, {})), "functionCallingConfig", dict, {})
     if choice.get("mode", "AUTO") not in ("AUTO", "NONE", "VALIDATED"):
         raise refuse("toolConfig", f"mode {choice.get('mode')!r} needs guided decoding, which is not offered; use AUTO")
     return tools
@@ -99,11 +104,10 @@ def _said(content: Mapping[str, Any], at: str) -> Iterable[Said]:
     thoughts: list[str] = []
     calls = []
     keys: list[object] = []
-    for index, part in enumerate(objects(content.get("parts") or [], f"{at}.parts")):
+    for index, part in enumerate(map(_named, objects(content.get("parts") or [], f"{at}.parts"))):
         where = f"{at}.parts[{index}]"
-        keys.append(_planted(part.get("thoughtSignature") or part.get("thought_signature")))
-        called = part.get("functionCall") or part.get("function_call")
-        result = part.get("functionResponse") or part.get("function_response")
+        keys.append(_planted(part.get("thoughtSignature")))
+        called, result = part.get("functionCall"), part.get("functionResponse")
         if isinstance(called, dict):
             calls.append(said_call(called.get("name"), called.get("args"), called.get("id")))
             keys.append(called.get("id"))
@@ -117,7 +121,7 @@ def _said(content: Mapping[str, Any], at: str) -> Iterable[Said]:
             )  # fmt: skip
         elif isinstance(part.get("text"), str):
             (thoughts if part.get("thought") else texts).append(part["text"])
-        elif set(part) - {"thoughtSignature", "thought_signature", "thought"}:
+        elif set(part) - {"thoughtSignature", "thought"}:
             raise refuse(where, f"{', '.join(sorted(part))} has no place in a dialogue of text")
     if role == "model":
         yield Said("assistant", "".join(texts), "".join(thoughts), calls, key=key_of(*keys))
