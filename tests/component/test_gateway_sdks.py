@@ -1,4 +1,4 @@
-"""The vendors' own SDKs as clients: their parsers judge each API's answers and streams, and what they raise its errors."""
+"""The vendors' own SDKs as clients: they judge each API's answers and streams, and what they raise its errors."""
 
 from __future__ import annotations
 

@@ -30,14 +30,16 @@ class Reply(NamedTuple):
 class Sdk:
     """A client of one API, in blocking calls. A context manager, which closes it.
 
+    Without `url` it finds address and key in the variables of the environment that its vendor has chosen.
+
     Attributes:
         base: what follows the gateway's URL in the address that the SDK is given.
     """
 
     base = ""
 
-    def __init__(self, url, key="none", retries=0):
-        self.client = self.open(url + self.base, key, retries)
+    def __init__(self, url="", key="none", retries=0):
+        self.client = self.open(url + self.base, key, retries) if url else self.open(None, None, retries)
 
     def __enter__(self):
         return self
