@@ -172,6 +172,21 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
     return text[:at], stop
 
 
+def rest_of(answer: Answer, has: Said) -> Answer | None:
+    """Return what of an answer comes after the part that a client has; None if that part is not its beginning."""
+    had = [call.says() for call in has.calls]
+    if not answer.text.startswith(has.text) or [call.says() for call in answer.calls[: len(had)]] != had:
+        return None
+    if has.reasoning.split() not in ([], answer.reasoning.split()):
+        return None
+    return msgspec.structs.replace(
+        answer,
+        text=answer.text.removeprefix(has.text),
+        reasoning="" if has.reasoning else answer.reasoning,
+        calls=answer.calls[len(had) :],
+    )
+
+
 def merged(messages: Iterable[Said]) -> list[Said]:
     """Return messages with neighbours of the assistant as one: some clients write a message for each of its parts."""
     whole: list[Said] = []
