@@ -23,7 +23,8 @@ from prorl_trio.client.terminal import Console, say
 if TYPE_CHECKING:
     from prorl_trio.agents.preset import Preset
 
-INSTALL_TIMEOUT_S: Final = 900.0
+UNLOCKED: Final = frozenset({"openhands"})
+"""Agents of ours without a lock: a package that they need is published as source alone."""
 
 
 @click.group()
@@ -47,7 +48,9 @@ def list_agents() -> None:
 
 @agents.command()
 @click.argument("names", nargs=-1, required=True)
-@click.option("--if-possible", is_flag=True, help="Warn about agents that cannot be installed, and go on with the next.")
+@click.option(
+    "--if-possible", is_flag=True, help="Warn about agents that cannot be installed, and go on with the next."
+)
 def install(names: tuple[str, ...], if_possible: bool) -> None:
     """Install agents from npm or PyPI into the cache, for sandboxes of this machine. Again: nothing happens."""
     known = presets()
@@ -99,7 +102,7 @@ def packages(preset: Preset) -> list[str]:
 
 def described() -> list[dict[str, object]]:
     """Return what the locks of our own presets are made for, as JSON can have it; see `prorl_launch.relock`."""
-    ours = [each for each in presets().values() if each.start.__module__.startswith("prorl_trio.")]
+    ours = [each for each in presets().values() if each.start.__module__.startswith("prorl_trio.agents.")]
     return [
         {
             "name": each.name,
@@ -109,6 +112,7 @@ def described() -> list[dict[str, object]]:
             "manifest": npm_manifest(each) if each.index == "npm" else "",
         }
         for each in ours
+        if each.name not in UNLOCKED
     ]
 
 

@@ -100,6 +100,7 @@ class _Line:
     """A dialogue.
 
     Attributes:
+        system: digest of the messages of the system at its beginning.
         after: the dialogue whose work it goes on with, in other words; None: it is nobody's.
         tip: the last turn in it.
         last: what the policy said in the last that was sampled, and the number of that among the rollout's.

@@ -13,7 +13,7 @@ import trio
 
 from prorl_trio.types.models import SamplingParams
 from support.agent_recordings import OPENER, load, read_tables, recorded, rekeyed, table
-from support.agent_scenarios import MAX_OUTPUT_TOKENS, SCENARIOS
+from support.agent_scenarios import MAX_OUTPUT_TOKENS, context_tokens
 from support.gateway_rig import serving
 
 pytestmark = pytest.mark.timeout(60)
@@ -42,7 +42,7 @@ class Sampled:
 async def replay(rig, client, name):
     """Ask the gateway all that a recording has; return the trajectory."""
     sampling = SamplingParams(max_output_tokens=MAX_OUTPUT_TOKENS)
-    how = {"sampling": sampling, "max_turns": 16, "max_trajectory_tokens": SCENARIOS[name].context_tokens}
+    how = {"sampling": sampling, "max_turns": 16, "max_trajectory_tokens": context_tokens(client, name)}
     keys, policy = {}, Sampled(rig.tiny)
     rig.script = policy
     async with rig.open(max_model_len=1_000_000), serving(rig, **how) as served:

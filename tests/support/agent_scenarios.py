@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from prorl_trio.edges.gateway import app as app_module
 from prorl_trio.edges.gateway import serve
 from prorl_trio.edges.gateway.wire import Problem
+from prorl_trio.edges.http1 import ConnectionEnded
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import SamplingParams
 from support.whole_node import job, open_service, outcome_of
@@ -101,7 +102,9 @@ def compaction(client: str, prompt: str) -> str:
     """Three commands; where the client asks for a summary, one that has their output."""
     if "<tools>" not in prompt or "Do NOT call any tools" in prompt[-8000:]:
         return "A title" if "title" in prompt[-2000:] else SUMMARY
-    return end(client) if marks(prompt) >= 3 else shell(client, marks(prompt) + 1, "head -c 2500 /dev/zero | tr '\\0' x; ")
+    return (
+        end(client) if marks(prompt) >= 3 else shell(client, marks(prompt) + 1, "head -c 2500 /dev/zero | tr '\\0' x; ")
+    )
 
 
 def bad_arguments(client: str, prompt: str) -> str:
@@ -145,7 +148,6 @@ class Scenario:
     policy: Any
     faults: Mapping[int, str] = field(default_factory=dict)
     once: str = ""
-    context_tokens: int = 200_000
 
 
 SCENARIOS = {
@@ -160,8 +162,23 @@ SCENARIOS = {
     "unknown": Scenario(unknown_tool),
     "empty": Scenario(plain, once=THOUGHT),
     "length": Scenario(plain, once="blah " * 300),
-    "own count": Scenario(compaction, context_tokens=53_000),
+    "own count": Scenario(compaction),
 }
+OWN_COUNT = {"claude-code": 60_000, "codex": 53_000}
+"""The context at which a client shortens its history by its own count, before the gateway has to refuse it."""
+
+
+def context_tokens(client: str, name: str) -> int:
+    """Return the most tokens that a dialogue of a scenario may have."""
+    return OWN_COUNT[client] if name == "own count" else 200_000
+
+
+EVERY = [
+    (client, name)
+    for client in SHELLS
+    for name in SCENARIOS
+    if client in OWN_COUNT or name not in ("sub-agent", "own count")
+]
 MAX_OUTPUT_TOKENS = 800
 
 
@@ -170,10 +187,11 @@ class Faulty(app_module.GatewayApp):
 
     heard: list[dict[str, Any]]
     faults: dict[int, str]
+    asked: int
 
     async def _answer(self, route, asked, gateway, receive, send):
         entry = self.heard[-1]
-        listening = Listening(gateway, entry)
+        listening: Any = Listening(gateway, entry)
         fault = None
         if route.operation != "count" and asked.question.tools:
             type(self).asked += 1
@@ -208,14 +226,16 @@ def cutting(send, problem, fault):
 
     async def sent(message):
         body = message.get("body", b"")
-        if message["type"] != "http.response.body" or not message.get("more_body") or b"[DONE]" not in body and len(
-            body
-        ) < 1500:
+        if (
+            message["type"] != "http.response.body"
+            or not message.get("more_body")
+            or (b"[DONE]" not in body and len(body) < 1500)
+        ):
             await send(message)
             return
         half = body[: body.index(b"\n\n", len(body) // 3) + 2]
         await send({**message, "body": half + (problem if fault == "error" else b"")})
-        raise app_module.ConnectionEnded
+        raise ConnectionEnded
 
     return sent
 
@@ -259,9 +279,8 @@ async def play(tmp_path, monkeypatch, client: str, name: str):
             _ends,
         ):
             sampling = SamplingParams(max_output_tokens=MAX_OUTPUT_TOKENS)
-            spec = job(
-                "j", agent=client, sampling=sampling, max_turns=16, max_trajectory_tokens=scenario.context_tokens
-            )
+            most = context_tokens(client, name)
+            spec = job("j", agent=client, sampling=sampling, max_turns=16, max_trajectory_tokens=most)
             outcome = await outcome_of(url, spec)
             prompts = {tuple(request.prompt) for request in engine.requests}
             tiny = make_tiny_model(tmp_path / "model")

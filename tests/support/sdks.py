@@ -37,9 +37,10 @@ class Sdk:
     """
 
     base = ""
+    open: Any
 
     def __init__(self, url="", key="none", retries=0):
-        self.client = self.open(url + self.base, key, retries) if url else self.open(None, None, retries)
+        self.client: Any = self.open(url + self.base, key, retries) if url else self.open(None, None, retries)
 
     def __enter__(self):
         return self
@@ -97,7 +98,7 @@ class Chat(Sdk):
                     continue
                 for choice in chunk.choices:
                     reasoning += getattr(choice.delta, "reasoning_content", None) or ""
-            got = state.current_completion_snapshot
+            got: Any = state.current_completion_snapshot
         else:
             got = self.client.chat.completions.create(**how)
             reasoning = getattr(got.choices[0].message, "reasoning_content", None) or ""
@@ -280,7 +281,7 @@ class Google(Sdk):
         return [each.name for each in self.client.models.list()], self.client.models.get(model="policy").name
 
     def raised(self, error):
-        response = getattr(error, "response", None)
+        response = error.response
         return type(error).__name__, error.code, error.status, response.headers.get("retry-after")
 
     def raised_in_stream(self, error):

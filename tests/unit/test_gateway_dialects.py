@@ -265,13 +265,15 @@ def test_arguments_that_cannot_be_read_are_served_as_they_were_sampled(raw, argu
 
 def test_googles_fields_may_be_written_in_either_way():
     camel = of_google(True)
+    contents = re.sub("functionCall|functionResponse|thoughtSignature", _snake, json.dumps(camel["contents"]))
+    declared = {"name": "look", "description": "Look.", "parameters_json_schema": SCHEMA}
     snake = {
         "system_instruction": camel["systemInstruction"],
-        "contents": json.loads(re.sub("functionCall|functionResponse|thoughtSignature", _snake, json.dumps(camel["contents"]))),
-        "tools": [{"function_declarations": [{"name": "look", "description": "Look.", "parameters_json_schema": SCHEMA}]}],
+        "contents": json.loads(contents),
+        "tools": [{"function_declarations": [declared]}],
         "generation_config": {"max_output_tokens": 9},
         "cached_content": "x",
-    }  # fmt: skip
+    }
     assert asked(google, snake).question == asked(google, camel).question
     assert asked(google, snake).ignored == ["cachedContent"]
 

@@ -39,8 +39,6 @@ _ENVIRONMENT: Final = (
     "python_full_version < '{before}' and sys_platform == 'linux' and platform_machine == 'x86_64'"
     " and implementation_name == 'cpython'"
 )
-_NOT_HERE: Final = ("pyobjc",)
-"""A package of macOS that others ask for under a condition which uv does not see through."""
 _PROJECT: Final = """\
 [project]
 name = "locked"
@@ -93,7 +91,7 @@ def _makers(uv: Path, checkout: Path) -> dict[str, tuple[Path, Callable[[], str]
         make = (
             partial(_resolve_npm, agent["manifest"])
             if agent["index"] == "npm"
-            else partial(_resolve, uv, agent["name"], agent["packages"], left_out=_NOT_HERE, oldest=oldest)
+            else partial(_resolve, uv, agent["name"], agent["packages"], oldest=oldest)
         )
         makers[f"agents/{agent['name']}"] = (path, make)
     return makers
@@ -130,7 +128,7 @@ def _resolve_npm(manifest: str) -> str:
 
 def _resolve(
     uv: Path,
-    name: LockName,
+    name: str,
     requirements: list[str],
     besides: Sequence[str] = (),
     left_out: Sequence[str] = (),

@@ -229,7 +229,8 @@ def events(answer: Answer, asked: Asked) -> bytes:
         match item["type"]:
             case "reasoning" | "message":
                 part, inside = item["content"][0], {**at, "content_index": 0}
-                kind, more = part["type"], {"logprobs": []} if item["type"] == "message" else {}
+                kind = part["type"]
+                more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
                 begun = {**item, **({"status": "in_progress"} if more else {}), "content": []}
                 sent += _event(asked, "response.output_item.added", output_index=index, item=begun)
                 sent += _event(asked, "response.content_part.added", **inside, part={**part, "text": ""})
