@@ -9,7 +9,7 @@ export PRORL_ENGINE := $(ENGINE)
 VENV := .venv/bin
 # Set-up runs before anything is installed: it finds the packages by their folders.
 SOURCES := PYTHONPATH=$(CURDIR):$(CURDIR)/ipc:$(CURDIR)/launch
-AGENTS := claude-code codex gemini-cli mini-swe-agent opencode pi
+AGENTS := claude-code codex gemini-cli mini-swe-agent pi
 PACKAGES := prorl_trio sandbox_daemon ipc launch perf examples
 
 # The first Python that is new enough makes every environment; `make PYTHON=/path/to/python3.12 setup` overrules.
@@ -46,7 +46,7 @@ python:
 		echo "On Debian 12, Ubuntu 24.04 and later: sudo apt-get install python3 python3-venv" >&2; \
 		echo "On Ubuntu 22.04: sudo apt-get install python3.11 python3.11-venv" >&2; exit 1; fi
 
-agents: setup ## install the agents of others that tests let work, in the cache folder (1.5 GB)
+agents: setup ## install the agents of others that tests let work, in the cache folder (1.4 GB)
 	@$(VENV)/prorl-trio agents install --if-possible $(AGENTS)
 
 # Downloads beside what takes the processors.

@@ -176,6 +176,7 @@ def context_tokens(client: str, name: str) -> int:
 EVERY = [
     (client, name)
     for client in SHELLS
+    if client != "opencode"
     for name in SCENARIOS
     if client in OWN_COUNT or name not in ("sub-agent", "own count")
 ]
