@@ -62,8 +62,8 @@ apptainer-if-possible:
 slurm-if-possible:
 	@[ "$(SLURM)" = no ] || launch/prorl_launch/slurm/cluster.sh install --if-possible
 
-learn: setup trainers ## a real policy learns to use a tool: an hour on two cores (QUICK=1: three minutes)
-	@$(VENV)/prorl-trio learn $(if $(QUICK),--quick) $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
+learn: setup trainers ## a real policy learns to use a tool: an hour on two cores (QUICK=1: three minutes; AGENT=pydantic-ai: through a program)
+	@$(VENV)/prorl-trio learn $(if $(QUICK),--quick) $(if $(AGENT),--agent $(AGENT)) $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
 		$(if $(RESUME),--resume $(RESUME)) $(if $(NO_DYNAMIC),--no-dynamic)
 
 demo: setup ## the main job: a real model solves real problems in real sandboxes

@@ -24,6 +24,7 @@ from prorl_launch.node import open_node_process
 from prorl_launch.paths import engine_python, import_path, model_dir, trainer_python
 from prorl_launch.supervised import open_supervised
 from prorl_launch.vllm import default_dtype, open_vllm
+from prorl_trio.agents.preset import find_preset
 from prorl_trio.client.terminal import Console
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.runs.recording import run_folder
@@ -42,11 +43,24 @@ QUICK: dict[str, Any] = {
     "evaluate_every": 2,
 }
 """The settings with which everything happens, and little is learned, in three minutes."""
+AGENT: dict[str, Any] = {
+    "steps": 10,
+    "groups": 6,
+    "rollouts": 4,
+    "held_out": 24,
+    "evaluate_every": 5,
+    "max_output_tokens": 64,
+    "max_turns": 4,
+    "overlong_cache": 128,
+}
+"""The settings for a program in place of the node's own loop: each rollout starts it anew, which takes CPU time."""
 
 TRAINER_GRACE_S = 10.0
 LOAD_TIMEOUT_S = 60.0
 LOG_TAIL_BYTES = 3000
 MAX_MODEL_TOKENS = 512
+MAX_AGENT_TOKENS = 1024
+"""For the prompts of programs, which are longer. They have to be short all the same: most want 4,000 and more."""
 RUN_WORKERS = 64
 BLOCK_TOKENS = 32
 """Tokens of a block of the engine's cache. Prompts have 50 to 100; of blocks of 128, the default, none is shared."""
@@ -71,6 +85,12 @@ class TrainingFailed(ServiceError):
 @click.option(
     "--objective", type=click.Choice(["dapo", "grpo", "dr-grpo", "rloo", "ppo"]), default="dapo", show_default=True
 )
+@click.option(
+    "--agent",
+    metavar="NAME",
+    default="",
+    help="Sums by a program in place of the node's own agent: one with short prompts, as pydantic-ai (`agents list`).",
+)
 @click.option("--provider", type=click.Choice(["auto", "apptainer", "bubblewrap"]), default="auto", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Record here.")
 @click.option("--resume", type=click.Path(path_type=Path, exists=True, file_okay=False), help="Go on with this run.")
@@ -80,6 +100,7 @@ def learn(
     no_dynamic: bool,
     quick: bool,
     objective: str,
+    agent: str,
     provider: str,
     out: Path,
     resume: Path | None,
@@ -90,6 +111,9 @@ def learn(
     solve word problems: vLLM samples, each rollout has a sandbox, and the weights change while rollouts run. On two
     cores that takes about an hour. The folder of the run gets curve.png, curve.json and trajectories before and after.
 
+    With --agent, nothing is shown to the policy, and it learns to answer sums through a program of somebody else's, in
+    ten updates.
+
     Ctrl-C ends everything; --resume goes on from the last checkpoint.
     """
     for python, target in ((engine_python(), "make setup"), (trainer_python("train"), "make trainers")):
@@ -98,12 +122,20 @@ def learn(
     if resume is not None:
         folder = resume
     else:
-        chosen: dict[str, Any] = {**(QUICK if quick else {}), **({"steps": steps} if steps else {})}
+        if agent:
+            find_preset(agent)
+        chosen: dict[str, Any] = {
+            **(AGENT if agent else {}),
+            **(QUICK if quick else {}),
+            **({"demonstration_steps": 0} if agent else {}),
+            **({"steps": steps} if steps else {}),
+        }
         settings = Settings(
             model=str(model_dir()),
             seed=seed,
             dynamic=not no_dynamic,
             objective=objective,
+            agent=agent,
             dtype=default_dtype(),
             **chosen,
         )
@@ -136,7 +168,7 @@ async def _run(folder: Path, provider: str) -> None:
                 Path(settings.model),
                 log_file=folder / "vllm.log",
                 dtype=settings.dtype,
-                max_model_len=MAX_MODEL_TOKENS,
+                max_model_len=MAX_AGENT_TOKENS if settings.agent else MAX_MODEL_TOKENS,
                 extra_args=["--enable-scale-out", "--block-size", str(BLOCK_TOKENS)],
                 env={"VLLM_SERVER_DEV_MODE": "1", **SHARED_CORES},
             )

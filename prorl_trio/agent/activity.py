@@ -31,6 +31,11 @@ class Activity:
         return self._wait[0]
 
     @property
+    def other_waits(self) -> list[str]:
+        """Return the names of the other waits that are not over, the first begun first."""
+        return [what for what, _, _ in self._waits.values()][:-1]
+
+    @property
     def waiting_charge(self) -> Charge | None:
         """Return the account of the wait begun last, of those that are not over; None if there is none."""
         return self._wait[1] if self._waits else None

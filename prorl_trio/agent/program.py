@@ -129,7 +129,7 @@ async def _wait_for_another(
         context_tokens=gateway.context_tokens,
     )
     with (
-        gateway.budget.tool("agent elsewhere") as gateway.program,
+        gateway.budget.tool(f"agent {program.name}") as gateway.program,
         agents.offered(context.spec.job_id, opened, context.turns) as offer,
     ):
         try:
@@ -163,7 +163,7 @@ async def _run_once(
         argv = [part.replace(INSTRUCTION, instruction) for part in program.command]
         stdin = b"" if argv != list(program.command) else instruction.encode(errors="replace")
     timeout_s = context.resources.config.budgets.of_agent(context.spec.budgets)
-    with gateway.budget.tool(f"agent {program.preset or argv[0]}") as gateway.program, context.acting():
+    with gateway.budget.tool(f"agent {program.name}") as gateway.program, context.acting():
         try:
             result = await sandbox.exec(
                 argv, timeout_s=timeout_s, cwd=program.cwd, env=env, stdin=stdin, max_output_bytes=MAX_LOG_BYTES
@@ -214,9 +214,8 @@ def _said(result: ExecResult) -> str:
 
 def _failure(program: AgentProgram, result: ExecResult) -> str:
     said = _said(result)[-MAX_SAID_CHARS:]
-    name = program.preset or program.command[0]
     return (
-        f"the agent's program {name!r} ended with exit code {result.exit_code} before it had asked for a turn; is it "
-        "set up to ask where OPENAI_BASE_URL, ANTHROPIC_BASE_URL or GOOGLE_GEMINI_BASE_URL say? "
+        f"the agent's program {program.name!r} ended with exit code {result.exit_code} before it had asked for a turn; "
+        "is it set up to ask where OPENAI_BASE_URL, ANTHROPIC_BASE_URL or GOOGLE_GEMINI_BASE_URL say? "
         f"It said: {said or 'nothing'}"
     )

@@ -126,7 +126,7 @@ class Turns:
             completion = await self.lease.complete(
                 so_far,
                 waiting=partial(context.standing_in_line, charge="inference", at_most_s=MAX_PAUSE_S),
-                calling=partial(context.waiting, charge="inference"),
+                calling=lambda what: context.waiting(self._named(turn, what), charge="inference"),
                 produced=self.budget.produced,
             )
             context.activity.progress()
@@ -188,6 +188,10 @@ class Turns:
         """Return whether more than `bound` updates lie between two tokens that were sampled."""
         versions, sampled = self.context.resources.backends.versions, self.context.dialogues.policy_versions
         return any(versions.updates(older, newer) > bound for older in sampled for newer in sampled)
+
+    def _named(self, turn: int, what: str) -> str:
+        """Return what a turn waits for, with its dialogue where a program has several at once."""
+        return f"dialogue {self.dialogue}, turn {turn}: {what}" if self.keeps_cut else what
 
     def _completion(self, turn: int, at_most: int | None, texts: Sequence[str]) -> PartialCompletion:
         """The completion that is to follow, of which nothing is sampled yet."""

@@ -12,7 +12,8 @@ from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client.terminal import say
 from prorl_trio.runs.progress import page
 from prorl_trio.runs.recording import read_outcomes, read_run_info
-from prorl_trio.runs.report import outcome_list, render_trajectory, timing_line, token_lines, turn_table
+from prorl_trio.runs.report import outcome_list, timing_line, token_lines, turn_table
+from prorl_trio.runs.transcript import render_trajectory
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("job_id", required=False)
 @click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the one the run remembers.")
+@click.option("--sides", is_flag=True, help="What was said before each turn, beside the tokens that the engine got.")
 @click.option("--logprobs", is_flag=True, help="Besides, each sampled token with its id and log-probability.")
 @click.option("--pager/--no-pager", default=None, help="Show it in $PAGER, or less; default: where it is too long.")
-def show(file: Path, job_id: str | None, model: Path | None, logprobs: bool, pager: bool | None) -> None:
+def show(file: Path, job_id: str | None, model: Path | None, sides: bool, logprobs: bool, pager: bool | None) -> None:
     """Show one recorded trajectory, or the list of all.
 
-    With JOB_ID: its kinds of tokens in colours, the seconds of each stage, and of each turn the seconds and
-    log-probabilities. JOB_ID may be any unique part of a job's id.
+    With JOB_ID: its segments, with a mark and a colour for each kind of token, sub-agents indented; the seconds of each
+    stage, and of each turn the seconds and log-probabilities. JOB_ID may be any unique part of a job's id.
     """
     outcomes = read_outcomes(file)
     if job_id is None:
@@ -42,7 +44,10 @@ def show(file: Path, job_id: str | None, model: Path | None, logprobs: bool, pag
         raise ConfigError(f"{len(matches)} outcomes in {file} match {job_id!r}" + (f": {some} ..." if some else ""))
     (outcome,) = matches
     chat_format = _chat_format(file, model)
-    parts: list[RenderableType] = [render_trajectory(outcome, chat_format), Text(timing_line(outcome))]
+    parts: list[RenderableType] = [
+        render_trajectory(outcome, chat_format, sides=sides),
+        Text(timing_line(outcome)),
+    ]
     if outcome.trajectory is not None:
         parts.append(turn_table(outcome.trajectory))
         if logprobs:

@@ -171,13 +171,17 @@ def _jobs(
     """The table of jobs. `left_out` of the queued ones are not in the report."""
     stuck = [job for job in jobs if job.get("stuck")]
     shown = sorted(stuck if options.only_stuck else jobs, key=lambda job: _key(job, options.sort))
-    wide = width >= NARROW_COLUMNS
+    wide, programs = width >= NARROW_COLUMNS, any(job.get("agent") for job in jobs)
     columns = ["", "job", "stage", "age", "quiet", "waits for"]
     if wide:
-        columns[2:2] = ["session"]
+        columns[2:2] = ["session", "agent"] if programs else ["session"]
         columns[-1:-1] = ["turns"]
-    table = _table(*columns)
-    for job in shown[:rows]:
+    table, told = _table(*columns), 0
+    for job in shown:
+        others = job.get("other_waits", ())
+        if rows is not None and table.row_count and table.row_count + 1 + len(others) > rows:
+            break
+        told += 1
         bad = bool(job.get("stuck"))
         cells: list[Text | str] = [
             Text("!" if bad else " ", style="bold red"),
@@ -188,14 +192,16 @@ def _jobs(
             one_line(job.get("waiting_on") or "(computing)"),
         ]
         if wide:
-            cells[2:2] = [one_line(job.get("session_id", ""))]
+            cells[2:2] = [one_line(job.get("session_id", "")), one_line(job.get("agent", ""))][: 1 + programs]
             cells[-1:-1] = [str(job.get("turns", 0))]
         table.add_row(*cells, style="red" if bad else "")
+        for wait in others:
+            table.add_row(*[""] * (len(cells) - 1), one_line(wait), style="dim")
     total, queued = len(jobs) + left_out, left_out + sum(job.get("status") == "queued" for job in jobs)
     said = f"{total} jobs, {len(stuck)} stuck"
     if queued:
         said += f"; {total - queued} at work, {queued} queued"
-    more = len(shown) - table.row_count + (0 if options.only_stuck else left_out)
+    more = len(shown) - told + (0 if options.only_stuck else left_out)
     if more:
         said += f"; {more} more not shown"
     return Group(Text(said, style="bold red" if stuck else "bold"), table)
@@ -241,7 +247,8 @@ def top(node: Node, **options: Any) -> None:
     """Watch a node live, and what every job waits for. Ctrl-C ends it.
 
     It shows stages, backends, sandboxes, sessions and jobs. Jobs that are stuck come first, marked with `!`, then
-    those at work, then those in the queue. `quiet` is how long nothing happened to a job.
+    those at work, then those in the queue. `quiet` is how long nothing happened to a job. The lines below a job have
+    the other dialogues of its agent's program that wait.
     """
     chosen = TopOptions(**options)
     with suppress(KeyboardInterrupt):

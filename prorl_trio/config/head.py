@@ -12,6 +12,7 @@ from prorl_trio.config.node import (
     AdmissionConfig,
     FleetConfig,
     LedgerConfig,
+    ModelConfig,
     MonitoringConfig,
     OnHangup,
     TelemetryConfig,
@@ -29,6 +30,9 @@ class HeadConfig(Table, frozen=True):
     Attributes:
         node_id: the name of the head.
         fleet: `dir` is the folder of the fleet's nodes.
+        model: of the fleet. Only the ProRL endpoints need it (`rest.prorl_compat`).
+        allowed_engines: addresses of engines that may be added by those endpoints, as `backends.allowed` of a node;
+            empty: those of this machine.
         ledger: `dir` should be on a disk that the head's next start finds, which `auto` is on the same machine.
         drain_timeout_s: time after the first SIGTERM for live jobs to end by themselves. What is left then is the next
             start's, if the ledger is on a disk; else it is cancelled.
@@ -38,13 +42,16 @@ class HeadConfig(Table, frozen=True):
         max_queued: jobs that may wait for a place on a node.
         recovery_timeout_s: time after a start in which the nodes of the folder are joined. Jobs that began before, and
             that no joined node has then, begin their next attempt.
-        member_timeout_s: time for which a node keeps its jobs that is cut off from the head, but lives by its entry.
+        member_timeout_s: time for which a node keeps its jobs that is cut off from the head, or answers no submit,
+            but lives by its entry.
     """
 
     node_id: Annotated[str, msgspec.Meta(pattern=NODE_ID)] = "head"
     listen: ListenConfig = ListenConfig()
     rest: RestConfig = RestConfig()
     fleet: FleetConfig = FleetConfig()
+    model: ModelConfig | None = None
+    allowed_engines: list[str] = msgspec.field(default_factory=list)
     ledger: LedgerConfig = LedgerConfig()
     admission: AdmissionConfig = AdmissionConfig(max_live=200_000, max_live_per_session=200_000)
     monitoring: MonitoringConfig = MonitoringConfig()

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from prorl_ipc.session import JobEvent, OutcomeRefFrame, Rejected
+    from prorl_trio.chat.format import ChatFormat
     from prorl_trio.client.client import RolloutClient
     from prorl_trio.config import HeadConfig
     from prorl_trio.fleet.members import Member
@@ -88,6 +89,7 @@ class Fleet:
         config: its configuration.
         members: the nodes with a session of the head.
         draining: it takes no more jobs.
+        chat_format: reads turns for the ProRL endpoints; None without these.
         observers: are told of every job.
     """
 
@@ -108,6 +110,7 @@ class Fleet:
         self.config = config
         self.node_id = config.node_id
         self.draining = False
+        self.chat_format: ChatFormat | None = None
         self.members = Members(
             watch,
             nursery,
@@ -240,8 +243,10 @@ class Fleet:
         raise NoAgentWanted(f"no node of the fleet has job {job_id!r} now, or none that answers")
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """Refuse: a head has no tokenizer. The edges that need one are refused by its configuration."""
-        raise ConfigError("the head of a fleet has no tokenizer")
+        """Return the text of a completion and its tool calls. See `NodeApi.read_turn`."""
+        if self.chat_format is None:  # the edges that need one are refused by its configuration
+            raise ConfigError("this head of a fleet has no tokenizer")
+        return self.chat_format.read_turn(token_ids, tools)
 
     def unreadiness(self) -> str:
         """Return why a job submitted now would not be worked on; empty if it would."""
@@ -521,7 +526,14 @@ class Fleet:
             await self._send_jobs(member)
 
     async def _send_jobs(self, member: Member) -> None:
-        """Submit the jobs that are queued for a member, those that are there together in one request, for ever."""
+        """Submit the jobs that are queued for a member, those that are there together in one request, for ever.
+
+        One that lives and does not answer, as its disk hangs, is given up, and left out for a while.
+
+        Raises:
+            ServiceError: it has not answered for `member_timeout_s`.
+        """
+        patience_s = self.config.member_timeout_s
         while True:
             while not member.to_submit:
                 member.wake = trio.Event()
@@ -529,7 +541,12 @@ class Fleet:
             batch, member.to_submit = member.to_submit, []
             attempts = {spec.job_id: begun for spec, begun in batch if begun}
             try:
-                answers = await member.client.submit([spec for spec, _ in batch], patience_s=0, attempts=attempts)
+                with trio.fail_after(patience_s):
+                    answers = await member.client.submit([spec for spec, _ in batch], patience_s=0, attempts=attempts)
+            except trio.TooSlowError:
+                why = f"it did not answer a submit of {len(batch)} jobs for {patience_s:g} s"
+                self.members.bar(member.node_id, f"node {member.node_id}: {why}", patience_s)
+                raise ServiceError(why) from None
             except ServiceError as exc:
                 logger.info("node %s was lost in a submit of %d jobs: %s", member.node_id, len(batch), exc)
                 await trio.sleep_forever()  # the session is over: the member is lost
@@ -635,6 +652,7 @@ class Fleet:
             last_progress_s=now_s - live.status_s,
             waiting_on=place,
             stuck=False,
+            agent=spec.agent_name,
         )
 
     def _known(self) -> list[tuple[str, Member]]:

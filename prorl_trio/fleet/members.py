@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
@@ -203,6 +204,7 @@ class Members:
         self._set_behind = set_behind
         self._options = options
         self._serving: dict[str, _Serving] = {}
+        self._barred: dict[str, tuple[float, str]] = {}
         self._reading = trio.CapacityLimiter(1)
 
     @property
@@ -280,9 +282,16 @@ class Members:
         member = self.all.get(node_id)
         return member is not None and member.state.connected
 
+    def bar(self, node_id: str, why: str, for_s: float) -> None:
+        """Leave a node out for so long, once it is lost."""
+        self._barred[node_id] = trio.current_time() + for_s, why
+
     def _objection(self, found: FoundNode, owner: str) -> str:
         """Return why a living node is not joined; empty if it is."""
         entry = found.entry
+        until_s, barred = self._barred.get(entry.node_id, (-math.inf, ""))
+        if trio.current_time() < until_s:
+            return barred
         if owner != entry.node_id:
             return f"the address {entry.url} of node {entry.node_id} is that of node {owner} now"
         if entry.model != self.model:

@@ -25,8 +25,10 @@ import msgspec
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.config.secrets import load_token
 from prorl_trio.edges.endpoints import endpoint_url, rest_url
+from prorl_trio.edges.prorl_compat import configured_endpoints
 from prorl_trio.edges.rest.events import EventFeed
 from prorl_trio.edges.tcp import check_address
 from prorl_trio.file_systems import sync_folder
@@ -95,10 +97,10 @@ async def serve_fleet(
     raise_descriptor_limit()
     if not config.fleet.dir:
         raise ConfigError("the head of a fleet needs fleet.dir, the folder of its nodes (--dir)")
-    if config.rest.prorl_compat:
-        raise ConfigError("rest.prorl_compat needs a tokenizer, which the head of a fleet has not; ask its nodes")
+    if config.rest.prorl_compat and config.model is None:
+        raise ConfigError("rest.prorl_compat needs the fleet's tokenizer: name its folder, [model] path = ...")
     check_descriptors(config)
-    edges = await trio.to_thread.run_sync(check_listen, config, [])
+    edges = await trio.to_thread.run_sync(check_listen, config, configured_endpoints(config))
     await check_address(config.listen)
     clean = True
     with open_end_signals(config.on_hangup, reloads=True) as signals:
@@ -177,6 +179,9 @@ async def _open_whole(
                 "heartbeat_timeout_s": config.listen.heartbeat_timeout_s,
             },
         ) as fleet:
+            if config.rest.prorl_compat and config.model is not None:
+                load = partial(load_chat_format, config.model, proven=False)  # it writes no prompts
+                fleet.chat_format = await trio.to_thread.run_sync(load)
             starting.cancel("the head is there")
             monitoring.watch_sessions(fleet, sessions)
             monitoring.metrics.watch(

@@ -154,6 +154,8 @@ class Job:
             last_progress_s=idle_s,
             waiting_on=activity.waiting_on or _QUEUE.get(status, ""),
             stuck=self.stuck,
+            agent=spec.agent_name,
+            other_waits=activity.other_waits,
         )
 
     @property

@@ -25,6 +25,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
         turns: of the present attempt.
         last_progress_s: since something last happened to it: a transition, a completion, a tool's result.
         waiting_on: what it waits for at the moment (`tool bash`, `init worker`); empty while it computes.
+        agent: the name of the program that works on it; empty for our own agent.
+        other_waits: what else it waits for: other dialogues of that program.
         stuck: it is in a stage, and nothing happened to it for longer than `stuck_after_s` of the node's config.
     """
 
@@ -43,6 +45,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     last_progress_s: float
     waiting_on: str
     stuck: bool
+    agent: str = ""
+    other_waits: list[str] = []
 
 
 class Observer(Protocol):

@@ -1,11 +1,10 @@
-"""The views of a run for people: the final table, and one trajectory with a colour for each kind of token."""
+"""The views of a run for people: its final table, its outcomes, and the figures of one trajectory."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import numpy as np
 from rich.table import Table
 from rich.text import Text
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from prorl_trio.runs.recording import Summary
     from prorl_trio.types.models import Outcome, Segment, Trajectory
 
-SAMPLED: Final = "bold green"
-OBSERVED: Final = "cyan"
-MASKED: Final = "dim"
 _LOGPROB_STYLES: Final = ((-0.11, "green"), (-0.7, ""), (-2.3, "yellow"), (-np.inf, "red"))
 """Lowest log-probability of each style: probability 0.9, 0.5, 0.1, and all below."""
 MAX_ERRORS: Final = 3
@@ -138,32 +134,6 @@ def outcome_list(outcomes: Sequence[Outcome]) -> Table:
     return table
 
 
-def render_trajectory(outcome: Outcome, chat_format: ChatFormat | None) -> Text:
-    """Return the trajectory as text, with a colour each for sampled, observed (tool output) and masked tokens.
-
-    Without the model's `chat_format` the tokens cannot be decoded: then the recorded text of each turn is shown.
-    Characters without a shape, such as control characters, are written as escapes.
-    """
-    text = Text()
-    trajectory = outcome.trajectory
-    details = msgspec.json.encode(outcome.details).decode()
-    text.append(printable(f"{outcome.job_id}  {outcome.status}  reward {outcome.reward}  {details}\n"), style="bold")
-    if outcome.error:
-        text.append(printable(f"{outcome.cause}: {outcome.error}\n"), style="red")
-    if trajectory is None:
-        text.append("no trajectory was recorded\n")
-        return text
-    for style, meaning in ((SAMPLED, "sampled"), (OBSERVED, "tool output and other input"), (MASKED, "masked prompt")):
-        text.append(f"[{meaning}] ", style=style)
-    text.append("\n\n")
-    if chat_format is None:
-        _append_turns(text, trajectory)
-    else:
-        _append_tokens(text, trajectory, chat_format)
-    text.append(f"\nstopped: {trajectory.stop_reason}, {len(trajectory.turns)} turns\n", style="bold")
-    return text
-
-
 def timing_line(outcome: Outcome) -> str:
     """Return one line with the seconds of each stage, and those spent in its queue in brackets."""
     timing = outcome.timing
@@ -211,21 +181,3 @@ def _mean_logprob(segments: Sequence[Segment]) -> str:
     sampled = [segment.logprobs[segment.loss_mask == 1] for segment in segments]
     count = sum(map(len, sampled))
     return f"{sum(map(np.sum, sampled)) / count:.3f}" if count else "-"
-
-
-def _append_turns(text: Text, trajectory: Trajectory) -> None:
-    for turn in trajectory.turns:
-        text.append(printable(turn.text.rstrip()) + "\n", style=SAMPLED)
-        for observation in turn.observations:
-            text.append(printable(observation.rstrip()) + "\n", style=OBSERVED)
-
-
-def _append_tokens(text: Text, trajectory: Trajectory, chat_format: ChatFormat) -> None:
-    for segment in trajectory.segments:
-        ids, mask = segment.token_ids, segment.loss_mask
-        edges = np.flatnonzero(np.diff(mask)) + 1
-        starts, ends = [0, *edges.tolist()], [*edges.tolist(), len(ids)]
-        for start, end in zip(starts, ends, strict=True):
-            style = SAMPLED if mask[start] else OBSERVED if start else MASKED
-            text.append(printable(chat_format.decode(ids[start:end].tolist())), style=style)
-        text.append("\n")

@@ -694,6 +694,11 @@ class AgentProgram(_Model, frozen=True):
     cwd: str = ""
     model: str = ""
 
+    @property
+    def name(self) -> str:
+        """What people know it by: its preset, its program, or `elsewhere`."""
+        return self.preset or (self.command[0] if self.command else "elsewhere")
+
     def __post_init__(self) -> None:
         if bool(self.preset) + bool(self.command and self.command[0]) + self.external != 1:
             raise ValueError("an agent is either a preset or a command, or it is external")
@@ -761,6 +766,11 @@ class JobSpec(_Model, frozen=True):
             raise ValueError(f"max_turns must be >= 1, got {self.max_turns}")
         if self.group is not None and not self.group_id:
             raise ValueError("group needs a group_id")
+
+    @property
+    def agent_name(self) -> str:
+        """Return what people know its program by; empty for the node's own agent."""
+        return self.agent.name if isinstance(self.agent, AgentProgram) else ""
 
 
 class Timing(_Model, frozen=True):

@@ -49,6 +49,27 @@ async def test_jobs_go_where_there_is_room_and_each_outcome_comes_once(folder):
                     await trio.sleep(0.01)
 
 
+async def test_a_node_that_lives_and_answers_no_submit_is_left_out_for_a_while(folder, monkeypatch):
+    """As where its disk hangs. Its jobs go elsewhere, and it gets some again when it answers."""
+    async with open_all(folder, "a", config={"member_timeout_s": 3.0}) as (fleet, head, client):
+        answers = trio.Event()
+
+        async def examine(specs):
+            await answers.wait()
+
+        monkeypatch.setattr(fleet["a"].node, "is_unexamined", lambda spec: not answers.is_set())
+        monkeypatch.setattr(fleet["a"].node, "examine", examine)
+        monkeypatch.setattr(head.fleet._checks, "is_unknown", lambda spec: False)
+        await client.submit([make_spec("one")])
+        with trio.fail_after(60):
+            while "did not answer a submit" not in head.fleet.members.refused.get("a", ""):
+                await trio.sleep(0.01)
+            await fleet.add("b", make_outcome)
+            assert [outcome.job_id for outcome in await take(client, 1)] == ["one"]
+            answers.set()
+            await head.wait_members("a", "b")
+
+
 async def test_mates_stay_together_while_that_costs_no_time(folder):
     async with open_all(folder, "a", "b") as (fleet, _head, client):
         specs = [make_spec(f"{group}-{n}", group_id=group) for group in "pqrs" for n in range(4)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import trio
+import trio.lowlevel
 
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.agent.gateway import BadQuestion, RolloutOver, open_gateway
@@ -182,6 +185,24 @@ async def test_dialogues_of_several_agents_grow_side_by_side(rig):
     ]  # fmt: skip
     assert [turn.segment for turn in trajectory.turns] == [0, 1, 0, 1, 2]
     assert (trajectory.segments[1].agent, trajectory.segments[1].agent_type) == ("a7", "helper")
+
+
+async def test_each_dialogue_that_waits_for_the_engine_is_told_of(rig):
+    async with rig.open():
+        context, gateway = opened(rig, "One.", "Two.")
+        async with gateway as gateway, trio.open_nursery() as nursery:
+            rig.engine.hold()
+            for words in ("One.", "Two."):
+                nursery.start_soon(partial(ask, gateway, Said("system", words), TASK))
+            with trio.fail_after(5):
+                while not context.activity.other_waits:
+                    await trio.lowlevel.checkpoint()
+            waits = [*context.activity.other_waits, context.activity.waiting_on]
+            assert {wait.partition(": backend http")[0] for wait in waits} == {
+                "dialogue 0, turn 0",
+                "dialogue 1, turn 1",
+            }
+            rig.engine.release()
 
 
 async def test_a_title_that_is_asked_for_first_is_not_the_tasks_own_dialogue(rig):

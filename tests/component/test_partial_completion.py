@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from array import array
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 import pytest
 import trio
+import trio.testing
 
 from prorl_trio.inference.engines.answers import ContractBroken, Prompt, Wanted, logprob_kind
 from prorl_trio.inference.engines.completion_stream import MAX_EVENT_BYTES, CompletionStream
@@ -15,6 +17,7 @@ from prorl_trio.inference.engines.protocol import Completion, EngineInfo, made_b
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.engines.sglang import SglangClient
 from prorl_trio.inference.engines.vllm_api import read_event
+from prorl_trio.inference.pool.admission import Admission
 from prorl_trio.inference.pool.partial import version_name
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
@@ -35,6 +38,7 @@ def under(version):
 
 
 INFO = EngineInfo(url="u", model="m", max_model_len=100, engine="e", policy_version="0")
+COMPLETION = Completion(token_ids=[1], logprobs=[0.0], finish_reason="stop", policy_version="0", engine="e")
 WANTED = Wanted(prompt=Prompt.of(PROMPT), sampling=SamplingParams(), max_tokens=9, info=INFO)
 
 
@@ -78,6 +82,25 @@ async def test_an_aborted_completion_goes_on_from_what_the_engine_had_sampled():
     assert 0 < switch == completion.spans[1].start < 60
     assert engine.requests[-1].prompt == PROMPT + list(range(100, 100 + switch))
     assert engine.requests[-1].max_tokens == 60 - switch
+
+
+async def test_an_abort_leaves_alone_the_calls_of_engines_that_answer_by_themselves(autojump_clock):
+    admission, ends = Admission(), {}
+
+    async def call(url):
+        try:
+            await trio.sleep(1 if not ends.get(url) else 0)
+        except trio.Cancelled:
+            ends[url] = "cancelled"
+            raise
+        return msgspec.structs.replace(COMPLETION, engine=url)
+
+    async with trio.open_nursery() as nursery:
+        for url in ("a", "b"):
+            nursery.start_soon(admission.run, partial(str, url), partial(call, url))
+        await trio.testing.wait_all_tasks_blocked()
+        admission.abort(frozenset({"a"}))
+    assert ends == {"b": "cancelled"}
 
 
 async def test_a_pause_that_changes_nothing_leaves_one_span():

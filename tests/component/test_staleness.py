@@ -211,6 +211,25 @@ async def test_weights_that_change_in_the_middle_of_a_completion_count(rig, mode
         assert outcome.trajectory.policy_versions == ["0", "1"]
 
 
+async def test_a_backend_that_is_behind_the_trainer_makes_a_rollout_stale_however_alike_its_tokens(rig):
+    class Behind(Updated):
+        async def run(self, context):
+            backends = context.resources.backends
+
+            async def before_turn(conversation, room):
+                if conversation.completion_ranges:
+                    await backends.operate(ResumeBackends("5"))
+                    (backend,) = backends._placement.backends()
+                    backend.engine.info = msgspec.structs.replace(backend.info, policy_version="0", label="0")
+
+            tools = ToolSet([NoTool(), FinishTool()], max_observation_chars=99)
+            await run_agent(context, [ChatMessage(role="user", content="?")], tools, before_turn=before_turn)
+
+    outcome = await outcome_of(rig, Behind(), [UPDATE, FINISH], max_staleness=1)
+    assert (outcome.status, outcome.error_code) == ("failed", "stale"), outcome.error
+    assert len(outcome.trajectory.turns) == 1
+
+
 async def test_a_job_waits_where_every_backend_has_weights_that_are_too_old(rig):
     """It is not begun, and so not ended: it runs as soon as there are newer ones."""
     rig.says = [FINISH]

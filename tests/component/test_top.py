@@ -134,6 +134,19 @@ def test_as_many_jobs_as_fit():
     assert "more not shown" in text
 
 
+def test_all_that_a_program_waits_for_is_below_its_job():
+    waits = [f"dialogue {number}, turn {number}: backend http://gpu0:8000: completion" for number in range(3)]
+    jobs = [
+        job("first", agent="codex", waiting_on=waits[0], other_waits=waits[1:]),
+        *(job(f"later-{n}") for n in range(40)),
+    ]
+    lines = drawn(report(*jobs)).splitlines()
+    at = next(number for number, line in enumerate(lines) if "first" in line)
+    assert lines[at].split()[:4] == ["first", "trainer", "codex", "run"]
+    assert [line.strip() for line in lines[at + 1 : at + 3]] == waits[1:]
+    assert len(drawn(report(*jobs), height=24).splitlines()) <= 24
+
+
 def test_ids_cannot_speak_to_the_terminal():
     text = drawn(report(job("\x1b[2Jevil\r\n[bold]x[/bold]", waiting_on="tool \x1b]0;t\x07")))
     assert "\x1b" not in text

@@ -13,6 +13,7 @@ import random
 import re
 from collections import Counter
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,8 @@ from support.talk_node import ANSWER, LOST
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 MIB = 1024 * 1024
+AGENTS = (Path(__file__).parents[2] / "docs/agents.md").read_text()
+JOB_TEMPLATE = "from prorl_trio.sampling import JobTemplate"
 CALL = '<tool_call>\n{"name": "ipython", "arguments": {"code": "%s * 7"}}\n</tool_call>'
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,12 +52,18 @@ LLAMA = {
 class Policy:
     """A made-up policy: it calls a tool, and then is right half of the time. Remembers each completion.
 
+    Args:
+        goes_on: what is in a prompt that has the first turn.
+        first: that turn, with a number in it.
+
     Attributes:
         rollouts: the tokens of each rollout that has ended, with a mask and log-probabilities as the engine said them.
     """
 
-    def __init__(self, tiny):
+    def __init__(self, tiny, goes_on="<tool_response>", first=CALL):
         self._tiny = tiny
+        self._goes_on = goes_on
+        self._turn = first
         self._random = random.Random(3)
         self._first = {}
         self.rollouts = []
@@ -63,8 +72,8 @@ class Policy:
     def __call__(self, prompt):
         text = self._tiny.decode(prompt)
         number = re.findall(r"(\d+) \* 7\?", text)[-1] if "* 7?" in text else "0"
-        if "<tool_response>" not in text:
-            ids, logprobs = self._say(CALL % f"{self._random.randrange(10**9)} * 0 + {number}")
+        if self._goes_on not in text:
+            ids, logprobs = self._say(self._turn % f"{self._random.randrange(10**9)} * 0 + {number}")
             self._first[tuple(prompt + ids)] = (len(prompt), logprobs)
             return ids, logprobs, "stop"
         ids, logprobs = self._say(rf"\boxed{{{int(number) * 7 + self._random.randrange(2)}}}")
@@ -251,6 +260,28 @@ async def test_steps_on_exactly_what_was_sampled_over_a_kill_of_the_node(tmp_pat
         assert not any("sample/dropped_stale_total" in entry for entry in log["history"])
         # every step's weights went to the engine, before the rollouts that were sampled by them
         assert int(rig.engine.weight_version) >= 3
+
+
+async def test_turns_of_a_program_are_trained_on_as_they_were_sampled(tmp_path):
+    """The lines of docs/agents.md, with the program that it prints."""
+    program, _, lines = re.findall(r"```python\n(.*?)```", AGENTS.partition("## Train through it")[2], re.DOTALL)[:3]
+    (tmp_path / "agent.py").write_text(program)
+    job, worker = re.fullmatch(r"(job = .*)\nworker = (.*)\n", lines).groups()
+    changes = {
+        "import BlockingClient, TaskInstance": "import AgentProgram, BlockingClient, TaskInstance",
+        "import RolloutWorker, WeightTransfer": "import RolloutWorker, WeightTransfer\n" + JOB_TEMPLATE,
+        "with BlockingClient(os.environ": f"os.environ['AGENT'] = {str(tmp_path / 'agent.py')!r}\n{job}\n"
+        "with BlockingClient(os.environ",
+        "RolloutWorker(client, tasks, args, tokenizer=tokenizer)": worker,
+    }
+    async with open_rig(tmp_path, partial(Policy, goes_on="Check each step", first="Hm, %s.")) as rig:
+        log = await rig.train("async", steps=1, changes=changes)
+        assert log["steps"] == 1
+        rows, advantages = rig.rows()
+        used = [key(row) for row in rows]
+        assert set(used) <= {key(row) for row in rig.policy.rollouts}
+        assert len(set(used)) == len(used) >= 8
+        assert np.allclose(advantages[:8].sum(), 0, atol=1e-5)
 
 
 async def test_rollouts_without_a_reward_are_left_out_of_their_groups_baseline(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
 from prorl_trio.client import connect
@@ -56,6 +59,48 @@ async def test_a_program_in_the_sandbox_works_on_a_task_and_the_handler_grades_i
         async with connect(url, TOKEN) as client:
             status = await client.status()
         assert status["gateway"] == {"requests": {"chat": {"ok_total": 2}}, "ignored_fields": {}, "joined_total": 0}
+
+
+SAME = """
+import json, os, sys, urllib.request
+messages, tools = json.loads(sys.argv[1])
+for observation in (None, *json.loads(sys.argv[2]), None):
+    if observation is not None:
+        messages.append({"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": observation})
+    body = {"model": "policy", "messages": messages, "tools": tools}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+    said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages.append(said)
+    if not said.get("tool_calls"):
+        break
+"""
+
+
+@pytest.mark.parametrize("provider", ["process"], indirect=True)
+async def test_a_program_that_says_what_our_own_loop_says_is_the_same_rollout(tmp_path, provider):
+    """The same policy, task, words and tools: the same tokens, log-probabilities, masks, versions and reward."""
+    answer = r"It is \boxed{42}."
+    call = '<tool_call>{"name": "ipython", "arguments": {"code": "print(6*7)"}}</tool_call>'
+
+    def policy(prompt):
+        return answer if "<tool_response>" in prompt else call
+
+    async with open_service(tmp_path, provider=provider, policy=policy, max_model_len=9000) as (url, _engine, _ends):
+        ours = await outcome_of(url, job("ours"))
+        first, *_ = ours.trajectory.turns
+        opening = [{"role": each.role, "content": each.content} for each in first.messages]
+        observations = [each for turn in ours.trajectory.turns for each in turn.observations]
+        said = json.dumps([opening, ours.trajectory.tools]), json.dumps(observations)
+        theirs = await outcome_of(url, job("theirs", agent=AgentProgram(command=["python3", "-c", SAME, *said])))
+    assert [each.strip() for each in observations] == ["42"]
+    assert (ours.reward, theirs.reward) == (1.0, 1.0), theirs.error
+    assert ours.trajectory.tools == theirs.trajectory.tools
+    (mine,), (other,) = ours.trajectory.segments, theirs.trajectory.segments
+    for name in ("token_ids", "logprobs", "loss_mask"):
+        assert np.array_equal(getattr(mine, name), getattr(other, name)), name
+    assert mine.spans == other.spans
+    assert mine.logprobs.any()
 
 
 @pytest.mark.parametrize("provider", ["bubblewrap"], indirect=True)

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 import msgspec
+import pytest
 import trio
 
-from prorl_trio.config import BackendConfig, ListenConfig, ModelConfig, NodeConfig, RestConfig, SandboxConfig
+from prorl_trio.config import (
+    BackendConfig,
+    FleetConfig,
+    HeadConfig,
+    LedgerConfig,
+    ListenConfig,
+    ModelConfig,
+    NodeConfig,
+    RestConfig,
+    SandboxConfig,
+)
+from prorl_trio.fleet.serve import serve_fleet
 from prorl_trio.node.serve import serve_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig
 from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine
@@ -39,7 +52,8 @@ INSTANCE = {
 CALL = '<tool_call>\n{"name": "ipython", "arguments": {"code": "6 * 7"}}\n</tool_call>'
 
 
-async def test_a_batch_as_its_trainers_run_one(tmp_path):
+@pytest.mark.parametrize("served", ["node", "fleet"])
+async def test_a_batch_as_its_trainers_run_one(tmp_path, served):
     tiny = make_tiny_model(tmp_path / "model")
     endpoint_file = tmp_path / "endpoint.json"
 
@@ -50,26 +64,41 @@ async def test_a_batch_as_its_trainers_run_one(tmp_path):
     engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=4000)
     async with trio.open_nursery() as nursery, open_fake_trainer_engine(script=script, config=engine_config) as engine:
         with trio.fail_after(90):
+            model = ModelConfig(path=str(tmp_path / "model"))
+            listen = ListenConfig(port=0, token="never sent", endpoint_file=str(endpoint_file))
+            rest = RestConfig(prorl_compat=True, prorl_compat_token=False)
             config = NodeConfig(
-                model=ModelConfig(path=str(tmp_path / "model")),
-                listen=ListenConfig(port=0, token="never sent", endpoint_file=str(endpoint_file)),
-                rest=RestConfig(prorl_compat=True, prorl_compat_token=False),
+                model=model,
+                listen=listen,
+                rest=rest,
                 backends=BackendConfig(max_model_len=4000),
                 sandbox=SandboxConfig(provider="process"),
             )
+            if served == "fleet":
+                fleet, shown = FleetConfig(dir=str(tmp_path / "fleet")), RestConfig(prorl_compat=True)
+                behind = msgspec.structs.replace(listen, endpoint_file="", unix_socket="")
+                config = msgspec.structs.replace(config, fleet=fleet, rest=RestConfig(), listen=behind)
+                ledger = LedgerConfig(dir="")
+                head = HeadConfig(fleet=fleet, model=model, listen=listen, rest=shown, ledger=ledger)
+                await nursery.start(lambda *, task_status: serve_fleet(head, task_status=task_status))
             await nursery.start(lambda *, task_status: serve_node(config, task_status=task_status))
             host, _, port = (
                 msgspec.json.decode(endpoint_file.read_bytes())["rest_url"].removeprefix("http://").rpartition(":")
             )
             server = RestService((host, int(port)), None, nursery.cancel_scope)
 
+            key = "Bearer never sent" if served == "fleet" else ""
+
             async def call(method, path, body=None):
-                answer = await server.call(method, path, body, headers={"Authorization": ""})
+                answer = await server.call(method, path, body, headers={"Authorization": key})
                 assert answer.status == 200, (path, answer.body)
                 return answer.json()
 
             await call("POST", "/clear_llm_server")
-            await call("POST", "/add_llm_server", {"address": engine.url})
+            add = partial(server.call, "POST", "/add_llm_server", headers={"Authorization": key})
+            while (await add({"address": engine.url})).status != 200:
+                assert served == "fleet", "the head waits for its node"
+                await trio.sleep(0.1)
             await call("POST", "/start")
             results = [None, None]
 

@@ -130,7 +130,7 @@ def os_faults(number: int) -> Iterator[OsFaults]:
             return wait
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            # A socket of a descriptor that there is makes nothing: socketpair() itself would leave the descriptors behind.
+            # A socket of a descriptor makes nothing new; socketpair() itself would leave its descriptors behind.
             if not (name == "socket" and (kwargs.get("fileno") is not None or len(args) > _FILENO)):
                 faults.meet(name, kwargs.get("mode", args[1] if len(args) > 1 else "r"))
             return original(*args, **kwargs)

@@ -59,7 +59,7 @@ async def open_service(
     def script(prompt: list[int]) -> tuple[list[int], list[float], FinishReason]:
         next_one = turns.pop(0) if turns else "I do not know."
         ids = tiny.turn(next_one if policy is None else policy(tiny.decode(list(prompt))))
-        return ids, [-0.5] * len(ids), "stop"
+        return ids, [-(place % 7) / 8 for place in range(len(prompt), len(prompt) + len(ids))], "stop"
 
     engine_config = FakeEngineConfig(vocab_size=259, end_of_turn_id=tiny.end_of_turn_id, max_model_len=max_model_len)
     result: list[int] = []

@@ -254,6 +254,24 @@ async def test_a_request_that_is_refused_says_nothing_of_the_backend(autojump_cl
         assert pool.accepting() == {A, B} - {lease.url}
 
 
+async def test_a_request_that_is_refused_is_asked_of_no_other_backend(autojump_clock):
+    async with open_pool() as pool, pool.backends.lease("t") as lease:
+        for client in pool.clients.values():
+            client.breaks = RequestRefused("top_p must be in (0, 1], got 2")
+        with pytest.raises(RequestRefused):
+            await lease.complete(begun(asked([1], 1, timeout_s=5)))
+        assert sum(client.calls for client in pool.clients.values()) == 1
+
+
+async def test_a_success_forgets_which_backends_had_failed_before(autojump_clock):
+    async with open_pool() as pool, pool.backends.lease("t") as lease:
+        for _ in range(2):
+            here, other = lease.url, ({A, B} - {lease.url}).pop()
+            pool.clients[here].ill, pool.clients[other].ill = True, False
+            await lease.complete(begun(asked([1], 1, timeout_s=5)))
+            assert lease.url == other
+
+
 async def test_one_that_does_not_answer_its_probe_holds_up_no_other(autojump_clock):
     async with open_pool() as pool:
         pool.clients[A].probe_s = 1000

@@ -6,9 +6,9 @@ from collections import Counter
 
 import msgspec
 
-from prorl_launch.learning.curriculum import LEAST, WINDOW, Curriculum
+from prorl_launch.learning.curriculum import LEAST, WINDOW, Curriculum, Sums
 from prorl_trio.sampling import ManifestLine
-from prorl_trio.tasks.sets.word_problems import FAMILIES, word_problem
+from prorl_trio.tasks.sets.word_problems import EASY, FAMILIES, word_problem
 
 NAMES = [family.name for family in FAMILIES]
 
@@ -89,3 +89,13 @@ def test_a_run_that_goes_on_knows_what_was_solved(tmp_path):
     fresh.observe_file(tmp_path / "none.jsonl")
     assert [after.success_rate(name) for name in NAMES] == [before.success_rate(name) for name in NAMES]
     assert fresh.success_rate("gain") == 0.0
+
+
+def test_sums_for_a_program_are_the_same_again_and_others_with_another_seed():
+    tasks = [Sums(3).instance(number) for number in range(60)]
+    assert tasks == [Sums(3).instance(number) for number in range(60)]
+    assert len({task.instance_id for task in tasks}) == 60
+    assert {task.family for task in tasks} == {family.name for family in EASY}
+    assert all(task.payload["plain_answer"] for task in tasks)
+    others = {task.instance_id for task in map(Sums(0).instance, range(60))}
+    assert not others & {task.instance_id for task in tasks}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 import resource
 
 import msgspec
@@ -23,15 +24,15 @@ from prorl_trio.runs.report import (
     errors,
     group_table,
     outcome_list,
-    render_trajectory,
     summary_table,
     timing_line,
     token_lines,
     turn_table,
 )
+from prorl_trio.runs.transcript import render_trajectory
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError
-from prorl_trio.types.models import Outcome, Segment, Timing, Trajectory, Turn
+from prorl_trio.types.models import ChatMessage, Outcome, Segment, Timing, Trajectory, Turn
 
 
 def an_outcome(job_id="job", *, status="completed", reward=1.0, cause=None, trajectory=None):
@@ -185,18 +186,20 @@ def test_failures_have_no_reward_and_are_told_the_most_frequent_first():
     assert max(map(len, lines)) < 420
 
 
-def test_colours_tell_sampled_tokens_tool_output_and_the_masked_prompt_apart(tmp_path):
+def test_marks_and_colours_tell_sampled_tokens_tool_output_and_the_masked_prompt_apart(tmp_path):
     tiny = make_tiny_model(tmp_path)
-    text = render_trajectory(an_outcome(trajectory=a_trajectory(tiny)), ChatFormat.load(tmp_path))
-    styles = {text.plain[span.start : span.end].removesuffix("<|im_end|>"): span.style for span in text.spans}
-    assert styles["2+2 is 4"] == "bold green"
-    assert styles["tool says 4"] == "cyan"
-    assert styles["question"] == "dim"
+    shown = render_trajectory(an_outcome(trajectory=a_trajectory(tiny)), ChatFormat.load(tmp_path))
+    lines = [" ".join(line.split()) for line in drawn(shown).splitlines()]
+    for line in (". question<|im_end|>", "> 2+2 is 4<|im_end|>", "| tool says 4<|im_end|>"):
+        assert line in lines
+    coloured = drawn(shown, color_system="standard")
+    for code, said in (("1;32", "2+2 is 4"), ("36", "tool says 4"), ("2", "question")):
+        assert f"\x1b[{code}m{said}" in coloured
 
 
-def drawn(*parts):
+def drawn(*parts, **how):
     text = io.StringIO()
-    Console(file=text, width=120).print(*parts)
+    Console(file=text, width=120, force_terminal="color_system" in how, **how).print(*parts)
     return text.getvalue()
 
 
@@ -224,11 +227,63 @@ def test_log_probabilities_and_times_are_shown_by_turn_and_by_token(tmp_path):
 
 def test_without_the_model_the_turns_are_shown_as_text(tmp_path):
     tiny = make_tiny_model(tmp_path)
-    text = render_trajectory(an_outcome(trajectory=a_trajectory(tiny)), None)
-    assert "2+2 is 4" in text.plain
-    assert "tool says 4" in text.plain
+    text = drawn(render_trajectory(an_outcome(trajectory=a_trajectory(tiny)), None))
+    assert "> 2+2 is 4" in text
+    assert "| tool says 4" in text
     failed = render_trajectory(an_outcome(status="failed", reward=None, cause="node"), None)
-    assert "no trajectory was recorded" in failed.plain
+    assert "no trajectory was recorded" in drawn(failed)
+
+
+def two_agents(tiny):
+    """A rollout with a sub-agent, whose segment shares the prompt with its parent."""
+    first = a_trajectory(tiny)
+    prompt, sampled = tiny.turn("question"), tiny.turn("I look")
+    ids = prompt + tiny.turn("look there") + sampled
+    mask = [0] * (len(ids) - len(sampled)) + [1] * len(sampled)
+    of = {"parent": 0, "reason": "sub_agent", "shared": len(prompt)}
+    second = Segment.from_arrays(ids, [-0.5] * len(ids), mask, [], **of)
+    second = msgspec.structs.replace(second, agent="a1", agent_type="explorer")
+    turn = msgspec.structs.replace(
+        first.turns[0],
+        segment=1,
+        completion_start=len(ids) - len(sampled),
+        completion_end=len(ids),
+        text="I look",
+        observations=[],
+        messages=[ChatMessage(role="user", content="look there", name=None)],
+    )
+    return Trajectory(
+        segments=[*first.segments, second], turns=[*first.turns, turn], stop_reason="finished", echoes={"exact": 1}
+    )
+
+
+def test_a_sub_agent_is_a_lane_of_its_own_that_says_where_it_comes_from(tmp_path):
+    tiny = make_tiny_model(tmp_path)
+    trajectory = two_agents(tiny)
+    shared = len(tiny.turn("question"))
+    lines = drawn(render_trajectory(an_outcome(trajectory=trajectory), ChatFormat.load(tmp_path))).splitlines()
+    title = next(line for line in lines if "segment 1 of 2" in line)
+    assert f"sub_agent of segment 0, whose first {shared} tokens it shares; by explorer a1" in title
+    assert title.startswith("    segment")
+    after = [line.rstrip() for line in lines[lines.index(title) + 1 :]]
+    assert after[:3] == [f"    = {shared} tokens", "    | look there<|im_end|>", "    > I look<|im_end|>"]
+    assert "echoes: 1 exact" in after[4]
+    sampled = sum(int(segment.loss_mask.sum()) for segment in trajectory.segments)
+    assert f"{sampled} sampled tokens delivered, 0 not" in after[4]
+
+
+def test_what_was_said_is_shown_beside_what_the_engine_received(tmp_path):
+    tiny = make_tiny_model(tmp_path)
+    outcome = an_outcome(trajectory=two_agents(tiny))
+    rows = [
+        line.split("  ")
+        for line in drawn(render_trajectory(outcome, ChatFormat.load(tmp_path), sides=True)).splitlines()
+    ]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert ["said", "received by the engine", "sampled"] in cells
+    assert ["tool says 4", "tool says 4<|im_end|>", "2+2 is 4"] in cells
+    assert ["user: look there", "look there<|im_end|>", "I look"] in cells
+    assert "tokens" in drawn(render_trajectory(outcome, None, sides=True))
 
 
 @pytest.mark.parametrize("root", ["file", "file/below"])
@@ -280,11 +335,11 @@ def test_what_a_policy_or_a_sender_wrote_is_shown_and_not_obeyed(tmp_path):
         an_outcome(hostile, status="failed", cause="node", trajectory=trajectory), error=hostile
     )
     for chat_format in (None, ChatFormat.load(tmp_path / "model")):
-        text = render_trajectory(outcome, chat_format).plain
+        text = drawn(render_trajectory(outcome, chat_format))
         assert not {"\x1b", "\x9b", "\a"} & set(text)
         assert r"\x1b[2J" in text
         assert "[/bold]" in text
-    assert "a\n\tb\\x1b" in text
+    assert re.search(r"a\s*\n +b\\x1b", text)
     console = Console(file=io.StringIO(), width=200)
     console.print(outcome_list([outcome]))
     assert r"\x1b[2J\x9b2J\x07[/bold]" in console.file.getvalue()

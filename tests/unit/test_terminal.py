@@ -28,7 +28,7 @@ from prorl_launch.doctor import Check, Report
 from prorl_trio import cli
 from prorl_trio.client.terminal import Console, one_line, say, say_json
 from prorl_trio.observe.logs import open_logging
-from prorl_trio.runs import report
+from prorl_trio.runs import report, transcript
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome, Segment, Timing, ToolCall, Trajectory, Turn
 
@@ -209,8 +209,9 @@ def a_table():
 
 DOCTOR = Report(usable=False, checks=[Check(name=HOSTILE, state="missing", detail=HOSTILE, remedy=HOSTILE)])
 PLACES = {
-    "show, by tokens": lambda **_: rendered(report.render_trajectory(outcome(), Tokens())),
-    "show, by turns": lambda **_: rendered(report.render_trajectory(outcome(), None)),
+    "show, by tokens": lambda **_: rendered(transcript.render_trajectory(outcome(), Tokens())),
+    "show, by turns": lambda **_: rendered(transcript.render_trajectory(outcome(), None)),
+    "show, side by side": lambda **_: rendered(transcript.render_trajectory(outcome(), Tokens(), sides=True)),
     "show, token by token": lambda **_: rendered(report.token_lines(outcome().trajectory, Tokens())),
     "show, all outcomes": lambda **_: rendered(report.outcome_list([outcome()])),
     "errors of a run": lambda **_: rendered(*report.errors([outcome()])),

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from prorl_launch.learning.prompt import PAYLOAD
 from prorl_trio.sampling import ManifestLine
-from prorl_trio.tasks.sets.word_problems import FAMILIES, word_problem
+from prorl_trio.tasks.sets.maths import SUM_PAYLOAD
+from prorl_trio.tasks.sets.word_problems import FAMILIES, easy_problem, word_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
     from prorl_trio.tasks.sets.word_problems import WordProblem
+    from prorl_trio.types.models import TaskInstance
 
 WINDOW: Final = 24
 """Rollouts of a family by which its success rate is told."""
@@ -22,6 +25,23 @@ LEAST: Final = 0.3
 """Weight of a family that is always solved, so that it is not forgotten; one that never is has this and 1."""
 _DECIDED: Final = ("trained", "uninformative")
 _LINE: Final = msgspec.json.Decoder(ManifestLine)
+
+
+class Sums:
+    """Sums and short questions with numbers of one digit, for an agent whose format nobody showed to the policy."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def instance(self, number: int) -> TaskInstance:
+        """Return task `number`: a pure function."""
+        return easy_problem(number, seed=self._seed).instance(**SUM_PAYLOAD)
+
+    def observe(self, lines: Iterable[ManifestLine]) -> None:
+        """Take note of nothing: all come up alike."""
+
+    def observe_file(self, manifest: Path) -> None:
+        """Take note of nothing."""
 
 
 class Curriculum:
@@ -46,6 +66,10 @@ class Curriculum:
         family = max(self._due, key=self._due.__getitem__)
         self._due[family] -= sum(weights.values())
         return word_problem(number, seed=self._seed, family=family)
+
+    def instance(self, number: int) -> TaskInstance:
+        """Return `problem` as a task for a policy that was shown the tool."""
+        return self.problem(number).instance(**PAYLOAD)
 
     def success_rate(self, family: str) -> float:
         """Return the mean reward of the family's last `WINDOW` rollouts; those that are missing count as 0."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
+from prorl_launch.learning.curriculum import Sums
 from prorl_launch.learning.prompt import PAYLOAD
 from prorl_trio.tasks.sets.word_problems import word_problems
 from prorl_trio.types.models import JobSpec, Outcome, SamplingParams
@@ -42,20 +43,25 @@ def solve_held_out(client: BlockingClient, settings: Settings, name: str) -> Hel
     Raises:
         TimeoutError: no outcome came for `RESULT_TIMEOUT_S`.
     """
-    problems = word_problems(settings.held_out, split="held_out", seed=HELD_OUT_SEED)
+    if settings.agent:
+        tasks = [Sums(HELD_OUT_SEED).instance(number) for number in range(settings.held_out)]
+    else:
+        problems = word_problems(settings.held_out, split="held_out", seed=HELD_OUT_SEED)
+        tasks = [problem.instance(**PAYLOAD) for problem in problems]
     specs = [
         JobSpec(
             job_id=f"{name}-{way}-{number}",
-            instance=problem.instance(**PAYLOAD),
+            instance=task,
+            agent=settings.agent or None,
             sampling=SamplingParams(temperature=temperature, max_output_tokens=settings.max_output_tokens),
             max_turns=settings.max_turns,
             priority="eval",
-            tags={"family": problem.family, "way": way},
+            tags={"family": task.family, "way": way},
         )
         for way, temperature in (("greedy", 0.0), ("sampled", 1.0))
-        for number, problem in enumerate(problems)
+        for number, task in enumerate(tasks)
     ]
     client.submit(specs)
     outcomes = {outcome.job_id: outcome.detached() for outcome in client.results(timeout_s=RESULT_TIMEOUT_S)}
     ordered = [outcomes[spec.job_id] for spec in specs]
-    return HeldOut(ordered[: len(problems)], ordered[len(problems) :])
+    return HeldOut(ordered[: len(tasks)], ordered[len(tasks) :])

