@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from perf.harness import CAPTIONS, Bar, Bars, Finding, Rows, rows_of, run_benchmark
+from perf.harness import Bar, Bars, Report, Rows, caption_of, rows_of, run_benchmark
 from perf.training import PAPER_ACTION_S, PAPER_TMUX_ACTION_S, Conditions, simulate_all, simulate_steps
 
 if TYPE_CHECKING:
@@ -92,24 +92,33 @@ IMPLIED_REST_S: Final = (PAPER_TMUX_ACTION_S - PAPER_ACTION_S) / (0.37 / 0.29 - 
 IMPLIED_ACTIONS: Final = (1 / 0.29 - 1 / 0.37) / (PAPER_TMUX_ACTION_S - PAPER_ACTION_S)
 """Actions of a rollout for each rollout that runs at once, if their times alone are to make the paper's gain by its
 bash. W rollouts at once, R of them ended a second, take W / R seconds each."""
-MAX_TURNS: Final = Conditions().max_turns
-CAPTION: Final = CAPTIONS["ablation"]
-
-
-IMPLIED: Final = (
-    "What the paper's own figures imply: its gain by its bash, in turns that wait for nobody, means that all of a turn "
-    f"but its action took {IMPLIED_REST_S:.2f} s, which is about {IMPLIED_REST_S * 80:.0f} tokens at 80 tokens/s: its "
-    "turns were shorter than those here, or its engines faster. (A turn whose engine is full gains nothing by a faster "
-    f"action.) And by its throughput, 0.37 and 0.29 instances/s, each rollout has {IMPLIED_ACTIONS:.1f} actions for "
-    f"every rollout that runs at once, if actions are all that tmux delays: with at most {MAX_TURNS} turns that is "
-    f"{MAX_TURNS / IMPLIED_ACTIONS:.0f} at once or fewer, where its server's guide has {GUIDE['workers']} for this "
-    "policy on 8 GPUs. So tmux cost it more than the time of its actions, or turns have several, or its instances are "
-    "not rollouts."
-)
-
-
 Runs = dict[tuple[str, Variant, int], "Steps"]
 """By condition, variant and seed."""
+FIGURES: Final[dict[str, Callable[[Steps], float]]] = {
+    "trained_per_s": lambda run: run.trained_per_s,
+    "ended_per_s": lambda run: run.ended_per_s,
+    "action_s": lambda run: run.action_s,
+    "engine_busy": lambda run: run.engine_busy,
+    "decode_use": lambda run: run.decode_use,
+}
+
+
+def system_of(variant: Variant) -> str:
+    """Return the words of a variant."""
+    return "all three" if variant == "full" else f"without {PARTS[variant]}"
+
+
+COLUMNS: Final[dict[str, Callable[[Variant], str] | str]] = {
+    "system": system_of,
+    "action, s": "{action_s:.2f}",
+    "paper's": "{paper_action_s:.2f}",
+    "engines busy": "{engine_busy:.0%}",
+    "tokens/s of capacity": "{decode_use:.0%}",
+    "paper's GPU use": "{paper_gpu_use:.0%}",
+    "trained on, rollouts/s": "{trained_per_s:.3f}",
+    "finished, rollouts/s": "{ended_per_s:.3f}",
+    "paper's instances/s": "{paper_instances_per_s:.2f}",
+}
 
 
 def _conditions(quick: bool) -> dict[tuple[str, Variant, int], Conditions]:
@@ -123,39 +132,47 @@ def _conditions(quick: bool) -> dict[tuple[str, Variant, int], Conditions]:
     }
 
 
-async def measure_ablation(options: Options) -> Finding:
+async def measure_ablation(options: Options) -> Report:
     """Simulate all variants under all conditions."""
-    return ablation_finding(await simulate_all(simulate_steps, _conditions(options.quick)))
+    return ablation_report(await simulate_all(simulate_steps, _conditions(options.quick)))
 
 
-def ablation_finding(runs: Runs) -> Finding:
+def ablation_report(runs: Runs) -> Report:
     """Return the tables of runs by condition, variant and seed. There must be those of `BASE`."""
-    figures: dict[str, Callable[[Steps], float]] = {
-        "trained_per_s": lambda run: run.trained_per_s,
-        "ended_per_s": lambda run: run.ended / run.wall_s,
-        "action_s": lambda run: run.action_s,
-        "engine_busy": lambda run: run.engine_busy,
-        "decode_use": lambda run: run.decode_use,
-    }
+    gains = {name: {variant: _gain(runs, name, variant) for variant in PARTS} for name, _, _ in runs}
     metrics: dict[str, float] = {}
     for variant in VARIANTS:
         steps = _of(runs, BASE, variant)
-        metrics |= {f"ablation.{variant}.{name}": fmean(map(figure, steps)) for name, figure in figures.items()}
-        if variant != "full":
-            metrics[f"ablation.{variant}.gain"] = _gain(runs, BASE, variant)
-            metrics[f"ablation.{variant}.paper_gain"] = paper_gain(variant)
-    names = list(dict.fromkeys(name for name, _, _ in runs))
-    conditions = rows_of(
-        "What the gains depend on: other conditions",
-        [*names, "the paper"],
-        {"conditions": str, **{part: _gain_cell(runs, variant) for variant, part in PARTS.items()}},
-    )
-    return Finding(
+        metrics |= {f"ablation.{variant}.{name}": fmean(map(figure, steps)) for name, figure in FIGURES.items()}
+    for variant in PARTS:
+        metrics[f"ablation.{variant}.gain"] = gains[BASE][variant]
+        metrics[f"ablation.{variant}.paper_gain"] = paper_gain(variant)
+
+    def gain(variant: Variant) -> str:
+        missed = (
+            "" if variant == "full" or gains[BASE][variant] >= GOALS[f"ablation.{variant}.gain"] else ", goal missed"
+        )
+        return f"{gains[BASE][variant]:+.0%}{missed}" if variant != "full" else ""
+
+    columns = {**COLUMNS, "gain by it": gain, "paper's gain": "{paper_gain:+.0%}"}
+    by_conditions = [[name, *(f"{own[variant]:+.0%}" for variant in PARTS)] for name, own in gains.items()]
+    by_conditions.append(["the paper", *(f"{paper_gain(variant):+.0%}" for variant in PARTS)])
+    title = "What the gains depend on: other conditions"
+    return Report(
         title="Table 3, simulated",
-        tables=[_main_table(metrics), conditions],
+        tables=[
+            rows_of(
+                "Table 3: each part left out, simulated",
+                VARIANTS,
+                columns,
+                metrics=metrics | paper_figures("ablation"),
+                of="ablation",
+            ),
+            Rows(title=title, headings=["conditions", *PARTS.values()], rows=by_conditions),
+        ],
         figures=[gain_bars(metrics, "ablation", "simulated")],
-        caption=[*CAPTION, IMPLIED, _differences(runs)],
-        metrics=metrics,
+        notes=_caption(gains),
+        detail_metrics=metrics,
         at_least=GOALS,
     )
 
@@ -170,57 +187,37 @@ def _gain(runs: Runs, name: str, variant: Variant) -> float:
     return fmean(full.trained_per_s / without.trained_per_s - 1 for full, without in pairs)
 
 
-def _gain_cell(runs: Runs, variant: Variant) -> Callable[[str], str]:
-    return lambda name: f"{paper_gain(variant) if name == 'the paper' else _gain(runs, name, variant):+.0%}"
+def paper_figures(prefix: str) -> dict[str, float]:
+    """Return the cells of the paper's table as metrics: `PREFIX.VARIANT.paper_FIGURE`."""
+    return {
+        f"{prefix}.{variant}.paper_{name}": value
+        for variant, row in PAPER.items()
+        for name, value in msgspec.structs.asdict(row).items()
+    }
 
 
-def system_of(variant: Variant) -> str:
-    """Return the words of a variant."""
-    return "all three" if variant == "full" else f"without {PARTS[variant]}"
-
-
-def _main_table(metrics: Mapping[str, float]) -> Rows:
-    def cell(name: str, spec: str) -> Callable[[Variant], str]:
-        return lambda variant: format(metrics[f"ablation.{variant}.{name}"], spec)
-
-    def gain(variant: Variant) -> str:
-        if variant == "full":
-            return ""
-        name = f"ablation.{variant}.gain"
-        return f"{metrics[name]:+.0%}{', goal missed' if metrics[name] < GOALS[name] else ''}"
-
-    return rows_of(
-        "Table 3: each part left out, simulated",
-        VARIANTS,
-        {
-            "system": system_of,
-            "action, s": cell("action_s", ".2f"),
-            "paper's": lambda variant: f"{PAPER[variant].action_s:.2f}",
-            "engines busy": cell("engine_busy", ".0%"),
-            "tokens/s of capacity": cell("decode_use", ".0%"),
-            "paper's GPU use": lambda variant: f"{PAPER[variant].gpu_use:.0%}",
-            "trained on, rollouts/s": cell("trained_per_s", ".3f"),
-            "finished, rollouts/s": cell("ended_per_s", ".3f"),
-            "paper's instances/s": lambda variant: f"{PAPER[variant].instances_per_s:.2f}",
-            "gain by it": gain,
-            "paper's gain": lambda variant: "" if variant == "full" else f"{paper_gain(variant):+.0%}",
-        },
-    )
-
-
-def _differences(runs: Runs) -> str:
+def _caption(gains: Mapping[str, Mapping[Variant, float]]) -> list[str]:
     """Say, of each part, whether its gain is the paper's, and under which of the conditions it is largest."""
     said = []
     for variant, part in PARTS.items():
-        gains = {name: _gain(runs, name, variant) for name, _, _ in runs}
-        most = max(gains, key=gains.__getitem__)
+        most = max(gains, key=lambda name, variant=variant: gains[name][variant])  # type: ignore[misc]  # mypy infers no default
         paper = paper_gain(variant)
-        reached = "reaches" if gains[BASE] >= paper else "stays below"
+        reached = "reaches" if gains[BASE][variant] >= paper else "stays below"
         said.append(
-            f"{part} gains {gains[BASE]:+.0%}, which {reached} the paper's {paper:+.0%}; most, {gains[most]:+.0%}, "
-            f"with: {most}"
+            f"{part} gains {gains[BASE][variant]:+.0%}, which {reached} the paper's {paper:+.0%}; most, "
+            f"{gains[most][variant]:+.0%}, with: {most}"
         )
-    return f"What differs: {'; '.join(said)}."
+    max_turns = Conditions().max_turns
+    return caption_of(
+        "ablation",
+        rest_s=IMPLIED_REST_S,
+        rest_tokens=IMPLIED_REST_S * 80,
+        actions=IMPLIED_ACTIONS,
+        max_turns=max_turns,
+        at_once=max_turns / IMPLIED_ACTIONS,
+        guide_workers=GUIDE["workers"],
+        differs="; ".join(said),
+    )
 
 
 def gain_bars(metrics: Mapping[str, float], prefix: str, where: str) -> Bars:

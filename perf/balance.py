@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from contextlib import AsyncExitStack
 from random import Random
-from statistics import fmean
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -30,28 +29,29 @@ from perf.batch import (
     REASONING,
     STRATEGIES,
     TOKENS,
+    TOTALS,
     Batch,
-    Figures,
+    BatchRun,
     Strategy,
     Work,
-    gains_of,
-    means_of,
+    batch_metrics,
     pool_of,
-    strategy_rows,
+    run_of,
 )
-from perf.harness import CAPTIONS, Line, Lines, Options, Report, run_benchmark, tell
+from perf.harness import Line, Lines, Options, Report, caption_of, rows_of, run_benchmark, tell
 from perf.training import ENGINE, map_in_processes
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.simulation.engine import SimulatedEngine
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prorl_trio.inference.engines.protocol import Completion, CompletionRequest
     from prorl_trio.inference.pool.pool import Backends
 
 ROOMY_KV_TOKENS = 4_000_000 // TOKENS
 """No prefix is ever evicted: shows what is due to the load alone, and not to the cache."""
-NOTES: Final = CAPTIONS["balance"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,13 +91,6 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Event] = []
 
 
-class Run(Figures, frozen=True, kw_only=True):
-    """A run: `moved` rollouts changed their backend. `in_flight`: at each change the second, and each backend's."""
-
-    moved: int
-    in_flight: list[list[float]]
-
-
 class MortalEngine(SimulatedEngine):
     """A simulated engine that can be killed."""
 
@@ -127,7 +120,7 @@ class MortalEngine(SimulatedEngine):
         raise BackendError(f"{self.url}: killed", retryable=True)
 
 
-async def _run(scenario: Scenario) -> Run:
+async def _run(scenario: Scenario) -> BatchRun:
     """Submit the batch, all at once, and wait for its end."""
     numbers = sorted({*range(scenario.backends), *(event.backend for event in scenario.events)})
     engines = {url: MortalEngine(url, scenario.seed, scenario.kv_tokens) for url in [f"sim://{n}" for n in numbers]}
@@ -143,16 +136,7 @@ async def _run(scenario: Scenario) -> Run:
             await batch.run(scenario.workers)
             nursery.cancel_scope.cancel()
         makespan_s = trio.current_time()
-    prompt_tokens = sum(engine.prompt_tokens for engine in engines.values())
-    return Run(
-        makespan_s=makespan_s,
-        completed=batch.completed,
-        moved=batch.moved,
-        tokens_per_s=sum(engine.tokens_sampled for engine in engines.values()) * TOKENS / makespan_s,
-        max_over_mean=batch.max_over_mean,
-        prefix_hit_rate=sum(engine.prefix_hits_tokens for engine in engines.values()) / prompt_tokens,
-        in_flight=batch.in_flight,
-    )
+    return run_of(batch, makespan_s, [{name: getattr(engine, name) for name in TOTALS} for engine in engines.values()])
 
 
 async def _play(events: list[Event], engines: dict[str, MortalEngine], backends: Backends) -> None:
@@ -166,7 +150,7 @@ async def _play(events: list[Event], engines: dict[str, MortalEngine], backends:
             await backends.add(url)
 
 
-def simulate(scenario: Scenario) -> Run:
+def simulate(scenario: Scenario) -> BatchRun:
     """Run it on a clock of its own. Blocks for a second or so; not for a thread with a trio loop."""
     return trio.run(_run, scenario, clock=trio.testing.MockClock(autojump_threshold=0))
 
@@ -196,52 +180,58 @@ def scenarios_of(*, quick: bool) -> dict[Name, Scenario]:
     return found
 
 
-def balance_report(runs: dict[Name, Run]) -> Report:
+def balance_report(runs: dict[Name, BatchRun]) -> Report:
     """Return the report of the runs of `scenarios_of`."""
 
-    def of(work: str, strategy: Strategy) -> list[Run]:
+    def of(work: str, strategy: Strategy) -> list[BatchRun]:
         return [run for (name, placed, _), run in runs.items() if (name, placed) == (work, strategy)]
 
-    def gains(work: str, over: Strategy) -> list[float]:
-        return gains_of(of(work, "least_in_flight"), of(work, over))
+    def over_static(work: str) -> float:
+        return batch_metrics("", {"": of(work, "static_split")}, of(work, "least_in_flight"))["..least_over"]
 
     heavy, (changed,) = of("heavy", "least_in_flight"), of("changed", "least_in_flight")
+    metrics = batch_metrics("balance", {strategy: of("heavy", strategy) for strategy in STRATEGIES}, heavy)
     shares = [
         tasks[ADD.backend] * (len(tasks) - 1) / sum(tasks)
         for at_s, *tasks in changed.in_flight
         if ADD.at_s <= at_s <= ADD.at_s + SETTLED_S
     ]
-    details = {"balance.seeds": float(len(heavy))}
-    for strategy in STRATEGIES:
-        details |= means_of(f"balance.{strategy}", of("heavy", strategy))
-        details[f"balance.{strategy}.least_over_min"] = min(gains("heavy", strategy))
-        details[f"balance.{strategy}.least_over_max"] = max(gains("heavy", strategy))
     return Report(
         title="Placing tasks on 8 backends, simulated",
         more_metrics={
-            "balance.least_over_static": fmean(gains("heavy", "static_split")),
-            "balance.least_over_assignments_ever": fmean(gains("heavy", "assignments_ever")),
-            "balance.least_over_round_robin": fmean(gains("heavy", "round_robin")),
-            "balance.least_over_static_roomy": fmean(gains("roomy", "static_split")),
-            "balance.least_over_static_reasoning": fmean(gains("reasoning", "static_split")),
-            "balance.least_over_static_light": fmean(gains("light", "static_split")),
-            "balance.max_over_mean": fmean(run.max_over_mean for run in heavy),
-            "balance.prefix_hit_rate": fmean(run.prefix_hit_rate for run in heavy),
+            "balance.least_over_static": metrics["balance.static_split.least_over"],
+            "balance.least_over_assignments_ever": metrics["balance.assignments_ever.least_over"],
+            "balance.least_over_round_robin": metrics["balance.round_robin.least_over"],
+            **{f"balance.least_over_static_{work}": over_static(work) for work in ("roomy", "reasoning", "light")},
+            "balance.max_over_mean": metrics["balance.least_in_flight.max_over_mean"],
+            "balance.prefix_hit_rate": metrics["balance.least_in_flight.prefix_hit_rate"],
             "balance.lost_rollouts": float(HEAVY.instances * HEAVY.rollouts - changed.completed),
             "balance.moved_off_the_killed": float(changed.moved),
             "balance.added_peak_over_mean": max(shares),
             "balance.added_settled_over_mean": shares[-1],
         },
-        detail_metrics=details,
+        detail_metrics={"balance.seeds": float(len(heavy)), **metrics},
         at_least={"balance.least_over_static": LEAST_OVER_STATIC, "balance.least_over_assignments_ever": 1.0},
         at_most={"balance.max_over_mean": MAX_OVER_MEAN, "balance.lost_rollouts": 0},
-        tables=[strategy_rows("heavy-tailed batch, mean over seeds", {s: of("heavy", s) for s in STRATEGIES}, heavy)],
+        tables=[
+            rows_of("heavy-tailed batch, mean over seeds", STRATEGIES, COLUMNS, metrics=metrics, of="balance"),
+        ],
         figures=[_in_flight(changed)],
-        notes=NOTES,
+        notes=caption_of("balance"),
     )
 
 
-def _in_flight(run: Run) -> Lines:
+COLUMNS: Final[dict[str, Callable[[str], str] | str]] = {
+    "strategy": str,
+    "makespan": "{makespan_s:.0f} s",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "busiest/mean": "{max_over_mean:.2f}",
+    "prefix hits": "{prefix_hit_rate:.1%}",
+    "least_in_flight is faster by (min to max)": "{least_over:.2f} x ({least_over_min:.2f} to {least_over_max:.2f})",
+}
+
+
+def _in_flight(run: BatchRun) -> Lines:
     seconds, *backends = zip(*run.in_flight, strict=True)
     return Lines(
         title="least_in_flight, one batch",

@@ -13,15 +13,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import msgspec
 import trio
 
-from perf.batch import HEAVY, Batch, Strategy, Work, pool_of
-from perf.harness import Report, rows_of, tell
+from perf.batch import HEAVY, TOTALS, Batch, BatchRun, Strategy, Work, batch_metrics, pool_of, run_of
+from perf.harness import Report, caption_of, rows_of, tell
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import free_port, open_peer_server
 from perf.processes import open_child
@@ -37,7 +36,7 @@ from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
 SPEED_UP: Final = 40
 BACKENDS: Final = 4
@@ -53,7 +52,6 @@ WORK: Final = msgspec.structs.replace(
     HEAVY, instances=32, rollouts=4, turns_p50=10.0, tool_s_p50=HEAVY.tool_s_p50 / SPEED_UP
 )
 CALL_TIMEOUT_S: Final = 600.0
-CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,27 +83,6 @@ QUICK_SEEDS, SEEDS = 1, 2
 QUICK_WAYS: Final = (OURS[0], ROUTED[0])
 TITLE: Final = f"{BACKENDS} engines over HTTP, {WORKERS} rollouts at once"
 DEFAULT_POLICY: Final = "cache_aware"
-
-
-class ServedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a run, as if not sped up.
-
-    Attributes:
-        makespan_s: of the batch. `completed`: rollouts. `calls`: completions.
-        busiest_over_mean: tokens sampled by the engine with most, over the mean of all.
-        prefix_hit_rate: share of prompt tokens that an engine had in its cache.
-    """
-
-    makespan_s: float
-    completed: int
-    calls: int
-    busiest_over_mean: float
-    prefix_hit_rate: float
-
-    @property
-    def rollouts_per_s(self) -> float:
-        """Return the throughput of the step."""
-        return self.completed / self.makespan_s
 
 
 # ---------------------------------------------------------------- engines, in a process of their own
@@ -143,8 +120,7 @@ async def _answer(engine: SimulatedEngine, call: HttpCall) -> Answer:
         case "GET", "/v1/models":
             return Answer(200, b'{"object":"list","data":[{"id":"simulated","object":"model"}]}')
         case "GET", "/totals":
-            names = ("completions", "tokens_sampled", "prompt_tokens", "prefix_hits_tokens")
-            return Answer(200, msgspec.json.encode({name: getattr(engine, name) for name in names}))
+            return Answer(200, msgspec.json.encode({name: getattr(engine, name) for name in TOTALS}))
     return Answer(404, b'{"error":{"message":"Not Found"}}')
 
 
@@ -174,7 +150,7 @@ class ServedEngine(EngineClient):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._http = HttpClient(url, limits=HttpLimits(max_connections=2 * WORKERS))
+        self.http = HttpClient(url, limits=HttpLimits(max_connections=2 * WORKERS))
 
     async def probe(self, *, timeout_s: float) -> EngineInfo:
         """Return what it is; it is always fit."""
@@ -190,7 +166,7 @@ class ServedEngine(EngineClient):
         call = {"model": "simulated", "prompt": list(request.prompt_token_ids), "max_tokens": max_tokens}
         headers = [("Content-Type", "application/json"), ("X-Session-ID", request.request_id.rpartition("-t")[0])]
         timeout_s = min(request.timeout_s, CALL_TIMEOUT_S)
-        await self._ask("POST", "/v1/completions", headers, msgspec.json.encode(call), timeout_s)
+        await self.ask("POST", "/v1/completions", headers, msgspec.json.encode(call), timeout_s)
         return Completion(
             token_ids=array("i", bytes(4 * max_tokens)),
             logprobs=array("f", bytes(4 * max_tokens)),
@@ -201,19 +177,14 @@ class ServedEngine(EngineClient):
 
     async def end_session(self, task_id: str) -> None:
         """Tell a router that no more calls of this task come."""
-        await self._ask("POST", f"/finish_session?session_id={quote(task_id)}")
-
-    async def totals(self) -> dict[str, int]:
-        """Return the sums of the engine's work; a router does not know."""
-        totals: dict[str, int] = msgspec.json.decode(await self._ask("GET", "/totals"))
-        return totals
+        await self.ask("POST", f"/finish_session?session_id={quote(task_id)}")
 
     async def aclose(self) -> None:
         """Close the connections."""
-        self._http.close()
+        self.http.close()
         await trio.lowlevel.checkpoint()
 
-    async def _ask(
+    async def ask(
         self,
         method: str,
         path: str,
@@ -221,8 +192,9 @@ class ServedEngine(EngineClient):
         body: bytes = b"",
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> bytes:
+        """Return the body of an answer. Raises BackendError for any status but 200."""
         try:
-            response = await self._http.request(method, path, body=body, headers=list(headers), timeout_s=timeout_s)
+            response = await self.http.request(method, path, body=body, headers=list(headers), timeout_s=timeout_s)
         except HttpError as exc:
             raise BackendError(f"{self.url}: {exc}", retryable=True) from exc
         if response.status != 200:
@@ -231,8 +203,8 @@ class ServedEngine(EngineClient):
         return response.body
 
 
-async def run_served(way: Way, seed: int, *, work: Work = WORK) -> ServedRun:
-    """Start engines, and the router if there is one, run the batch, and end them.
+async def run_served(way: Way, seed: int, *, work: Work = WORK) -> BatchRun:
+    """Start engines, and the router if there is one, run the batch, and end them. Times are as if not sped up.
 
     Raises:
         PeerUnavailable: the router is not installed, or does not start.
@@ -253,25 +225,16 @@ async def run_served(way: Way, seed: int, *, work: Work = WORK) -> ServedRun:
         began_s = trio.current_time()
         await batch.run(WORKERS)
         makespan_s = trio.current_time() - began_s
-        totals = [await _totals(url) for url in engines]
-    sampled = [engine["tokens_sampled"] for engine in totals]
-    hits, prompts = (sum(engine[name] for engine in totals) for name in ("prefix_hits_tokens", "prompt_tokens"))
-    return ServedRun(
-        makespan_s=makespan_s * SPEED_UP,
-        completed=batch.completed,
-        calls=sum(engine["completions"] for engine in totals),
-        busiest_over_mean=max(sampled) * len(sampled) / sum(sampled),
-        prefix_hit_rate=hits / prompts,
-    )
+        return run_of(batch, makespan_s * SPEED_UP, [await _totals(url) for url in engines])
 
 
 async def _totals(url: str) -> dict[str, int]:
     engine = ServedEngine(url)
     try:
-        return await engine.totals()
+        totals: dict[str, int] = msgspec.json.decode(await engine.ask("GET", "/totals"))
+        return totals
     finally:
-        with trio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
-            await engine.aclose()
+        engine.http.close()
 
 
 @asynccontextmanager
@@ -294,7 +257,7 @@ async def measure_router(*, quick: bool) -> Report:
     """Return metrics, a table and notes; only a note where vllm-router is not installed."""
     ways = QUICK_WAYS if quick else (*OURS, *ROUTED)
     work = msgspec.structs.replace(WORK, instances=QUICK_INSTANCES) if quick else WORK
-    runs: defaultdict[Way, list[ServedRun]] = defaultdict(list)
+    runs: defaultdict[Way, list[BatchRun]] = defaultdict(list)
     try:
         for seed in range(QUICK_SEEDS if quick else SEEDS):
             for way in ways if seed % 2 == 0 else reversed(ways):
@@ -305,46 +268,26 @@ async def measure_router(*, quick: bool) -> Report:
     return router_report({way: runs[way] for way in ways})
 
 
-def router_report(runs: dict[Way, list[ServedRun]]) -> Report:
+def router_report(runs: dict[Way, list[BatchRun]]) -> Report:
     """Report on the runs of each way by seed; ours comes first."""
-    ours = runs[OURS[0]]
-    gains = {
-        way: fmean(mine.rollouts_per_s / other.rollouts_per_s for mine, other in zip(ours, others, strict=True))
-        for way, others in runs.items()
-    }
-    routed = {way.name: gain for way, gain in gains.items() if way.policy}
+    names = {f"{'router.' if way.policy else ''}{way.name}": way for way in runs}
+    metrics = batch_metrics("balance.http", {name: runs[way] for name, way in names.items()}, runs[OURS[0]])
+    routed = {way.name: metrics[f"balance.http.{name}.least_over"] for name, way in names.items() if way.policy}
     best = min(routed, key=routed.__getitem__)
-    metrics = {"balance.http.least_over_router_best": routed[best]}
+    shown = {"balance.http.least_over_router_best": routed[best]}
     if DEFAULT_POLICY in routed:
-        metrics["balance.http.least_over_router_default"] = routed[DEFAULT_POLICY]
-
-    def mean(way: Way, figure: str) -> float:
-        return fmean(getattr(run, figure) for run in runs[way])
-
-    figures = ("makespan_s", "busiest_over_mean", "prefix_hit_rate")
-    columns = {
-        "placed by": lambda way: f"{'vllm-router: ' if way.policy else ''}{way.name}",
-        "makespan": lambda way: f"{mean(way, 'makespan_s'):.0f} s",
-        "busiest/mean tokens": lambda way: f"{mean(way, 'busiest_over_mean'):.2f}",
-        "prefix hits": lambda way: f"{mean(way, 'prefix_hit_rate'):.1%}",
-        "least_in_flight is faster by": lambda way: f"{gains[way]:.2f} x",
+        shown["balance.http.least_over_router_default"] = routed[DEFAULT_POLICY]
+    columns: dict[str, Callable[[str], str] | str] = {
+        "placed by": lambda name: f"{'vllm-router: ' if names[name].policy else ''}{names[name].name}",
+        "makespan": "{makespan_s:.0f} s",
+        "busiest/mean tokens": "{busiest_over_mean:.2f}",
+        "prefix hits": "{prefix_hit_rate:.1%}",
+        "least_in_flight is faster by": "{least_over:.2f} x",
     }
     return Report(
         title=TITLE,
-        more_metrics=metrics,
-        detail_metrics={
-            f"balance.http.{'router.' if way.policy else ''}{way.name}.{figure}": mean(way, figure)
-            for way in runs
-            for figure in figures
-        },
-        tables=[rows_of(f"{TITLE}, mean over seeds", runs, columns)],
-        notes=[
-            f"Over HTTP the engines run {SPEED_UP} times as fast, and makespans are told as if they did not: what HTTP "
-            "and a busy machine cost is in them, many times over, and alike for all. Differences of a few percent say "
-            "nothing.",
-            f"{PEERS['vllm-router'].title} runs with its defaults but for the policy; calls name their rollout in "
-            f"X-Session-ID. Of what was run its best is {best}. sticky_least_loaded is told of a rollout's end (POST "
-            "/finish_session), sticky_untold is the same without. It knows of a rollout what it is told; the pool "
-            "knows it anyway, and has no process and no hop in between.",
-        ],
+        more_metrics=shown,
+        detail_metrics=metrics,
+        tables=[rows_of(f"{TITLE}, mean over seeds", names, columns, metrics=metrics, of="balance.http")],
+        notes=caption_of("balance_router", speed_up=SPEED_UP, router=PEERS["vllm-router"].title, best=best),
     )

@@ -1,4 +1,4 @@
-"""A training batch, and the strategies that place its rollouts, for `perf.balance` and `perf.balance_vllm`.
+"""A training batch, and the strategies that place its rollouts, for `perf.balance` and its part over HTTP.
 
 The batch runs through the node's own backend pool, on whatever engines and clock there are. The pool places by the
 fewest tasks in flight; the other strategies of the paper's comparison are here.
@@ -16,7 +16,6 @@ import numpy as np
 import trio
 import trio.testing
 
-from perf.harness import Rows, rows_of
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.config import LoadConfig
 from prorl_trio.inference.engines.protocol import CompletionRequest, EngineClient, made_by
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.placement import Rank
 
 CALL_TIMEOUT_S: Final = 1e6
+FIRST_TOKEN_ID: Final = 1000
+"""Of the first rollout's prompts: each rollout has an id of its own, which its prompts consist of."""
 SAMPLING: Final = SamplingParams()
 TOKENS: Final = 8
 """Tokens are counted in eights here: placing does not see the difference, and prompts are shorter to copy."""
@@ -205,7 +206,6 @@ class Batch:
         backends: Backends,
         urls: list[str],
         strategy: Strategy,
-        first_token_id: int = 1000,
         ended: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         """Nothing runs yet.
@@ -216,11 +216,9 @@ class Batch:
             backends: the pool, with what it has so far.
             urls: all backends that there will be.
             strategy: the pool's.
-            first_token_id: of the first rollout's prompts; each has one of its own, which its prompts consist of.
             ended: called with the id of each task that has ended.
         """
         self.completed = self.moved = 0
-        self._first_token_id = first_token_id
         self.in_flight: list[list[float]] = []
         self._work, self._turns = work, draw_batch(work, seed)
         self._backends, self._urls, self._strategy, self._ended = backends, urls, strategy, ended
@@ -275,7 +273,7 @@ class Batch:
 
     async def _rollout(self, instance: int, rollout: int, lease: Lease) -> None:
         turns = self._turns[instance][rollout]
-        token_id = self._first_token_id + instance * self._work.rollouts + rollout
+        token_id = FIRST_TOKEN_ID + instance * self._work.rollouts + rollout
         context = self._work.prompt_tokens
         self._note(lease.url, 1)
         try:
@@ -323,61 +321,64 @@ def _task_id(instance: int, rollout: int) -> str:
 # ---------------------------------------------------------------- what came out
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class BatchRun(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a batch under one strategy.
 
     Attributes:
-        makespan_s: of the batch. `completed`: rollouts.
-        tokens_per_s: sampled, over the makespan.
+        makespan_s: of the batch. `completed`: rollouts. `moved`: those that changed their backend.
         max_over_mean: rollouts in flight on the fullest backend over the mean of all, in time average while others wait
-            for a worker; where that is not seen, tokens sampled by the engine with most, over the mean of all.
+            for a worker. `busiest_over_mean`: tokens sampled by the engine with most, over the mean of all.
+        tokens_per_s: sampled, over the makespan. `calls`: completions.
         prefix_hit_rate: share of prompt tokens that an engine had in its cache.
+        in_flight: at each change the second, and the rollouts in flight on each backend.
     """
 
     makespan_s: float
     completed: int
-    tokens_per_s: float
+    moved: int
     max_over_mean: float
+    busiest_over_mean: float
+    tokens_per_s: float
+    calls: int
     prefix_hit_rate: float
-
-    @property
-    def rollouts_per_s(self) -> float:
-        """Return the throughput of the step."""
-        return self.completed / self.makespan_s
+    in_flight: list[list[float]]
 
 
-MEANS: Final = ("makespan_s", "tokens_per_s", "max_over_mean", "prefix_hit_rate")
-
-
-def gains_of(ours: Sequence[Figures], others: Sequence[Figures]) -> list[float]:
-    """Return the throughput of ours over that of others, by seed."""
-    return [mine.rollouts_per_s / other.rollouts_per_s for mine, other in zip(ours, others, strict=True)]
-
-
-def strategy_rows(title: str, runs: Mapping[Any, Sequence[Figures]], ours: Sequence[Figures]) -> Rows:
-    """Return a table with the means over seeds of each strategy, and by how much `ours` is faster."""
-
-    def mean(strategy: str, figure: str) -> float:
-        return fmean(getattr(run, figure) for run in runs[strategy])
-
-    def gain(strategy: str) -> str:
-        gains = gains_of(ours, runs[strategy])
-        return f"{fmean(gains):.2f} x ({min(gains):.2f} to {max(gains):.2f})"
-
-    return rows_of(
-        title,
-        runs,
-        {
-            "strategy": str,
-            "makespan": lambda strategy: f"{mean(strategy, 'makespan_s'):.0f} s",
-            "tokens/s": lambda strategy: f"{mean(strategy, 'tokens_per_s'):.0f}",
-            "busiest/mean": lambda strategy: f"{mean(strategy, 'max_over_mean'):.2f}",
-            "prefix hits": lambda strategy: f"{mean(strategy, 'prefix_hit_rate'):.1%}",
-            "least_in_flight is faster by (min to max)": gain,
-        },
+def run_of(batch: Batch, makespan_s: float, engines: Sequence[Mapping[str, int]]) -> BatchRun:
+    """Return the figures of a batch that has run; `engines` have `TOTALS`, of its time alone."""
+    sampled = [engine["tokens_sampled"] for engine in engines]
+    return BatchRun(
+        makespan_s=makespan_s,
+        completed=batch.completed,
+        moved=batch.moved,
+        max_over_mean=batch.max_over_mean,
+        busiest_over_mean=max(sampled) * len(sampled) / sum(sampled),
+        tokens_per_s=sum(sampled) * TOKENS / makespan_s,
+        calls=sum(engine["completions"] for engine in engines),
+        prefix_hit_rate=sum(engine["prefix_hits_tokens"] for engine in engines)
+        / sum(engine["prompt_tokens"] for engine in engines),
+        in_flight=batch.in_flight,
     )
 
 
-def means_of(prefix: str, runs: Sequence[Figures]) -> dict[str, float]:
-    """Return the means over seeds as metrics."""
-    return {f"{prefix}.{name}": fmean(getattr(run, name) for run in runs) for name in MEANS}
+TOTALS: Final = ("completions", "tokens_sampled", "prompt_tokens", "prefix_hits_tokens")
+"""The sums of an engine's work: attributes of `SimulatedEngine`."""
+MEANS: Final = ("makespan_s", "tokens_per_s", "max_over_mean", "busiest_over_mean", "prefix_hit_rate")
+
+
+def batch_metrics(prefix: str, runs: Mapping[Any, Sequence[BatchRun]], ours: Sequence[BatchRun]) -> dict[str, float]:
+    """Return figures of runs by strategy, as metrics below `PREFIX.STRATEGY`.
+
+    These are the means over seeds, and the throughput of `ours` over the strategy's: `least_over`, its mean over seeds,
+    with `_min` and `_max`.
+    """
+    metrics: dict[str, float] = {}
+    for name, own in runs.items():
+        gains = [
+            (mine.completed / mine.makespan_s) / (other.completed / other.makespan_s)
+            for mine, other in zip(ours, own, strict=True)
+        ]
+        figures = {figure: fmean(getattr(run, figure) for run in own) for figure in MEANS}
+        figures |= {"least_over": fmean(gains), "least_over_min": min(gains), "least_over_max": max(gains)}
+        metrics |= {f"{prefix}.{name}.{figure}": value for figure, value in figures.items()}
+    return metrics

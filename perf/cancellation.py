@@ -12,20 +12,17 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
-from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark, tell
+from perf.harness import Case, Options, Report, caption_of, measure_interleaved, run_benchmark, tell
 from perf.rollouts import math_job, open_engine, submit_all
 from prorl_launch.node import open_node_process
 from prorl_trio.client import connect
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
     from prorl_trio.client import RolloutClient
     from prorl_trio.testing.fake_engine import FakeEngine
 
@@ -83,38 +80,28 @@ class _Rig:
         return taken_s
 
 
-@asynccontextmanager
-async def _open_rig(folder: Path) -> AsyncIterator[_Rig]:
-    config: dict[str, object] = {"model": {"path": str(folder / "model")}, "sandbox": {"max_warm": 0}}
-    async with open_engine(folder / "model", TURN_TEXT) as engine:
-        config["backends"] = {"urls": [engine.url], "required": True}
-        async with (
-            open_node_process(config, folder=folder, log_file=folder / "node.log") as node,
-            connect(node.url, node.token) as client,
-        ):
-            yield _Rig(client, engine)
-
-
 async def benchmark(options: Options) -> Report:
     """Cancel rollouts, one after the other."""
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
     with tempfile.TemporaryDirectory(prefix="pc-") as name:
         tell("the node starts")
-        async with _open_rig(Path(name)) as rig:
-            cases = [
-                Case(name="cancel.sampling", run=rig.cancel_while_sampling, self_timed=True, floor="cancel.request"),
-                Case(name="cancel.tool", run=rig.cancel_in_a_tool, self_timed=True, floor="cancel.request"),
-                Case(name="cancel.request", run=rig.ask),
-            ]
-            rounds = QUICK_ROUNDS if options.quick else ROUNDS
-            series = await measure_interleaved(cases, rounds=rounds, warm_up_rounds=WARM_UP_ROUNDS)
-    return Report(
-        title="cancelling a rollout, until nothing of it is left",
-        series=series,
-        notes=[
-            "cancel.request: a request on the same connection that cancels nothing; the rest is the end of the "
-            "rollout, its sandbox, and what ran in it",
-        ],
-    )
+        folder = Path(name)
+        config: dict[str, object] = {"model": {"path": str(folder / "model")}, "sandbox": {"max_warm": 0}}
+        async with open_engine(folder / "model", TURN_TEXT) as engine:
+            config["backends"] = {"urls": [engine.url], "required": True}
+            async with (
+                open_node_process(config, folder=folder, log_file=folder / "node.log") as node,
+                connect(node.url, node.token) as client,
+            ):
+                rig, floor = _Rig(client, engine), "cancel.request"
+                cases = [
+                    Case(name="cancel.sampling", run=rig.cancel_while_sampling, self_timed=True, floor=floor),
+                    Case(name="cancel.tool", run=rig.cancel_in_a_tool, self_timed=True, floor=floor),
+                    Case(name=floor, run=rig.ask),
+                ]
+                series = await measure_interleaved(cases, rounds=rounds, warm_up_rounds=WARM_UP_ROUNDS)
+    title = "cancelling a rollout, until nothing of it is left"
+    return Report(title=title, series=series, notes=caption_of("cancellation"))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from perf.harness import CAPTIONS, Bar, Bars, Finding, rows_of, run_benchmark
+from perf.harness import Bar, Bars, Report, caption_of, rows_of, run_benchmark
 from perf.training import Conditions, simulate_all, simulate_steps
 
 if TYPE_CHECKING:
@@ -27,20 +27,6 @@ POLICIES: Final[dict[Policy, str]] = {
     "early": "refill + early termination",
     "carry": "refill + carry-over to the next step",
 }
-CAPTION: Final = CAPTIONS["dapo"]
-
-
-async def measure_dapo(options: Options) -> Finding:
-    """Simulate the four."""
-    steps, seeds = (3, 1) if options.quick else (8, 3)
-    conditions = {
-        (policy, seed): Conditions(policy=policy, steps=steps, seed=seed)
-        for policy in POLICIES
-        for seed in range(seeds)
-    }
-    return dapo_finding(await simulate_all(simulate_steps, conditions))
-
-
 FIGURES: Final[dict[str, Callable[[Steps], float]]] = {
     "steps_per_h": lambda run: run.steps_per_h,
     "wasted": lambda run: run.wasted,
@@ -48,50 +34,55 @@ FIGURES: Final[dict[str, Callable[[Steps], float]]] = {
     "surplus": lambda run: run.surplus / run.steps,
     "engine_busy": lambda run: run.engine_busy,
     "decode_use": lambda run: run.decode_use,
-    "staleness": lambda run: run.staleness,
+    "staleness": lambda run: run.mean_staleness,
+}
+COLUMNS: Final[dict[str, Callable[[Policy], str] | str]] = {
+    "way to fill a batch": POLICIES.__getitem__,
+    "steps/h": "{steps_per_h:.1f}",
+    "over naive": "{over_naive:.2f} x",
+    "wasted": "{wasted:.0%}",
+    "cancelled a step": "{cancelled:.0f}",
+    "thrown away a step": "{surplus:.0f}",
+    "engines busy": "{engine_busy:.0%}",
+    "tokens/s of capacity": "{decode_use:.0%}",
+    "staleness, updates": "{staleness:.2f}",
 }
 
 
-def dapo_finding(runs: Mapping[tuple[Policy, int], Steps]) -> Finding:
+async def measure_dapo(options: Options) -> Report:
+    """Simulate the four."""
+    steps, seeds = (3, 1) if options.quick else (8, 3)
+    conditions = {
+        (policy, seed): Conditions(policy=policy, steps=steps, seed=seed)
+        for policy in POLICIES
+        for seed in range(seeds)
+    }
+    return dapo_report(await simulate_all(simulate_steps, conditions))
+
+
+def dapo_report(runs: Mapping[tuple[Policy, int], Steps]) -> Report:
     """Return the table of runs by policy and seed: means over seeds."""
     metrics = {
         f"dapo.{policy}.{name}": fmean(figure(run) for (of, _), run in runs.items() if of == policy)
         for policy in POLICIES
         for name, figure in FIGURES.items()
     }
-
-    def value(policy: Policy, name: str) -> float:
-        return metrics[f"dapo.{policy}.{name}"]
-
-    def cell(name: str, spec: str) -> Callable[[Policy], str]:
-        return lambda policy: format(value(policy, name), spec)
+    naive = metrics["dapo.naive.steps_per_h"]
+    metrics |= {f"dapo.{policy}.over_naive": metrics[f"dapo.{policy}.steps_per_h"] / naive for policy in POLICIES}
 
     def bars(name: str, title: str, unit: str, scale: float = 1.0) -> Bars:
-        values = [Bar(label=words, value=scale * value(policy, name)) for policy, words in POLICIES.items()]
+        values = [
+            Bar(label=words, value=scale * metrics[f"dapo.{policy}.{name}"]) for policy, words in POLICIES.items()
+        ]
         return Bars(title=title, unit=unit, bars=values)
 
-    table = rows_of(
-        "Figure 3 in numbers, simulated",
-        POLICIES,
-        {
-            "way to fill a batch": POLICIES.__getitem__,
-            "steps/h": cell("steps_per_h", ".1f"),
-            "over naive": lambda policy: f"{value(policy, 'steps_per_h') / value('naive', 'steps_per_h'):.2f} x",
-            "wasted": cell("wasted", ".0%"),
-            "cancelled a step": cell("cancelled", ".0f"),
-            "thrown away a step": cell("surplus", ".0f"),
-            "engines busy": cell("engine_busy", ".0%"),
-            "tokens/s of capacity": cell("decode_use", ".0%"),
-            "staleness, updates": cell("staleness", ".2f"),
-        },
-    )
     waste = bars("wasted", "Wasted rollouts", "% of those begun", 100)
-    return Finding(
+    return Report(
         title="Figure 3, simulated",
-        tables=[table],
+        tables=[rows_of("Figure 3 in numbers, simulated", POLICIES, COLUMNS, metrics=metrics, of="dapo")],
         figures=[bars("steps_per_h", "Training steps an hour", "steps/h"), waste],
-        caption=CAPTION,
-        metrics=metrics,
+        notes=caption_of("dapo"),
+        detail_metrics=metrics,
     )
 
 

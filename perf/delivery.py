@@ -10,16 +10,13 @@ Timed for each outcome, from asking for it until its tokens lie in an array of t
 
 from __future__ import annotations
 
-import http.client
 import json
 import secrets
 import sys
 import tempfile
-import threading
 import time
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +24,7 @@ import msgspec
 import numpy as np
 import trio
 
-from perf.harness import Case, Options, Report, measure_interleaved, run_benchmark
+from perf.harness import Case, Options, Report, caption_of, measure_interleaved, run_benchmark
 from perf.processes import open_child
 from prorl_ipc.arena import BLOCK_TOKENS, open_arena
 from prorl_ipc.arena_socket import open_mapped_arena, serve_arena
@@ -44,11 +41,14 @@ from prorl_ipc.session import (
     ServerMessage,
 )
 from prorl_ipc.websocket import CloseCode, LinkLimits, WebSocketLink, open_client_link, open_server_link
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import HttpLimits
+from prorl_trio.testing.fake_http import Answer, HttpCall, serve_http
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory
 from prorl_trio.types.outcome_refs import join_outcome, split_outcome
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from prorl_ipc.arena import Arena, TokenBuffer
     from prorl_ipc.arena_socket import MappedArena
@@ -76,14 +76,17 @@ async def serve_source(folder: str, count: int, tokens: int) -> AsyncIterator[So
     token = secrets.token_hex(16)
     with open_arena(ROOM * count * max(tokens, BLOCK_TOKENS) * BYTES_PER_TOKEN + 2**20) as arena:
         stored = [_store(arena, number, tokens) for number in range(count)]
-        with _serve_json([outcome for outcome, _ in stored]) as json_port:
-            async with open_single_nursery() as nursery:
-                path = Path(folder, "arena")
-                await nursery.start(partial(serve_arena, arena, path, admits=token.__eq__))
+        answer = partial(serve_http, handle=partial(_answer_json, [outcome for outcome, _ in stored]))
+        async with open_single_nursery() as nursery:
+            path = Path(folder, "arena")
+            await nursery.start(partial(serve_arena, arena, path, admits=token.__eq__))
+            ports = []
+            for serve in (partial(_serve_link, arena, stored), answer):
                 (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-                nursery.start_soon(trio.serve_listeners, partial(_serve_link, arena, stored), [listener])
-                yield SourceAddress(listener.socket.getsockname()[1], json_port, str(path), token)
-                nursery.cancel_scope.cancel()
+                nursery.start_soon(trio.serve_listeners, serve, [listener])
+                ports.append(listener.socket.getsockname()[1])
+            yield SourceAddress(ports[0], ports[1], str(path), token)
+            nursery.cancel_scope.cancel()
 
 
 def _store(arena: Arena, number: int, tokens: int) -> tuple[Outcome, TokenBuffer]:
@@ -149,36 +152,14 @@ async def _serve_link(arena: Arena, stored: Sequence[tuple[Outcome, TokenBuffer]
         await link.run(partial(read, link), next_frame)
 
 
-@contextmanager
-def _serve_json(outcomes: Sequence[Outcome]) -> Iterator[int]:
-    """The way of the reference: lists of numbers, as JSON, in the answer to a request. Yields the port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            outcome = outcomes[int(self.path.rsplit("/", 1)[1]) % len(outcomes)]
-            assert outcome.trajectory is not None
-            segment = outcome.trajectory.segments[0]
-            arrays = {name: getattr(segment, name).tolist() for name in ("token_ids", "logprobs", "loss_mask")}
-            body = json.dumps({"job_id": outcome.job_id, "reward": outcome.reward} | arrays).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join()
+async def _answer_json(outcomes: Sequence[Outcome], call: HttpCall) -> Answer:
+    """The way of the reference: lists of numbers, as JSON, in the answer to a request."""
+    await trio.lowlevel.checkpoint()
+    outcome = outcomes[int(call.path.rsplit("/", 1)[1]) % len(outcomes)]
+    assert outcome.trajectory is not None
+    segment = outcome.trajectory.segments[0]
+    arrays = {name: getattr(segment, name).tolist() for name in ("token_ids", "logprobs", "loss_mask")}
+    return Answer(200, json.dumps({"job_id": outcome.job_id, "reward": outcome.reward} | arrays).encode())
 
 
 OUTCOMES = 64
@@ -208,40 +189,43 @@ SMALL = Load(tokens=1_024, pass_outcomes=256)
 """A load that shows what each outcome costs beside its tokens. As many as the node sends ahead of acknowledgements."""
 
 
-class Trainer:
-    """The receiving end: three arrays that every outcome's tokens are copied into, and counts of what came."""
+class Arrays:
+    """Three arrays that every outcome's tokens are copied into."""
 
     def __init__(self, load: Load) -> None:
-        self._load = load
         self._ids = np.zeros(load.tokens, np.int32)
         self._logprobs = np.zeros(load.tokens, np.float32)
         self._mask = np.zeros(load.tokens, np.uint8)
-        self.wire_bytes = 0
-        self.tokens = 0
 
-    def take(self, token_ids: Any, logprobs: Any, loss_mask: Any) -> None:
+    def copy(self, token_ids: Any, logprobs: Any, loss_mask: Any) -> None:
         """Copy one outcome's arrays, or lists."""
         self._ids[:], self._logprobs[:], self._mask[:] = token_ids, logprobs, loss_mask
-        self.tokens += self._load.tokens
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Return the bytes a token that crossed the socket."""
-        return self.wire_bytes / self.tokens
+    def take(self, outcome: Outcome) -> None:
+        """Copy those of an outcome."""
+        assert outcome.trajectory is not None
+        segment = outcome.trajectory.segments[0]
+        self.copy(segment.token_ids, segment.logprobs, segment.loss_mask)
 
 
-class LinkTrainer(Trainer):
-    """Outcomes over a WebSocket link; by reference if it has mapped the arena."""
+class LinkTrainer:
+    """Receives outcomes over a WebSocket link; by reference if it has mapped the arena. Copies all of their tokens."""
 
     def __init__(self, load: Load, mapped: MappedArena | None = None) -> None:
-        super().__init__(load)
-        self._mapped = mapped
+        self._load, self._mapped = load, mapped
+        self._arrays = Arrays(load)
         self._link: WebSocketLink[ServerFrame] | None = None
         self._decode = msgspec.msgpack.Decoder(ServerMessage).decode
         self._outcomes = msgspec.msgpack.Decoder(Outcome)
         self._cursor = 0
+        self.wire_bytes = 0
         self.last: Outcome | None = None
         self.outside = 0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Return the bytes a token that crossed the socket."""
+        return self.wire_bytes / (self._cursor * self._load.tokens)
 
     def decode(self, message: bytes) -> Any:
         """Decode a message for the link; counts the bytes."""
@@ -267,11 +251,8 @@ class LinkTrainer(Trainer):
         self._cursor += count
         self._link.post(Ack(cursor=self._cursor))
         for _ in range(count):
-            outcome = self._read(await self._link.receive())
-            assert outcome.trajectory is not None
-            segment = outcome.trajectory.segments[0]
-            self.take(segment.token_ids, segment.logprobs, segment.loss_mask)
-            self.last = outcome
+            self.last = self._read(await self._link.receive())
+            self._arrays.take(self.last)
         taken_s = time.perf_counter() - started
         self._count_outside()
         return taken_s / count
@@ -297,28 +278,30 @@ class LinkTrainer(Trainer):
             self.outside += not 0 <= offset < len(memory.mapping)
 
 
-class JsonTrainer(Trainer):
-    """Outcomes as JSON over one kept HTTP connection."""
+class JsonTrainer:
+    """Receives outcomes as JSON over one kept HTTP connection."""
 
     def __init__(self, load: Load, port: int) -> None:
-        super().__init__(load)
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=JSON_TIMEOUT_S)
+        self._arrays = Arrays(load)
+        self.http = HttpClient(f"http://127.0.0.1:{port}", limits=HttpLimits(max_connections=1))
+        self._tokens = load.tokens
         self._number = 0
+        self.wire_bytes = 0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Return the bytes a token that crossed the socket."""
+        return self.wire_bytes / (self._number * self._tokens)
 
     async def receive(self) -> float:
-        """Receive an outcome; return the seconds. Blocks: there is nothing else to do."""
+        """Receive an outcome; return the seconds."""
         started = time.perf_counter()
         self._number += 1
-        self._connection.request("GET", f"/outcome/{self._number}")
-        body = self._connection.getresponse().read()
+        body = (await self.http.request("GET", f"/outcome/{self._number}", timeout_s=JSON_TIMEOUT_S)).body
         said = json.loads(body)
-        self.take(said["token_ids"], said["logprobs"], said["loss_mask"])
+        self._arrays.copy(said["token_ids"], said["logprobs"], said["loss_mask"])
         self.wire_bytes += len(body)
         return time.perf_counter() - started
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
 
 
 async def benchmark(options: Options) -> Report:
@@ -353,7 +336,7 @@ async def benchmark(options: Options) -> Report:
             "deliver.json_bytes_per_token": by_json.bytes_per_token,
         },
         at_least={"deliver.ws_mb_s": WS_AT_LEAST_MB_S, "deliver.shm_mb_s": SHM_AT_LEAST_MB_S},
-        notes=["MB/s count 9 bytes a token, whatever crosses the socket; both processes share this machine's cores"],
+        notes=caption_of("delivery"),
     )
 
 
@@ -367,7 +350,7 @@ async def _open_ways(load: Load) -> AsyncIterator[tuple[LinkTrainer, LinkTrainer
         mapped = await stack.enter_async_context(open_mapped_arena(source.arena_socket, token=source.token))
         by_ref, by_ws = LinkTrainer(load, mapped), LinkTrainer(load)
         by_json = JsonTrainer(load, source.json_port)
-        stack.callback(by_json.close)
+        stack.callback(by_json.http.close)
         async with open_single_nursery() as nursery:
             for trainer in (by_ref, by_ws):
                 await nursery.start(_connect, source, trainer)

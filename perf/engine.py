@@ -21,17 +21,18 @@ import msgspec
 import trio
 
 from perf.engine_replay import (
+    SHARES,
     EngineSeen,
     PlacedRollout,
-    Slots,
     account,
     place_calls,
     recorded_turns,
     replay,
     watch_engine,
 )
-from perf.harness import CAPTIONS, CannotRun, Options, Report, Rows, run_benchmark, tell
+from perf.harness import CannotRun, Options, Report, Rows, caption_of, run_benchmark, tell
 from perf.processes import process_time, tree_time
+from perf.rollouts import run_span
 from prorl_launch.node import open_node_process
 from prorl_launch.paths import engine_python, model_dir
 from prorl_launch.vllm import open_vllm
@@ -41,7 +42,7 @@ from prorl_trio.tasks.sets.word_problems import word_problem
 from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from prorl_launch.node import NodeProcess
     from prorl_launch.vllm import VllmProcess
@@ -54,7 +55,6 @@ MIN_COMPLETED_SHARE: Final = 0.95
 TEMPERATURE: Final = 0.7
 """So that the model writes programs that run, more often than not."""
 WARM_UP_ROLLOUTS: Final = 2
-NOTES: Final = CAPTIONS["engine"]
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,32 +72,15 @@ QUICK: Final = Scale(questions=6, rollouts=3, slots=8, rounds=1, max_turns=3, ma
 FULL: Final = Scale(questions=32, rollouts=4, slots=16, rounds=3)
 
 
-class Cpu(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of CPU: of the engine, of the node's own process, and of what ran in sandboxes that have ended."""
-
-    engine_s: float
-    node_s: float
-    sandboxes_s: float
-
-    @property
-    def all_s(self) -> float:
-        """Return the seconds of all three."""
-        return self.engine_s + self.node_s + self.sandboxes_s
-
-    def since(self, before: Cpu) -> Cpu:
-        """Return the seconds since `before`."""
-        return Cpu(**{name: getattr(self, name) - getattr(before, name) for name in self.__struct_fields__})
-
-
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """A run through the node, and its replay."""
+    """A run through the node, and its replay: rollouts, the engine's own figures, and see `cpu_of`."""
 
     run: list[PlacedRollout]
     bare: list[PlacedRollout]
     run_engine: EngineSeen
     bare_engine: EngineSeen
-    run_cpu: Cpu
-    bare_cpu: Cpu
+    run_cpu_s: dict[str, float]
+    bare_cpu_s: dict[str, float]
 
 
 async def benchmark(options: Options) -> Report:
@@ -153,8 +136,8 @@ async def measure(engine: VllmProcess, node: NodeProcess, model: str, scale: Sca
                     bare=bare,
                     run_engine=run_engine,
                     bare_engine=bare_engine,
-                    run_cpu=after.since(before),
-                    bare_cpu=cpu_of(engine.pid, node.pid).since(after),
+                    run_cpu_s=_since(before, after),
+                    bare_cpu_s=_since(after, cpu_of(engine.pid, node.pid)),
                 )
             )
     return rounds
@@ -189,123 +172,113 @@ async def _run(client: RolloutClient, jobs: list[JobSpec]) -> tuple[list[Outcome
     async for outcome in client.results():
         if outcome.status != "completed" or outcome.trajectory is None:
             continue
-        timing = outcome.timing
-        end_s = trio.current_time() - began_s - timing.eval_s - timing.queued_eval_s
+        start_s, end_s = run_span(outcome, trio.current_time() - began_s)
         turns = [
             (turn.inference_s, turn.tools_s, turn.completion_end - turn.completion_start)
             for turn in outcome.trajectory.turns
         ]
-        found.append((place_calls(max(0.0, end_s - timing.run_s), end_s, turns), outcome.detached()))
+        found.append((place_calls(max(0.0, start_s), end_s, turns), outcome.detached()))
     if len(found) < MIN_COMPLETED_SHARE * len(jobs):
         raise RuntimeError(f"only {len(found)} of {len(jobs)} rollouts completed")
     found.sort(key=lambda pair: pair[0].start_s)
     return [outcome for _, outcome in found], [rollout for rollout, _ in found]
 
 
-def cpu_of(engine_pid: int, node_pid: int) -> Cpu:
-    """Return the seconds of CPU so far. What is ended and waited for counts to the process that waited."""
+WHO: Final = {"engine": "engine", "node": "node", "sandboxes": "sandboxes that have ended"}
+
+
+def cpu_of(engine_pid: int, node_pid: int) -> dict[str, float]:
+    """Return the seconds of CPU so far, by `WHO`. What is ended and waited for counts to the process that waited."""
     node = process_time(node_pid)
-    return Cpu(engine_s=tree_time(engine_pid).own_s, node_s=node.own_s, sandboxes_s=node.ended_s)
+    return {"engine": tree_time(engine_pid).own_s, "node": node.own_s, "sandboxes": node.ended_s}
+
+
+def _since(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {who: after[who] - before[who] for who in after}
 
 
 def report_of(rounds: list[Round], scale: Scale) -> Report:
     """Return the shares of all rounds together, and the tables."""
-    whole = [(account(r.run, scale.slots, tail=True), account(r.bare, scale.slots, tail=True)) for r in rounds]
-    steady = [(account(r.run, scale.slots, tail=False), account(r.bare, scale.slots, tail=False)) for r in rounds]
-    run, bare = _joined([run for run, _ in whole]), _joined([bare for _, bare in whole])
-    steady_run, steady_bare = _joined([run for run, _ in steady]), _joined([bare for _, bare in steady])
-    shares = [run.tokens_per_s / bare.tokens_per_s for run, bare in whole]
-    call_s = sum(call.end_s - call.start_s for r in rounds for rollout in r.run for call in rollout.calls)
-    metrics = {
-        "engine.share": run.tokens_per_s / bare.tokens_per_s,
-        "engine.share_without_tail": steady_run.tokens_per_s / steady_bare.tokens_per_s,
-        "engine.share_min": min(shares),
-        "engine.share_max": max(shares),
-        "engine.busy_share": fmean([r.run_engine.busy_share for r in rounds]),
-        "engine.calls_share": run.calls / bare.calls,
-        "engine.call_speed_share": run.tokens_per_call_s / bare.tokens_per_call_s,
-        "engine.cpu_share": sum(r.run_cpu.engine_s for r in rounds) / sum(r.run_cpu.all_s for r in rounds),
-        "engine.run_tokens_per_s": run.tokens_per_s,
-        "engine.bare_tokens_per_s": bare.tokens_per_s,
-    }
-    run_ms, bare_ms = _engine_ms_per_token(rounds)
-    details = {
-        "engine.cpu_ms_per_token": run_ms,
-        "engine.bare_cpu_ms_per_token": bare_ms,
-        "engine.rollouts": float(sum(len(r.run) for r in rounds)),
-        "engine.calls": float(sum(len(rollout.calls) for r in rounds for rollout in r.run)),
-        "engine.sandbox_cpu_s": sum(r.run_cpu.sandboxes_s for r in rounds) / sum(len(r.run) for r in rounds),
-        "engine.node_cpu_s": sum(r.run_cpu.node_s for r in rounds) / sum(len(r.run) for r in rounds),
-        "engine.mean_running": fmean([r.run_engine.mean_running for r in rounds]),
-        "engine.bare_mean_running": fmean([r.bare_engine.mean_running for r in rounds]),
-        "engine.call_outside_share": 1 - sum(r.run_engine.latency_s for r in rounds) / call_s,
-        **{f"engine.slots.{name}": getattr(run, name) for name in SLOT_ROWS},
-        **{f"engine.bare_slots.{name}": getattr(bare, name) for name in SLOT_ROWS},
-    }
+    kinds = [(kind, tail) for tail in (True, False) for kind in ("run", "bare")]
+    accounts = {kind: [account(getattr(r, kind[0]), scale.slots, tail=kind[1]) for r in rounds] for kind in kinds}
+    run, bare, steady_run, steady_bare = (_joined(accounts[kind], scale.slots) for kind in kinds)
+    shares = [
+        run["tokens_per_s"] / bare["tokens_per_s"]
+        for run, bare in zip(accounts["run", True], accounts["bare", True], strict=True)
+    ]
+    run_s, bare_s = (
+        {who: sum(getattr(r, name)[who] for r in rounds) for who in WHO} for name in ("run_cpu_s", "bare_cpu_s")
+    )
+    rollouts = [rollout for r in rounds for rollout in r.run]
+    calls = [call for rollout in rollouts for call in rollout.calls]
+    tokens, call_s = sum(call.tokens for call in calls), sum(call.end_s - call.start_s for call in calls)
+    ms_per_token = {"run": 1e3 * run_s["engine"] / tokens, "bare": 1e3 * bare_s["engine"] / tokens}
     title = f"{scale.questions * scale.rollouts} rollouts, {scale.slots} at a time, {len(rounds)} rounds"
     return Report(
         title=f"The engine's share: {title}",
-        more_metrics=metrics,
-        detail_metrics=details,
+        more_metrics={
+            "engine.share": run["tokens_per_s"] / bare["tokens_per_s"],
+            "engine.share_without_tail": steady_run["tokens_per_s"] / steady_bare["tokens_per_s"],
+            "engine.share_min": min(shares),
+            "engine.share_max": max(shares),
+            "engine.busy_share": fmean([r.run_engine.busy_share for r in rounds]),
+            "engine.calls_share": run["calls"] / bare["calls"],
+            "engine.call_speed_share": run["tokens_per_call_s"] / bare["tokens_per_call_s"],
+            "engine.cpu_share": run_s["engine"] / sum(run_s.values()),
+            "engine.run_tokens_per_s": run["tokens_per_s"],
+            "engine.bare_tokens_per_s": bare["tokens_per_s"],
+        },
+        detail_metrics={
+            "engine.cpu_ms_per_token": ms_per_token["run"],
+            "engine.bare_cpu_ms_per_token": ms_per_token["bare"],
+            "engine.rollouts": float(len(rollouts)),
+            "engine.calls": float(len(calls)),
+            "engine.sandbox_cpu_s": run_s["sandboxes"] / len(rollouts),
+            "engine.node_cpu_s": run_s["node"] / len(rollouts),
+            "engine.mean_running": fmean([r.run_engine.mean_running for r in rounds]),
+            "engine.bare_mean_running": fmean([r.bare_engine.mean_running for r in rounds]),
+            "engine.call_outside_share": 1 - sum(r.run_engine.latency_s for r in rounds) / call_s,
+            **{f"engine.slots.{name}": run[name] for name in SHARES},
+            **{f"engine.bare_slots.{name}": bare[name] for name in SHARES},
+        },
         at_least={"engine.share": LEAST_SHARE},
-        tables=[_slot_rows((run, bare, steady_run, steady_bare)), _cpu_rows(rounds)],
-        notes=list(NOTES),
+        tables=[
+            _slot_rows((run, bare, steady_run, steady_bare)),
+            _cpu_rows((run_s, bare_s), (run["wall_s"], bare["wall_s"]), ms_per_token),
+        ],
+        notes=caption_of("engine"),
     )
 
 
-SLOT_ROWS: Final = {
-    "calls": "a completion is under way",
-    "tools": "a tool is at work",
-    "between": "the node, between the two",
-    "unready": "empty: sandboxes start",
-    "tail": "empty: no rollout is left",
-}
-
-
-def _slot_rows(every: Sequence[Slots]) -> Rows:
-    figures: dict[str, Callable[[Slots], str]] = {
-        said: (lambda slots, name=name: f"{getattr(slots, name):.1%}")  # type: ignore[misc]  # mypy infers no default
-        for name, said in SLOT_ROWS.items()
-    }
-    figures |= {
-        "tokens per second of a call": lambda slots: f"{slots.tokens_per_call_s:.2f}",
-        "tokens per second": lambda slots: f"{slots.tokens_per_s:.1f}",
-        "seconds": lambda slots: f"{slots.wall_s:.1f}",
-    }
-    rows = [[said, *map(cell, every)] for said, cell in figures.items()]
+def _slot_rows(every: Sequence[Mapping[str, float]]) -> Rows:
+    rows = [[said, *(f"{account[name]:.1%}" for account in every)] for name, said in SHARES.items()]
+    rows.append(["tokens per second of a call", *(f"{account['tokens_per_call_s']:.2f}" for account in every)])
+    rows.append(["tokens per second", *(f"{account['tokens_per_s']:.1f}" for account in every)])
+    rows.append(["seconds", *(f"{account['wall_s']:.1f}" for account in every)])
     headings = ["", "run", "bare", "run, without the tail", "bare, without the tail"]
     return Rows(title="where the time of the slots goes", headings=headings, rows=rows)
 
 
-def _cpu_rows(rounds: list[Round]) -> Rows:
+def _cpu_rows(
+    used: tuple[Mapping[str, float], ...], walls_s: tuple[float, ...], ms_per_token: Mapping[str, float]
+) -> Rows:
     """Return who had the cores, and the CPU that a token took the engine: idle time and others are not told apart."""
     cores = len(os.sched_getaffinity(0))
-    kinds = ([r.run for r in rounds], [r.bare for r in rounds])
-    walls = [sum(max(rollout.end_s for rollout in rollouts) for rollouts in kind) for kind in kinds]
-    used = ([r.run_cpu for r in rounds], [r.bare_cpu for r in rounds])
-    rows = []
-    for name, said in (("engine_s", "engine"), ("node_s", "node"), ("sandboxes_s", "sandboxes that have ended")):
-        seconds = [sum(getattr(cpu, name) for cpu in kind) for kind in used]
-        rows.append([said, *(f"{s:.1f} ({s / (wall * cores):.1%})" for s, wall in zip(seconds, walls, strict=True))])
-    rows.append(["engine, ms a token", *(f"{ms:.2f}" for ms in _engine_ms_per_token(rounds))])
+    pairs = list(zip(used, walls_s, strict=True))
+    rows = [
+        [said, *(f"{cpu_s[who]:.1f} ({cpu_s[who] / (wall_s * cores):.1%})" for cpu_s, wall_s in pairs)]
+        for who, said in WHO.items()
+    ]
+    rows.append(["engine, ms a token", *(f"{ms:.2f}" for ms in ms_per_token.values())])
     return Rows(title=f"CPU seconds, and their share of {cores} cores", headings=["", "run", "bare"], rows=rows)
 
 
-def _engine_ms_per_token(rounds: list[Round]) -> tuple[float, float]:
-    """Return the engine's milliseconds of CPU for a token, of the runs and of the bare loops."""
-    tokens = sum(call.tokens for r in rounds for rollout in r.run for call in rollout.calls)
-    run_s, bare_s = sum(r.run_cpu.engine_s for r in rounds), sum(r.bare_cpu.engine_s for r in rounds)
-    return 1e3 * run_s / tokens, 1e3 * bare_s / tokens
-
-
-def _joined(every: list[Slots]) -> Slots:
-    """Return the mean over rounds, weighed by their lengths."""
-    wall_s = sum(slots.wall_s for slots in every)
-    means = {
-        name: sum(getattr(slots, name) * slots.wall_s for slots in every) / wall_s
-        for name in ("tokens_per_s", *SLOT_ROWS)
-    }
-    return msgspec.structs.replace(every[0], wall_s=wall_s, **means)
+def _joined(every: list[dict[str, float]], slots: int) -> dict[str, float]:
+    """Return the mean over rounds, weighed by their lengths; `wall_s` is their sum."""
+    wall_s = sum(one["wall_s"] for one in every)
+    means = {name: sum(one[name] * one["wall_s"] for one in every) / wall_s for name in every[0]}
+    per_call = means["tokens_per_s"] / (means["calls"] * slots) if means["calls"] else 0.0
+    return means | {"wall_s": wall_s, "tokens_per_call_s": per_call}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 import trio
 
-from perf.harness import Options, Report, run_benchmark, tell
+from perf.harness import Options, Report, caption_of, run_benchmark, tell
 from perf.rollouts import math_job, open_engine, submit_all
 from prorl_ipc.nursery import open_single_nursery
 from prorl_launch.supervised import open_supervised
@@ -33,27 +33,6 @@ READY_POLL_S: Final = 0.05
 READY_TIMEOUT_S: Final = 300.0
 GRACE_S: Final = 3.0
 TOOL_TEXT: Final = '<tool_call>{"name": "ipython", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
-
-
-class Delivered(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's books.
-
-    Attributes:
-        jobs: accepted. `kills`: of the node, meanwhile.
-        lost: jobs without an outcome. `doubled`: outcomes beside the first of a job. `failed`: jobs that did not
-            complete.
-        again: jobs whose outcome is of a second attempt or a later one.
-        wall_s: from the first submission to the last outcome. `down_s`: of that, between a kill and the next start.
-    """
-
-    jobs: int
-    kills: int
-    lost: int
-    doubled: int
-    failed: int
-    again: int
-    wall_s: float
-    down_s: float
 
 
 class _Node:
@@ -89,8 +68,14 @@ class _Node:
             self.down_s += trio.current_time() - killed_s
 
 
-async def measure_delivery(folder: Path, *, jobs: int, kills: int) -> Delivered:
+async def measure_delivery(folder: Path, *, jobs: int, kills: int) -> dict[str, float]:
     """Run so many jobs through a node that is killed so often, spread over the outcomes.
+
+    Returns:
+        `jobs`: accepted. `kills`: of the node, meanwhile. `lost`: jobs without an outcome. `doubled`: outcomes beside
+        the first of a job. `failed`: jobs that did not complete. `again`: jobs whose outcome is of a second attempt or
+        a later one. `wall_s`: from the first submission to the last outcome. `down_s`: of that, between a kill and the
+        next start.
 
     Raises:
         RuntimeError: a job was rejected.
@@ -109,7 +94,7 @@ async def measure_delivery(folder: Path, *, jobs: int, kills: int) -> Delivered:
     return delivered
 
 
-async def _deliver(node: _Node, jobs: int, kills: int) -> Delivered:
+async def _deliver(node: _Node, jobs: int, kills: int) -> dict[str, float]:
     kill_after = {round((number + 1) * jobs / (kills + 1)) for number in range(kills)}
     seen: Counter[str] = Counter()
     failed = again = 0
@@ -126,39 +111,24 @@ async def _deliver(node: _Node, jobs: int, kills: int) -> Delivered:
             if seen.total() in kill_after:
                 node.kill()
         wall_s = time.monotonic() - began_s
-    return Delivered(
-        jobs=jobs,
-        kills=node.kills,
-        lost=jobs - len(seen),
-        doubled=seen.total() - len(seen),
-        failed=failed,
-        again=again,
-        wall_s=wall_s,
-        down_s=node.down_s,
-    )
+    lost, doubled = jobs - len(seen), seen.total() - len(seen)
+    counts = {"jobs": jobs, "kills": node.kills, "lost": lost, "doubled": doubled, "failed": failed, "again": again}
+    return {**counts, "wall_s": wall_s, "down_s": node.down_s}
 
 
 async def benchmark(options: Options) -> Report:
     """Deliver jobs without kills, then with them."""
     jobs, kills = (QUICK_JOBS, QUICK_KILLS) if options.quick else (JOBS, KILLS)
-    runs: dict[str, Delivered] = {}
+    runs: dict[str, dict[str, float]] = {}
     for name, count in (("undisturbed", 0), ("killed", kills)):
         tell(f"{jobs} jobs through a node that is killed {count} times")
         with tempfile.TemporaryDirectory(prefix="pf-") as folder:
             runs[name] = await measure_delivery(Path(folder), jobs=jobs, kills=count)
-    metrics = {
-        f"faults.{name}.{field}": round(float(value), 3)
-        for name, run in runs.items()
-        for field, value in msgspec.structs.asdict(run).items()
-    }
     return Report(
         title="jobs through a node that is killed with -9",
-        more_metrics=metrics,
+        more_metrics={f"faults.{name}.{field}": value for name, run in runs.items() for field, value in run.items()},
         at_most={f"faults.{name}.{field}": 0 for name in runs for field in ("lost", "doubled")},
-        notes=[
-            "lost: accepted jobs without an outcome; doubled: outcomes beside a job's first; again: jobs that ran once "
-            "more after a kill; down_s: from a kill until its processes are gone and the next start begins",
-        ],
+        notes=caption_of("faults"),
     )
 
 

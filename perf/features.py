@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from perf.harness import CAPTIONS, CannotRun, Finding, Rows, run_benchmark, tell
+from perf.harness import CannotRun, Report, Rows, caption_of, rows_of, run_benchmark, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,6 @@ class _Table(msgspec.Struct, frozen=True):
 _TABLE: Final = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_bytes(), type=_Table)
 FEATURES: Final = _TABLE.feature
 PAPER_TABLE: Final = _TABLE.others
-CAPTION: Final = CAPTIONS["features"]
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +71,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
         return f"yes ({self.passed} tests passed)"
 
 
-async def measure_features(options: Options) -> Finding:
+async def measure_features(options: Options) -> Report:
     """Run the tests, and make the tables of what they say.
 
     Raises:
@@ -91,61 +90,59 @@ async def measure_features(options: Options) -> Finding:
         if done.returncode not in WROTE_RESULTS:
             raise RuntimeError(f"pytest ran no tests; its exit code is {done.returncode}")
         results = await trio.to_thread.run_sync(junit.read_text)
-    return finding_of([proof_of(feature, results) for feature in FEATURES])
+    return report_of([proof_of(feature, results) for feature in FEATURES])
 
 
 def proof_of(feature: Feature, junit: str) -> Proof:
     """Read the results of a feature's tests out of pytest's junit file. A test that is not in it has failed."""
-    passed = failed = skipped = 0
+    by_test: dict[tuple[str, str], list[ET.Element]] = {}
+    for case in ET.fromstring(junit).iter("testcase"):
+        by_test.setdefault((case.get("classname", ""), case.get("name", "").partition("[")[0]), []).append(case)
+    passed = failed = 0
     reasons = []
-    cases = list(ET.fromstring(junit).iter("testcase"))
     for test in feature.tests:
         file, _, function = test.partition("::")
-        module = file.removesuffix(".py").replace("/", ".")
-        results = [
-            case
-            for case in cases
-            if case.get("classname") == module and case.get("name", "").partition("[")[0] == function
-        ]
+        results = by_test.get((file.removesuffix(".py").replace("/", "."), function), [])
         failed += not results
         for case in results:
             if (skip := case.find("skipped")) is not None:
-                skipped += 1
                 reasons.append(skip.get("message", ""))
             elif case.find("failure") is not None or case.find("error") is not None:
                 failed += 1
             else:
                 passed += 1
-    return Proof(passed=passed, failed=failed, skipped=skipped, reasons=reasons)
+    return Proof(passed=passed, failed=failed, skipped=len(reasons), reasons=reasons)
 
 
-def finding_of(proofs: Sequence[Proof]) -> Finding:
+def report_of(proofs: Sequence[Proof]) -> Report:
     """Return the tables of the proofs, which are in the order of `FEATURES`."""
-    columns = [(feature, proof) for feature, proof in zip(FEATURES, proofs, strict=True) if feature.column]
+    pairs = list(zip(FEATURES, proofs, strict=True))
+    columns = [(feature, proof) for feature, proof in pairs if feature.column]
     comparison = Rows(
         title="Table 1 of the paper, with a row of ours",
         headings=["framework", *(feature.name for feature, _ in columns)],
         rows=[*PAPER_TABLE, ["prorl-trio", *(proof.word for _, proof in columns)]],
     )
-    evidence = Rows(
-        title="Features and the tests that prove them, as they ran for this report",
-        headings=["feature", "the paper has it in", "ours", "tests", "skipped because"],
-        rows=[
-            [feature.name, feature.claim, proof.word, ", ".join(feature.tests), "; ".join(dict.fromkeys(proof.reasons))]
-            for feature, proof in zip(FEATURES, proofs, strict=True)
-        ],
+    evidence = rows_of(
+        "Features and the tests that prove them, as they ran for this report",
+        pairs,
+        {
+            "feature": lambda pair: pair[0].name,
+            "the paper has it in": lambda pair: pair[0].claim,
+            "ours": lambda pair: pair[1].word,
+            "tests": lambda pair: ", ".join(pair[0].tests),
+            "skipped because": lambda pair: "; ".join(dict.fromkeys(pair[1].reasons)),
+        },
     )
-    return Finding(
+    sums = {name: float(sum(getattr(proof, name) for proof in proofs)) for name in ("passed", "failed", "skipped")}
+    proven = sum(not proof.failed and not proof.skipped and proof.passed > 0 for proof in proofs)
+    return Report(
         title="features, proven by tests",
         tables=[comparison, evidence],
-        caption=CAPTION,
-        metrics={
-            "features.proven": float(
-                sum(not proof.failed and not proof.skipped and proof.passed > 0 for proof in proofs)
-            ),
-            "features.tests_passed": float(sum(proof.passed for proof in proofs)),
-            "features.tests_failed": float(sum(proof.failed for proof in proofs)),
-            "features.tests_skipped": float(sum(proof.skipped for proof in proofs)),
+        notes=caption_of("features"),
+        detail_metrics={
+            "features.proven": float(proven),
+            **{f"features.tests_{name}": each for name, each in sums.items()},
         },
     )
 

@@ -23,10 +23,10 @@ import trio
 
 from perf.fleet_cluster import open_cluster, open_slurm_fleet
 from perf.fleet_head import time_reads
-from perf.harness import Finding, rows_of, run_benchmark, tell
+from perf.harness import Report, caption_of, rows_of, run_benchmark, tell
 from perf.processes import machine_time, open_child, process_time, raise_file_limit, tree_time
-from perf.rollouts import SAMPLING, engine_of, submit_all
-from perf.scaling import PAPER, PAPER_NODES, FleetSize, Times, places_of, simulate_fleet, steady_rate, throughput_lines
+from perf.rollouts import SAMPLING, engine_of, run_span, steady_rate, submit_all
+from perf.scaling import PAPER, PAPER_NODES, FleetSize, Times, places_of, simulate_fleet, throughput_lines
 from perf.training import simulate_all
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client import connect
@@ -79,6 +79,7 @@ async def serve_engine(folder: str, engine_s: float, action_s: float) -> AsyncIt
 
 CONNECT_TIMEOUT_S: Final = 60.0
 MIB: Final = 2**20
+CORES: Final = len(os.sched_getaffinity(0))
 
 
 class FleetScale(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,67 +108,6 @@ class FleetScale(msgspec.Struct, frozen=True, kw_only=True):
         return self.workers * len(self.lengths) / (sum(self.lengths) * (self.engine_s + self.action_s))
 
 
-class MeasuredFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet at work.
-
-    Attributes:
-        nodes, jobs, turns: how many there were.
-        start_s: from `slurm up` to the last node that was ready.
-        wall_s: from the first submission to the last outcome.
-        steady_per_s: rollouts a second; see `perf.scaling.steady_rate`.
-        init_s, run_s: mean of the rollouts' time in INIT and in RUN.
-        client_cpu_s: of this process, meanwhile; `head_cpu_s`: of the fleet's head.
-        idle_head, idle_node: shares of a core that the head, and a node, take while there are no jobs.
-        read_s: CPU of a look at the fleet's folder.
-        node_cpu_s: of the nodes' own processes; `sandbox_cpu_s`: of their sandboxes and other children.
-        slurm_cpu_s: of all else that Slurm runs, with its own daemons. `engine_cpu_s`: of the engine.
-        machine_busy: share of the processors' time in which they were busy with anybody's work; `cores`: how many.
-    """
-
-    nodes: int
-    jobs: int
-    turns: int
-    start_s: float
-    wall_s: float
-    steady_per_s: float
-    init_s: float
-    run_s: float
-    client_cpu_s: float
-    head_cpu_s: float
-    idle_head: float
-    idle_node: float
-    read_s: float
-    node_cpu_s: float
-    sandbox_cpu_s: float
-    slurm_cpu_s: float
-    engine_cpu_s: float
-    machine_busy: float
-    cores: int
-
-    @property
-    def jobs_per_s(self) -> float:
-        """Rollouts a second."""
-        return self.jobs / self.wall_s
-
-    @property
-    def turn_s(self) -> float:
-        """CPU of a node's own process for a turn, beside what it takes without jobs."""
-        return max(0.0, self.node_cpu_s - self.idle_node * self.nodes * self.wall_s) / self.turns
-
-    @property
-    def own_busy(self) -> float:
-        """Share of the processors' time that this measurement took, with all its processes."""
-        cpu_s = (
-            self.client_cpu_s
-            + self.head_cpu_s
-            + self.node_cpu_s
-            + self.sandbox_cpu_s
-            + self.slurm_cpu_s
-            + self.engine_cpu_s
-        )
-        return cpu_s / (self.wall_s * self.cores)
-
-
 class _Run:
     """Beginning and end of each rollout's RUN, its time in INIT, and when the last was submitted; in seconds."""
 
@@ -175,15 +115,6 @@ class _Run:
         self.spans: list[tuple[float, float]] = []
         self.init_s: list[float] = []
         self.submitted_s = 0.0
-
-
-class _Cpu(msgspec.Struct, frozen=True, kw_only=True):
-    client_s: float
-    head_s: float
-    nodes_s: float
-    sandboxes_s: float
-    tree_s: float
-    engine_s: float
 
 
 def turns_of(scale: FleetScale, nodes: int) -> tuple[int, ...]:
@@ -196,8 +127,17 @@ def turns_of(scale: FleetScale, nodes: int) -> tuple[int, ...]:
 
 async def measure_fleet(
     cluster: Cluster, engine: tuple[Child, FleetEngine], scale: FleetScale, nodes: int
-) -> MeasuredFleet:
-    """Start so many nodes, have the jobs done, and end the nodes."""
+) -> dict[str, float]:
+    """Start so many nodes, have the jobs done, and end the nodes.
+
+    Returns:
+        `rollouts_per_s`: without the tail, see `perf.rollouts.steady_rate`; `whole_rollouts_per_s`: from the first
+        submission to the last outcome. `init_s`, `run_s`: mean time of a rollout in INIT and in RUN. `start_s`: from
+        `slurm up` to the last node that was ready. The others are CPU: milliseconds (`_ms`) of the client, the head and
+        the sandboxes for a job, of a node's own process for a turn beside what it takes without jobs, and of a look at
+        the fleet's folder; or shares of a core (`_busy`), of which `own_busy` and `machine_busy` are of all processors,
+        by this measurement and by anybody.
+    """
     folder = cluster.folder / f"fleet-{nodes}"
     turns = turns_of(scale, nodes)
     began_s = time.monotonic()
@@ -205,37 +145,34 @@ async def measure_fleet(
         start_s = time.monotonic() - began_s
         async with connect(fleet=folder, connect_timeout_s=CONNECT_TIMEOUT_S) as client:
             await _run(client, _jobs("warm-up", scale.lengths[:1] * nodes), nodes)
-            head = read_head(folder).process.pid
-            pids = [head, *(entry.process.pid for entry in entries)]
-            idle = _cpu(cluster, engine[0], pids)
+            pids = [read_head(folder).process.pid, *(entry.process.pid for entry in entries)]
+            resting = _cpu_s(cluster, engine[0], pids)
             await trio.sleep(scale.idle_s)
-            machine, before, began_s = machine_time(), _cpu(cluster, engine[0], pids), time.monotonic()
+            machine, before, began_s = machine_time(), _cpu_s(cluster, engine[0], pids), time.monotonic()
             run = await _run(client, _jobs("job", turns), places_of(scale.workers) * nodes)
-            wall_s, after = time.monotonic() - began_s, _cpu(cluster, engine[0], pids)
+            wall_s, after = time.monotonic() - began_s, _cpu_s(cluster, engine[0], pids)
             busy = machine_time().busy_share_since(machine)
             read_s = await trio.to_thread.run_sync(time_reads, folder)
-    nodes_s, sandboxes_s = after.nodes_s - before.nodes_s, after.sandboxes_s - before.sandboxes_s
-    return MeasuredFleet(
-        nodes=nodes,
-        jobs=len(turns),
-        turns=sum(turns),
-        start_s=start_s,
-        wall_s=wall_s,
-        steady_per_s=steady_rate(run.spans, run.submitted_s),
-        init_s=sum(run.init_s) / len(turns),
-        run_s=sum(end_s - start_s for start_s, end_s in run.spans) / len(turns),
-        client_cpu_s=after.client_s - before.client_s,
-        head_cpu_s=after.head_s - before.head_s,
-        idle_head=(before.head_s - idle.head_s) / scale.idle_s,
-        idle_node=(before.nodes_s - idle.nodes_s) / scale.idle_s / nodes,
-        read_s=read_s,
-        node_cpu_s=nodes_s,
-        sandbox_cpu_s=sandboxes_s,
-        slurm_cpu_s=after.tree_s - before.tree_s - nodes_s - sandboxes_s - (after.head_s - before.head_s),
-        engine_cpu_s=after.engine_s - before.engine_s,
-        machine_busy=busy,
-        cores=len(os.sched_getaffinity(0)),
-    )
+    jobs, cpu_s = len(turns), {who: after[who] - before[who] for who in after}
+    idle = {who: (before[who] - resting[who]) / scale.idle_s for who in before}
+    return {
+        "rollouts_per_s": steady_rate(run.spans, run.submitted_s),
+        "whole_rollouts_per_s": jobs / wall_s,
+        "init_s": sum(run.init_s) / jobs,
+        "run_s": sum(end_s - start_s for start_s, end_s in run.spans) / jobs,
+        "start_s": start_s,
+        "client_ms": 1e3 * cpu_s["client"] / jobs,
+        "client_busy": cpu_s["client"] / wall_s,
+        "head_ms": 1e3 * cpu_s["head"] / jobs,
+        "head_idle_busy": idle["head"],
+        "folder_read_ms": 1e3 * read_s,
+        "node_ms_per_turn": 1e3 * max(0.0, cpu_s["nodes"] - idle["nodes"] * wall_s) / sum(turns),
+        "node_idle_busy": idle["nodes"] / nodes,
+        "sandbox_ms": 1e3 * cpu_s["sandboxes"] / jobs,
+        "slurm_busy": (cpu_s["slurm"] - cpu_s["nodes"] - cpu_s["sandboxes"] - cpu_s["head"]) / wall_s,
+        "own_busy": (cpu_s["client"] + cpu_s["slurm"] + cpu_s["engine"]) / (wall_s * CORES),
+        "machine_busy": busy,
+    }
 
 
 def _node_config(cluster: Cluster, engine: FleetEngine, scale: FleetScale) -> dict[str, object]:
@@ -269,10 +206,8 @@ async def _run(client: RolloutClient, jobs: Sequence[JobSpec], at_once: int) -> 
     submitted, run = min(at_once, len(jobs)), _Run()
     async for outcome in client.results(len(jobs)):
         _require_whole(outcome)
-        timing = outcome.timing
-        end_s = trio.current_time() - began_s - timing.eval_s - timing.queued_eval_s
-        run.spans.append((end_s - timing.run_s, end_s))
-        run.init_s.append(timing.init_s)
+        run.spans.append(run_span(outcome, trio.current_time() - began_s))
+        run.init_s.append(outcome.timing.init_s)
         if submitted < len(jobs):
             await submit_all(client, [jobs[submitted]])
             submitted += 1
@@ -287,17 +222,17 @@ def _require_whole(outcome: Outcome) -> None:
         raise RuntimeError(f"job {outcome.job_id} {outcome.status}: {why}")
 
 
-def _cpu(cluster: Cluster, engine: Child, pids: Sequence[int]) -> _Cpu:
-    """Return the times of all; `pids` are the head's and the nodes'."""
-    head, *times = [process_time(pid) for pid in pids]
-    return _Cpu(
-        client_s=time.process_time(),
-        head_s=head.all_s,
-        nodes_s=sum(each.own_s for each in times),
-        sandboxes_s=sum(each.ended_s for each in times),
-        tree_s=tree_time(cluster.root_pid).all_s,
-        engine_s=engine.cpu_s(),
-    )
+def _cpu_s(cluster: Cluster, engine: Child, pids: Sequence[int]) -> dict[str, float]:
+    """Return the seconds of CPU of each; `pids` are the head's and the nodes'. `slurm` has them, too."""
+    head, *nodes = [process_time(pid) for pid in pids]
+    return {
+        "client": time.process_time(),
+        "head": head.all_s,
+        "nodes": sum(each.own_s for each in nodes),
+        "sandboxes": sum(each.ended_s for each in nodes),
+        "slurm": tree_time(cluster.root_pid).all_s,
+        "engine": engine.cpu_s(),
+    }
 
 
 QUICK: Final = FleetScale(jobs_per_worker=5, engine_s=0.8, action_s=0.4, idle_s=3.0)
@@ -308,7 +243,7 @@ QUIET_SHARE: Final = 0.6
 """Share of the processors below which they are no limit."""
 
 
-async def measure_fleets(options: Options) -> Finding:
+async def measure_fleets(options: Options) -> Report:
     """Measure fleets of all sizes, one after the other, and simulate the same.
 
     Raises:
@@ -316,7 +251,7 @@ async def measure_fleets(options: Options) -> Finding:
     """
     scale = QUICK if options.quick else FULL
     raise_file_limit()
-    measured: dict[int, MeasuredFleet] = {}
+    measured: dict[int, dict[str, float]] = {}
     async with open_cluster(max(scale.nodes)) as cluster:
         folder, times_s = str(cluster.folder), (scale.engine_s, scale.action_s)
         async with open_child(serve_engine, folder, *times_s, ready=FleetEngine) as engine:
@@ -326,62 +261,48 @@ async def measure_fleets(options: Options) -> Finding:
         separate = cluster.separate
     one = measured[min(measured)]
     sizes = {nodes: predicted_size(scale, one, nodes) for nodes in scale.nodes}
-    return fleet_finding(scale, measured, await simulate_all(simulate_fleet, sizes), separate=separate)
+    return fleet_report(scale, measured, await simulate_all(simulate_fleet, sizes), separate=separate)
 
 
-def predicted_size(scale: FleetScale, one: MeasuredFleet, nodes: int) -> FleetSize:
+def predicted_size(scale: FleetScale, one: Mapping[str, float], nodes: int) -> FleetSize:
     """Return what the simulation is to predict the throughput of: the same work, with costs measured with one node."""
     turns = turns_of(scale, nodes)
-    times = Times(turns=turns, engine_s=scale.engine_s, action_s=scale.action_s, init_s=one.init_s)
+    times = Times(turns=turns, engine_s=scale.engine_s, action_s=scale.action_s, init_s=one["init_s"])
     return FleetSize(
         nodes=nodes,
         workers=scale.workers,
         jobs=len(turns),
-        client_s=(one.client_cpu_s + one.head_cpu_s) / one.jobs,
-        turn_s=one.turn_s,
+        client_s=(one["client_ms"] + one["head_ms"]) / 1e3,
+        turn_s=one["node_ms_per_turn"] / 1e3,
         times=times,
     )
 
 
-FIGURES: Final[dict[str, Callable[[MeasuredFleet], float]]] = {
-    "rollouts_per_s": lambda run: run.steady_per_s,
-    "whole_rollouts_per_s": lambda run: run.jobs_per_s,
-    "client_ms": lambda run: 1e3 * run.client_cpu_s / run.jobs,
-    "client_busy": lambda run: run.client_cpu_s / run.wall_s,
-    "head_ms": lambda run: 1e3 * run.head_cpu_s / run.jobs,
-    "head_idle_busy": lambda run: run.idle_head,
-    "folder_read_ms": lambda run: 1e3 * run.read_s,
-    "node_ms_per_turn": lambda run: 1e3 * run.turn_s,
-    "node_idle_busy": lambda run: run.idle_node,
-    "sandbox_ms": lambda run: 1e3 * run.sandbox_cpu_s / run.jobs,
-    "slurm_busy": lambda run: run.slurm_cpu_s / run.wall_s,
-    "start_s": lambda run: run.start_s,
-    "own_busy": lambda run: run.own_busy,
-    "machine_busy": lambda run: run.machine_busy,
+COSTS: Final[dict[str, Callable[[int], str] | str]] = {
+    "nodes": str,
+    "client, a job": "{client_ms:.1f} ms",
+    "head, a job": "{head_ms:.1f} ms",
+    "head, idle": "{head_idle_busy:.2%}",
+    "look at folder": "{folder_read_ms:.2f} ms",
+    "node, a turn": "{node_ms_per_turn:.1f} ms",
+    "node, idle": "{node_idle_busy:.1%}",
+    "sandbox, a rollout": "{sandbox_ms:.0f} ms",
+    "Slurm": "{slurm_busy:.1%}",
+    "fleet's start": "{start_s:.0f} s",
+    "all processors, by this": "{own_busy:.0%}",
+    "by all": "{machine_busy:.0%}",
 }
-COSTS: Final = {
-    "client, a job": "client_ms {:.1f} ms",
-    "head, a job": "head_ms {:.1f} ms",
-    "head, idle": "head_idle_busy {:.2%}",
-    "look at folder": "folder_read_ms {:.2f} ms",
-    "node, a turn": "node_ms_per_turn {:.1f} ms",
-    "node, idle": "node_idle_busy {:.1%}",
-    "sandbox, a rollout": "sandbox_ms {:.0f} ms",
-    "Slurm": "slurm_busy {:.1%}",
-    "fleet's start": "start_s {:.0f} s",
-    "all processors, by this": "own_busy {:.0%}",
-    "by all": "machine_busy {:.0%}",
+RATES: Final[dict[str, Callable[[int], str] | str]] = {
+    "nodes": str,
+    "rollouts": "{rollouts}",
+    "rollouts/s": "{rollouts_per_s:.2f}",
+    "over one": "{times:.2f} x",
+    "efficiency": "{efficiency:.0%}",
+    "of ideal": "{of_ideal:.0%}",
+    "simulated": "{simulated_times:.2f} x",
+    "with tail": "{whole_times:.2f} x",
+    "its simulation": "{simulated_whole_times:.2f} x",
 }
-RATES: Final = {
-    "rollouts/s": "rollouts_per_s {:.2f}",
-    "over one": "times {:.2f} x",
-    "efficiency": "efficiency {:.0%}",
-    "of ideal": "of_ideal {:.0%}",
-    "simulated": "simulated_times {:.2f} x",
-    "with tail": "whole_times {:.2f} x",
-    "its simulation": "simulated_whole_times {:.2f} x",
-}
-"""Columns of the tables: a metric, and the form of its cells."""
 LINES: Final = {
     "ours, under Slurm": "times",
     "ours, with the tail of the batch": "whole_times",
@@ -389,42 +310,43 @@ LINES: Final = {
 }
 
 
-def fleet_finding(
-    scale: FleetScale, measured: Mapping[int, MeasuredFleet], simulated: Mapping[int, FleetRun], *, separate: bool
-) -> Finding:
+def fleet_report(
+    scale: FleetScale,
+    measured: Mapping[int, Mapping[str, float]],
+    simulated: Mapping[int, FleetRun],
+    *,
+    separate: bool,
+) -> Report:
     """Return the tables and the figure of fleets by their nodes; the smallest is what the others are compared with."""
     first = min(measured)
     metrics: dict[str, float] = {}
     for nodes, run in measured.items():
-        times, predicted, one = run.steady_per_s / measured[first].steady_per_s, simulated[nodes], simulated[first]
-        values = {name: figure(run) for name, figure in FIGURES.items()} | {
+        times = run["rollouts_per_s"] / measured[first]["rollouts_per_s"]
+        predicted, one = simulated[nodes], simulated[first]
+        values = {
+            **run,
+            "rollouts": len(turns_of(scale, nodes)),
             "times": times,
             "efficiency": times * first / nodes,
-            "of_ideal": run.steady_per_s / (nodes * scale.ideal_per_s),
-            "whole_times": run.jobs_per_s / measured[first].jobs_per_s,
+            "of_ideal": run["rollouts_per_s"] / (nodes * scale.ideal_per_s),
+            "whole_times": run["whole_rollouts_per_s"] / measured[first]["whole_rollouts_per_s"],
             "simulated_times": predicted.steady_per_s / one.steady_per_s,
             "simulated_rollouts_per_s": predicted.steady_per_s,
             "simulated_whole_times": predicted.jobs_per_s / one.jobs_per_s,
         }
         metrics |= {f"fleet.{nodes}.{name}": value for name, value in values.items()}
-
-    def cell(form: str) -> Callable[[int], str]:
-        name, _, text = form.partition(" ")
-        return lambda nodes: text.format(metrics[f"fleet.{nodes}.{name}"])
-
-    rates: dict[str, Callable[[int], str]] = {heading: cell(form) for heading, form in RATES.items()}
-    rates = {"nodes": str, "rollouts": lambda nodes: str(measured[nodes].jobs), **rates, "the paper": _of_paper}
-    costs: dict[str, Callable[[int], str]] = {"nodes": str, **{heading: cell(form) for heading, form in COSTS.items()}}
+    rates = {**RATES, "the paper": _of_paper}
+    costs = "What it costs: CPU, as time or as a share of one core"
     points = {label: {nodes: metrics[f"fleet.{nodes}.{name}"] for nodes in measured} for label, name in LINES.items()}
-    return Finding(
+    return Report(
         title="Figure 5, under Slurm",
         tables=[
-            rows_of("Figure 5: throughput over nodes under Slurm", measured, rates),
-            rows_of("What it costs: CPU, as time or as a share of one core", measured, costs),
+            rows_of("Figure 5: throughput over nodes under Slurm", measured, rates, metrics=metrics, of="fleet"),
+            rows_of(costs, measured, COSTS, metrics=metrics, of="fleet"),
         ],
         figures=[throughput_lines(list(measured), points)],
-        caption=_caption(scale, measured, metrics, separate=separate),
-        metrics=metrics,
+        notes=_caption(scale, max(measured), metrics, separate=separate),
+        detail_metrics=metrics,
         at_least=GOALS,
     )
 
@@ -435,42 +357,29 @@ def _of_paper(nodes: int) -> str:
     return f"{min(times):.1f} to {max(times):.1f} x" if times else ""
 
 
-def _caption(
-    scale: FleetScale, measured: Mapping[int, MeasuredFleet], metrics: Mapping[str, float], *, separate: bool
-) -> list[str]:
-    most = max(measured)
-    last, of = measured[most], f"fleet.{most}"
-    turn_s = scale.engine_s + scale.action_s
-    ideal_s = turn_s * last.turns / last.jobs
-    machines = "with a network, a name and a /tmp each" if separate else "on one loopback interface"
+def _caption(scale: FleetScale, most: int, metrics: Mapping[str, float], *, separate: bool) -> list[str]:
+    start = f"fleet.{most}."
+    last = {name.removeprefix(start): value for name, value in metrics.items() if name.startswith(start)}
+    turns = turns_of(scale, most)
+    ideal_s = (scale.engine_s + scale.action_s) * sum(turns) / len(turns)
     crowded = (
-        f"Others kept the processors busy besides ({last.machine_busy:.0%} in all): what is lost to linear scaling is "
-        "then also the time for which nodes waited for a core. "
-        if last.machine_busy > QUIET_SHARE
-        else ""
+        f"Others kept the processors busy besides ({last['machine_busy']:.0%} in all): what is lost to linear scaling "
+        "is then also the time for which nodes waited for a core. "
     )
-    return [
-        f"Measured here: real nodes, started and ended by Slurm on machines {machines}, real sandboxes, one client. "
-        f"All share {last.cores} cores, so the work is scaled to the machine: it waits. A turn is a completion of "
-        f"{scale.engine_s:g} s, of a testing engine that is no limit, and a cell of IPython in a sandbox that sleeps "
-        f"for {scale.action_s:g} s, in place of a tool's own work. Rollouts have {min(scale.lengths)} to "
-        f"{max(scale.lengths)} turns, as many of each; {scale.workers} run at once on a node, and "
-        f"{scale.jobs_per_worker} for each of these places are known from the beginning.",
-        "Rollouts a second are taken until the last one is submitted, those under way counted by the share that is "
-        "over; with tail: all of them, to the last outcome, while places get empty. The ideal is that of nodes on "
-        f"which nothing takes time but engine and tools: {scale.ideal_per_s:.2f} rollouts/s each. It does not move "
-        "with what else the machine does, as one node's throughput may. The simulation has the same work, and the "
-        "costs of the run with the fewest nodes.",
-        f"A rollout of {most} nodes took {last.run_s:.2f} s in RUN, of which {ideal_s:.2f} s are engine and tools; so "
-        f"{last.run_s / ideal_s - 1:.1%} came on top. This measurement itself took {last.own_busy:.0%} of the "
-        f"processors. {crowded}",
-        f"What differs: the paper's {PAPER_NODES} nodes do 4.7 to 5.0 times the work of one, with engines and tools "
-        f"that work, on machines of their own. Here {most} do {metrics[f'{of}.times']:.2f} times the work of one, and "
-        f"the simulation says {metrics[f'{of}.simulated_times']:.2f}. What is shown is that nothing of ours stands in "
-        f"the way: of CPU a job over {most} nodes the client takes {metrics[f'{of}.client_ms']:.1f} ms, and the head "
-        f"{metrics[f'{of}.head_ms']:.1f} ms, which takes {last.idle_head:.2%} of a core without jobs. No network of a "
-        "cluster, no GPU, and no disk that machines share over a network is in it.",
-    ]
+    return caption_of(
+        "fleet",
+        scale=scale,
+        machines="with a network, a name and a /tmp each" if separate else "on one loopback interface",
+        cores=CORES,
+        least_turns=min(scale.lengths),
+        most_turns=max(scale.lengths),
+        most=most,
+        last=last,
+        ideal_s=ideal_s,
+        on_top=last["run_s"] / ideal_s - 1,
+        crowded=crowded if last["machine_busy"] > QUIET_SHARE else "",
+        paper_nodes=PAPER_NODES,
+    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import socket
 import sys
 import tempfile
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -19,9 +20,9 @@ import msgspec
 import trio
 
 from perf.harness import CannotRun
-from perf.processes import parent_of
+from perf.processes import gets_ready, parent_of
 from prorl_launch.slurm.cluster import SCRIPT, free_ports, has_networks
-from prorl_launch.supervised import Supervised, open_supervised
+from prorl_launch.supervised import open_supervised
 from prorl_trio.rendezvous.watch import FleetWatch
 from prorl_trio.types.errors import ConfigError
 
@@ -100,7 +101,8 @@ async def open_cluster(machines: int) -> AsyncIterator[Cluster]:
         ready, log_file = folder / "ready", folder / "cluster.log"
         keep = ["bash", "-c", KEEP, "keep", str(SCRIPT), str(ready)]
         async with open_supervised(keep, env=env, log_file=log_file, grace_s=STOP_TIMEOUT_S) as keeper:
-            await _wait_ready(keeper, ready, log_file)
+            if not await gets_ready(keeper, partial(_wait_for, ready), START_TIMEOUT_S):
+                raise RuntimeError(f"Slurm does not start here: {_tail(log_file)}")
             yield Cluster(
                 folder=folder,
                 env=env,
@@ -160,20 +162,9 @@ def _ready_nodes(watch: FleetWatch) -> list[NodeEntry]:
     return [each.entry for each in view.nodes.values() if each.life == "live" and not each.entry.unready]
 
 
-async def _wait_ready(keeper: Supervised, ready: Path, log_file: Path) -> None:
-    with trio.move_on_after(START_TIMEOUT_S) as patience:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_at_end, keeper, patience)
-            while not await trio.Path(ready).exists():  # noqa: ASYNC110 - another process makes it
-                await trio.sleep(POLL_S)
-            nursery.cancel_scope.cancel()
-        return
-    raise RuntimeError(f"Slurm does not start here: {_tail(log_file)}")
-
-
-async def _cancel_at_end(keeper: Supervised, scope: trio.CancelScope) -> None:
-    await keeper.wait()
-    scope.cancel()
+async def _wait_for(path: Path) -> None:
+    while not await trio.Path(path).exists():  # noqa: ASYNC110 - another process makes it
+        await trio.sleep(POLL_S)
 
 
 def _make_folder() -> Path:

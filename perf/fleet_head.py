@@ -11,6 +11,7 @@ import time
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
@@ -39,7 +40,7 @@ from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import JobSpec, Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from prorl_trio.client import RolloutClient
     from prorl_trio.inference.engines.protocol import EngineClient
@@ -202,31 +203,17 @@ READS: Final = 50
 BATCH: Final = 50
 
 
-class FleetCost(msgspec.Struct, frozen=True, kw_only=True):
-    """The cost of a fleet of `nodes`, in seconds.
+async def measure_fleet_cost(nodes: int, *, rounds: int, idle_s: float) -> dict[str, float]:
+    """Give so many batches of jobs to the head of a fleet of so many nodes, and then to one node alone.
 
-    Attributes:
-        job_s: CPU of the head for a job, from its submission to its outcome, with its share of what the head does at
-            intervals.
-        client_job_s: CPU of the trainer's client for a job that it gives to the head; `plain_job_s`: to a node.
-        delay_s: median time of a job that is there alone, through the head; `plain_delay_s`: of one node alone. It is
-            over as soon as a node takes it, so this is the time of the way.
-        read_s: CPU for a look at the fleet's folder, which the head takes every second.
-        idle_busy: share of a core that the head takes while there are no jobs.
+    Returns:
+        `job_ms`: CPU of the head for a job, from its submission to its outcome, with its share of what the head does at
+        intervals. `client_job_ms`: CPU of the trainer's client for a job that it gives to the head; `plain_job_ms`: to
+        a node. `delay_ms`: median time of a job that is there alone, through the head; `plain_delay_ms`: of one node
+        alone. It is over as soon as a node takes it, so this is the time of the way. `folder_read_ms`: CPU for a look
+        at the fleet's folder, which the head takes every second. `idle_busy`: share of a core that the head takes while
+        there are no jobs.
     """
-
-    nodes: int
-    job_s: float
-    client_job_s: float
-    plain_job_s: float
-    delay_s: float
-    plain_delay_s: float
-    read_s: float
-    idle_busy: float
-
-
-async def measure_fleet_cost(nodes: int, *, rounds: int, idle_s: float) -> FleetCost:
-    """Give so many batches of jobs to the head of a fleet of so many nodes, and then to one node alone."""
     tell(f"{rounds * BATCH} jobs through the head of {nodes} nodes that do nothing, for what they cost it")
     raise_file_limit()
     with tempfile.TemporaryDirectory(prefix="prorl-perf-") as name:
@@ -237,34 +224,39 @@ async def measure_fleet_cost(nodes: int, *, rounds: int, idle_s: float) -> Fleet
         ):
             async with connect(at.url, TOKEN) as client:
                 await _wait_members(client, nodes)
-                await _batch(client, "warm-up")
-                cpu_s, began_s = head.cpu_s(), time.process_time()
-                for number in range(rounds):
-                    await _batch(client, str(number))
-                client_s, head_s = time.process_time() - began_s, head.cpu_s() - cpu_s
-                delay_s = await _delay(client, rounds)
+                job_s, client_s, delay_s = await _measure_jobs(client, rounds, head.cpu_s)
                 cpu_s = head.cpu_s()
                 await trio.sleep(idle_s)
                 idle_busy = (head.cpu_s() - cpu_s) / idle_s
             read_s = await trio.to_thread.run_sync(time_reads, folder)
             async with connect(node.url, TOKEN) as client:
-                await _batch(client, "warm-up")
-                began_s = time.process_time()
-                for number in range(rounds):
-                    await _batch(client, str(number))
-                plain_s = time.process_time() - began_s
-                plain_delay_s = await _delay(client, rounds)
-    jobs = rounds * BATCH
-    return FleetCost(
-        nodes=nodes,
-        job_s=head_s / jobs,
-        client_job_s=client_s / jobs,
-        plain_job_s=plain_s / jobs,
-        delay_s=delay_s,
-        plain_delay_s=plain_delay_s,
-        read_s=read_s,
-        idle_busy=idle_busy,
-    )
+                _, plain_s, plain_delay_s = await _measure_jobs(client, rounds, head.cpu_s)
+    return {
+        "job_ms": 1e3 * job_s,
+        "client_job_ms": 1e3 * client_s,
+        "plain_job_ms": 1e3 * plain_s,
+        "delay_ms": 1e3 * delay_s,
+        "plain_delay_ms": 1e3 * plain_delay_s,
+        "folder_read_ms": 1e3 * read_s,
+        "idle_busy": idle_busy,
+    }
+
+
+async def _measure_jobs(
+    client: RolloutClient, rounds: int, head_cpu_s: Callable[[], float]
+) -> tuple[float, float, float]:
+    """Return the CPU of the head and of this process for a job, and the median time of a job that is there alone."""
+    await _batch(client, "warm-up")
+    cpu_s, began_s = head_cpu_s(), time.process_time()
+    for number in range(rounds):
+        await _batch(client, str(number))
+    client_s, head_s = time.process_time() - began_s, head_cpu_s() - cpu_s
+    waits_s = []
+    for number in range(rounds):
+        began_s = time.perf_counter()
+        await _batch(client, f"alone-{number}", jobs=1)
+        waits_s.append(time.perf_counter() - began_s)
+    return head_s / (rounds * BATCH), client_s / (rounds * BATCH), median(waits_s)
 
 
 async def _wait_members(client: RolloutClient, nodes: int) -> None:
@@ -280,16 +272,6 @@ async def _wait_members(client: RolloutClient, nodes: int) -> None:
 
 def _places(status: dict[str, Any]) -> int:
     return sum(member["free_places"] for member in status["members"].values())
-
-
-async def _delay(client: RolloutClient, rounds: int) -> float:
-    """Return the median time of a job that is there alone."""
-    waits_s = []
-    for number in range(rounds):
-        began_s = time.perf_counter()
-        await _batch(client, f"alone-{number}", jobs=1)
-        waits_s.append(time.perf_counter() - began_s)
-    return sorted(waits_s)[rounds // 2]
 
 
 async def _batch(client: RolloutClient, name: str, *, jobs: int = BATCH) -> None:

@@ -1,21 +1,11 @@
-"""The work of `perf.grading`, in a process of its own: so another checkout can do the same, beside this one.
-
-`python -P grading_work.py`, with the checkout's folder in PYTHONPATH. A line of stdin asks for something (`math 3`, the
-name of a case and a seed; `swe.pytest 0`; or
-`loop 100000`), a line of JSON answers it. It uses only what graders offer to others, so
-that it fits older checkouts, too; a reader that a checkout does not have is left out.
-"""
+"""The work of `perf.grading`: answers, solutions and patches whose verdicts are known."""
 
 from __future__ import annotations
 
 import base64
 import importlib
-import json
 import random
-import sys
 import time
-from contextlib import AsyncExitStack
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -23,9 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import trio
 
 from prorl_trio.agent.context import Resources, RolloutContext
-from prorl_trio.agent.written_calls import CodeBlocks, JsonCalls
-from prorl_trio.chat.families.family import FAMILIES
-from prorl_trio.chat.tool_calls import parse_turn
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -41,25 +28,16 @@ from prorl_trio.tasks.grading import (
 )
 from prorl_trio.tasks.handlers.shell.handler import ShellHandler
 from prorl_trio.tasks.handlers.swe import SweHandler
-from prorl_trio.tools import FinishTool, IpythonTool, ToolSet
-from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import JobSpec, TaskInstance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AsyncExitStack
 
     from prorl_trio.sandbox.host import SandboxHost
     from prorl_trio.tasks.grading import CodeTests
 
 GRADE_TIMEOUT_S: Final = 120.0
-SHORT_CHARS: Final = 10_000
-"""Length of the first try of a degenerate turn; the slowest few of a reader are tried at full length."""
-SLOWEST: Final = 6
-MAX_SHORT_S: Final = 0.2
-"""A turn that takes longer at `SHORT_CHARS` is not read at full length: in proportion, that is a lower bound."""
-MAX_READER_S: Final = 2.0
-"""CPU time of a reader for all short turns; what is left then is not tried: the reader is far too slow already."""
-
 STEM_REPEATS: Final = 100
 """Their verdicts take a tenth of a millisecond each: a pass is to be long enough to be timed."""
 
@@ -153,16 +131,25 @@ SCORED_CASES: Final = {
 """Graded by a scoring process; this one stands in for it."""
 
 
-def _score(case: str, seed: int) -> dict[str, Any]:
+class Pass(NamedTuple):
+    """A pass of a case: CPU of this process in seconds, its verdicts, and how many of them are right."""
+
+    cpu_s: float
+    verdicts: int
+    agree: int
+
+
+def score(case: str, seed: int) -> Pass:
+    """Return a pass of one of `SCORED_CASES`. Blocks."""
     scored = SCORED_CASES[case]
     module, _, name = scored.scorer.partition(":")
-    score = getattr(importlib.import_module(module), name)
+    scorer = getattr(importlib.import_module(module), name)
     payloads = list(scored.payloads(random.Random(seed)))
     began_s = time.process_time()
-    verdicts = [score(payload)["equal"] for payload, _ in payloads]
+    verdicts = [scorer(payload)["equal"] for payload, _ in payloads]
     taken_s = time.process_time() - began_s
     agree = sum(verdict is right for verdict, (_, right) in zip(verdicts, payloads, strict=True))
-    return {"cpu_s": taken_s, "verdicts": len(payloads), "agree": agree}
+    return Pass(taken_s, len(payloads), agree)
 
 
 # ---------------------------------------------------------------- what is graded in sandboxes
@@ -203,7 +190,7 @@ _TESTS: Final = "from calc import add\n\n\n" + "".join(
 _CHECK: Final = '#!/bin/bash\n[ "$(cat greeting.txt)" = hello ]; echo $((1 - $?)) > /logs/verifier/reward.txt\n'
 
 
-class _Sandboxes:
+class Sandboxes:
     """A host of sandboxes, and the handlers that grade in them."""
 
     def __init__(self, host: SandboxHost, resources: Resources, layer: Path) -> None:
@@ -213,7 +200,7 @@ class _Sandboxes:
         self._shell = ShellHandler()
 
     async def grade(self, case: str) -> bool:
-        """Grade right work once, and return whether it was found right."""
+        """Grade the right work of one of `SANDBOXED_CASES`; return whether it was found right."""
         with trio.fail_after(GRADE_TIMEOUT_S):
             if case in CODE_CASES:
                 solution, tests = CODE_CASES[case]
@@ -266,122 +253,15 @@ def _write_layer(folder: Path) -> Path:
     return layer
 
 
-async def _open_sandboxes(stack: AsyncExitStack) -> _Sandboxes:
+async def open_sandboxes(stack: AsyncExitStack) -> Sandboxes:
+    """Return a host of sandboxes, which ends with `stack`.
+
+    Raises:
+        ConfigError: neither Apptainer nor bubblewrap works here.
+    """
     layer = _write_layer(Path(stack.enter_context(TemporaryDirectory(prefix="prorl-perf-"))))
     config = NodeConfig(model=ModelConfig(path="none"), sandbox=SandboxConfig(packages=("pytest",)))
     # Graders in sandboxes use the configuration alone.
     resources: Any = Resources(config=config, chat_format=None, backends=None, scorers=None)  # type: ignore[arg-type]
     host = await stack.enter_async_context(open_sandbox_host(await choose_provider(config.sandbox)))
-    return _Sandboxes(host, resources, layer)
-
-
-# ---------------------------------------------------------------- readers on the event loop
-
-_PIECES: Final[list[str]] = json.loads(Path(__file__).with_name("grading_pieces.json").read_text())
-"""What readers of turns know, and what surrounds it."""
-
-
-def _turns(chars: int) -> Iterator[tuple[str, str]]:
-    """Yield degenerate turns of `chars` characters: what readers know, repeated, nested, unclosed, and in pairs."""
-    markup = sorted({token for family in FAMILIES for token in (*family.markup, *family.ends)})
-    pieces = list(dict.fromkeys((*_PIECES, *markup)))
-    for piece in pieces:
-        yield f"{piece!r} again and again", (piece * (chars // len(piece) + 1))[:chars]
-        yield f"{piece!r} and a letter", (f"{piece}x" * (chars // (len(piece) + 1) + 1))[:chars]
-    for one, other in pairwise(pieces):
-        pair = one + other
-        yield f"{pair!r} again and again", (pair * (chars // len(pair) + 1))[:chars]
-        half = chars // 2
-        yield f"{one!r}, then {other!r}", (one * half)[:half] + (other * half)[:half]
-
-
-class _Said(NamedTuple):
-    content: str
-
-
-def _readers() -> dict[str, Callable[[str], object]]:
-    """Return the readers of policies' text that run in a node's event loop."""
-    tools = ToolSet([IpythonTool(), FinishTool()], max_observation_chars=1000)
-    readers: dict[str, Callable[[str], object]] = {}
-    for family in FAMILIES:
-        readers.setdefault(
-            f"turn.{family.name}",
-            lambda text, syntax=family.syntax: parse_turn(text, tools.parameters, syntax=syntax),  # type: ignore[misc]  # mypy infers no default
-        )
-    readers["calls.json"] = JsonCalls(tools).read
-    readers["calls.code"] = CodeBlocks({"python": ("ipython", "code")}).read
-    # Of this checkout alone: another one's handlers need not have them, and it has to grade all the same.
-    code, math, stem = (
-        importlib.import_module(f"prorl_trio.tasks.handlers.{name}") for name in ("code", "math", "stem.handler")
-    )
-    styles = {
-        "code": code._CodeStyle(),
-        "stem": stem._StemStyle(keeps_unit=False),
-        "stem.quantity": stem._StemStyle(keeps_unit=True),
-    }
-    for style, plain in (("tools", False), ("tools", True), ("json", False), ("code", False)):
-        payload = math.MathPayload(question="?", answer="1", style=style, plain_answer=plain)
-        styles[f"math.{style}{'.plain' if plain else ''}"] = math._style(payload, tools)
-    for name, reading in styles.items():
-        readers[f"style.{name}"] = lambda text, reading=reading: (  # type: ignore[misc]
-            reading.implied_calls(_Said(text)),
-            reading.final_answer(_Said(text)),
-        )
-    return readers
-
-
-def _timed(read: Callable[[str], object], text: str) -> float:
-    """Return the CPU time of a reading in seconds, of the faster of two if it is short."""
-    taken: list[float] = []
-    while len(taken) < (2 if not taken or taken[0] < MAX_SHORT_S else 1):
-        began_s = time.process_time()
-        read(text)
-        taken.append(time.process_time() - began_s)
-    return min(taken)
-
-
-def _sweep(chars: int) -> dict[str, Any]:
-    """Return for each reader the worst turn and its time; of what takes too long when short, a lower bound."""
-    found: dict[str, Any] = {}
-    short, whole = list(_turns(min(chars, SHORT_CHARS))), dict(_turns(chars))
-    for name, read in _readers().items():
-        first: list[tuple[float, str]] = []
-        for turn, text in short:
-            began_s = time.process_time()
-            read(text)
-            first.append((time.process_time() - began_s, turn))
-            if sum(taken_s for taken_s, _ in first) > MAX_READER_S:
-                break
-        worst = (0.0, "")
-        for taken_s, turn in sorted(first, reverse=True)[:SLOWEST]:
-            bound_s = taken_s * chars / SHORT_CHARS
-            worst = max(worst, (bound_s if taken_s > MAX_SHORT_S else _timed(read, whole[turn]), turn))
-        found[name] = {"worst_s": worst[0], "turn": worst[1]}
-    return found
-
-
-async def main() -> None:
-    """Answer lines until stdin ends."""
-    async with AsyncExitStack() as stack:
-        sandboxes: _Sandboxes | None = None
-        while line := await trio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
-            case, number = line.split()
-            if case == "loop":
-                reply = _sweep(int(number))
-            elif case in SCORED_CASES:
-                reply = _score(case, int(number))
-            else:
-                try:
-                    sandboxes = sandboxes or await _open_sandboxes(stack)
-                except ConfigError as exc:  # neither Apptainer nor bubblewrap works here
-                    reply = {"left_out": str(exc)}
-                else:
-                    began_s = time.process_time()
-                    agree = await sandboxes.grade(case)
-                    reply = {"cpu_s": time.process_time() - began_s, "verdicts": 1, "agree": int(agree)}
-            sys.stdout.write(json.dumps(reply) + "\n")
-            sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    trio.run(main)
+    return Sandboxes(host, resources, layer)

@@ -1,7 +1,7 @@
 """The base of all benchmarks: options, interleaved measuring, percentiles, and the three forms of a report.
 
-A benchmark is an async function that returns a `Report`, or a `Finding` where `perf.paper` shows it as well;
-`run_benchmark` gives it the command line that every benchmark has: `--quick` and `--json FILE`.
+A benchmark is an async function that returns a `Report`; `run_benchmark` gives it the command line that every benchmark
+has: `--quick` and `--json FILE`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -52,7 +53,11 @@ INCHES_PER_BAR: Final = 0.36
 
 KeyT = TypeVar("KeyT")
 CAPTIONS: Final = msgspec.toml.decode(Path(__file__).with_name("captions.toml").read_bytes(), type=dict[str, list[str]])
-"""Paragraphs of each benchmark: the conditions, and what differs from the paper."""
+
+
+def caption_of(name: str, **values: object) -> list[str]:
+    """Return the paragraphs of `captions.toml` below `name`, with `values` in their braces; without empty ones."""
+    return [said for paragraph in CAPTIONS[name] if (said := paragraph.format(**values))]
 
 
 class CannotRun(Exception):
@@ -60,11 +65,10 @@ class CannotRun(Exception):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line. `quick`: under a minute in all, on a small machine. `beside`: a checkout to compare with."""
+    """The command line. `quick`: under a minute in all, on a small machine."""
 
     quick: bool
     json_path: Path | None
-    beside: Path | None = None
 
 
 def tell(doing: str) -> None:
@@ -188,9 +192,30 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
         return table
 
 
-def rows_of(title: str, keys: Iterable[KeyT], columns: Mapping[str, Callable[[KeyT], str]]) -> Rows:
-    """Return a table with a row for each key, and a column for each function of it."""
-    rows = [[cell(key) for cell in columns.values()] for key in keys]
+def rows_of(
+    title: str,
+    keys: Iterable[KeyT],
+    columns: Mapping[str, Callable[[KeyT], str] | str],
+    *,
+    metrics: Mapping[str, float] | None = None,
+    of: str = "",
+) -> Rows:
+    """Return a table with a row for each key, and a column for each heading.
+
+    A column is a function of the key, or a text with the names of metrics in braces, as `{times:.2f} x`: those metrics
+    that begin with `OF.KEY.`. The cell is empty where a key has not all of them.
+    """
+    every = metrics or {}
+
+    def cell(column: Callable[[KeyT], str] | str, key: KeyT) -> str:
+        if not isinstance(column, str):
+            return column(key)
+        start = f"{of}.{key}."
+        with suppress(KeyError):
+            return column.format_map({n.removeprefix(start): v for n, v in every.items() if n.startswith(start)})
+        return ""
+
+    rows = [[cell(column, key) for column in columns.values()] for key in keys]
     return Rows(title=title, headings=list(columns), rows=rows)
 
 
@@ -232,37 +257,6 @@ class Lines(msgspec.Struct, frozen=True, kw_only=True, tag="lines"):
 
 
 Figure = Bars | Lines
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a benchmark that `perf.paper` shows, as plain values.
-
-    Attributes:
-        title: over its metrics.
-        tables: shown in this order, after the figures.
-        figures: drawn by `draw`.
-        caption: paragraphs: the conditions, and what differs from the paper.
-        metrics: flat, by dotted names, as `--json` writes them.
-        at_least: what metrics are to reach.
-    """
-
-    title: str = ""
-    tables: list[Rows] = []
-    figures: list[Figure] = []
-    caption: list[str] = []
-    metrics: dict[str, float] = {}
-    at_least: dict[str, float] = {}
-
-    def report(self) -> Report:
-        """Return the report of it: its caption as notes, its metrics for the file."""
-        return Report(
-            title=self.title,
-            detail_metrics=self.metrics,
-            at_least=self.at_least,
-            tables=self.tables,
-            figures=self.figures,
-            notes=self.caption,
-        )
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -437,15 +431,14 @@ def _lines(ax: Any, figure: Lines) -> None:
 
 # ---------------------------------------------------------------- the command line
 
-Benchmark = Callable[[Options], Awaitable[Report | Finding]]
+Benchmark = Callable[[Options], Awaitable[Report]]
 
 
 async def _measured(benchmark: Benchmark, options: Options) -> Report:
     try:
-        found = await benchmark(options)
+        return await benchmark(options)
     except CannotRun as exc:
         raise SystemExit(str(exc)) from exc
-    return found.report() if isinstance(found, Finding) else found
 
 
 def _measure(benchmark: Benchmark, options: Options) -> Report | None:
@@ -457,24 +450,19 @@ def _measure(benchmark: Benchmark, options: Options) -> Report | None:
     return None
 
 
-def run_benchmark(benchmark: Benchmark, argv: Sequence[str] | None = None, *, compares: bool = False) -> int:
+def run_benchmark(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     """Parse the command line, run, print the table, write the files asked for. Returns 0, or 130 after Ctrl-C.
 
-    A benchmark that `compares` checkouts has the option `--beside`. A missed target is printed, but is no error: it may
-    be the machine's doing. What the benchmark raises flies, but for `CannotRun`, which ends the program with its words.
+    A missed target is printed, but is no error: it may be the machine's doing. What the benchmark raises flies, but for
+    `CannotRun`, which ends the program with its words.
     """
     parser = argparse.ArgumentParser(
         description=sys.modules[benchmark.__module__].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer samples: under 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help='write {"metric": number}, and a plot beside it')
-    if compares:
-        parser.add_argument(
-            "--beside", type=Path, metavar="CHECKOUT", help="measure another checkout in alternation, and the ratios"
-        )
     arguments = parser.parse_args(argv)
-    beside = arguments.beside.resolve(strict=True) if compares and arguments.beside else None
-    options = Options(quick=arguments.quick, json_path=arguments.json, beside=beside)
+    options = Options(quick=arguments.quick, json_path=arguments.json)
     report = _measure(benchmark, options)
     if report is None:
         print("ended by Ctrl-C: nothing is reported, nothing was written", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import trio
 
-from perf.harness import Case, Options, Report, Series, run_benchmark
+from perf.harness import Case, Options, Report, Series, caption_of, run_benchmark
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.ledger import Ledger, NewJob, open_ledger
 
@@ -45,25 +45,21 @@ async def measure_ledger(options: Options) -> Report:
                     rates[peer].append(size_mb / taken_s)
             statistics = ledger.statistics()
     median = {name: float(np.median(values)) for name, values in rates.items()}
-    case = Case(name="ledger.accept")
+    caption = caption_of("ledger", tasks=TASKS, outcome_bytes=OUTCOME_BYTES, spec_bytes=SPEC_BYTES)
     return Report(
         title="ledger",
-        series=[Series(case=case, samples=[taken_s * 1e3 for taken_s in accepts_s])],
+        series=[Series(case=Case(name="ledger.accept"), samples=[taken_s * 1e3 for taken_s in accepts_s])],
         more_metrics={
-            "ledger.mb_s": round(median["ledger"], 1),
-            "ledger.floor_mb_s": round(median["floor"], 1),
-            "ledger.sqlite_mb_s": round(median["sqlite"], 1),
-            "ledger.of_floor": round(median["ledger"] / median["floor"], 3),
-            "ledger.over_sqlite": round(median["ledger"] / median["sqlite"], 2),
-            "ledger.accepts_per_s": round(median["accepts"], 1),
-            "ledger.fsync_p50_ms": round(statistics.fsync_p50_s * 1e3, 3),
-            "ledger.fsync_p99_ms": round(statistics.fsync_p99_s * 1e3, 3),
+            "ledger.mb_s": median["ledger"],
+            "ledger.floor_mb_s": median["floor"],
+            "ledger.sqlite_mb_s": median["sqlite"],
+            "ledger.of_floor": median["ledger"] / median["floor"],
+            "ledger.over_sqlite": median["ledger"] / median["sqlite"],
+            "ledger.accepts_per_s": median["accepts"],
+            "ledger.fsync_p50_ms": statistics.fsync_p50_s * 1e3,
+            "ledger.fsync_p99_ms": statistics.fsync_p99_s * 1e3,
         },
-        notes=[
-            f"{TASKS} tasks at a time; outcomes of {OUTCOME_BYTES} bytes, specs of {SPEC_BYTES}. "
-            f"The floor writes {TASKS} outcomes into allocated space, syncs, and goes on; sqlite commits as many in "
-            "one transaction (journal_mode=WAL, synchronous=FULL).",
-        ],
+        notes=caption,
     )
 
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from perf import delivery, ledger_bench
-from perf.harness import Case, Options, Report, Series, run_benchmark, tell
+from perf.harness import Case, Options, Report, Series, caption_of, run_benchmark, tell
 from perf.node_rig import (
     BYTES_PER_TOKEN,
     RESULT_TIMEOUT_S,
@@ -40,18 +40,11 @@ from prorl_trio.http.connection import HttpLimits
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from perf.node_rig import Crowd, Latencies, NodeRig
+    from perf.node_rig import Crowd, NodeRig
 
 CALLERS: Final = 32
 PROMPT_TOKENS: Final = 1500
 CALL_TIMEOUT_S: Final = 60.0
-
-
-class GatewayRate(msgspec.Struct, frozen=True):
-    """Calls a second, and CPU ms a call of the process that was called."""
-
-    calls_per_s: float
-    cpu_ms: float
 
 
 @asynccontextmanager
@@ -69,10 +62,13 @@ async def open_gateway(engine_url: str, folder: Path) -> AsyncIterator[tuple[str
         yield url, Child(process)
 
 
-async def measure_calls(url: str, path_prefix: str, called: Child, calls: int) -> GatewayRate:
+async def measure_calls(url: str, path_prefix: str, called: Child, calls: int) -> tuple[float, float]:
     """`CALLERS` at a time, each a completion with token ids and log-probabilities, as the node makes them.
 
     `path_prefix` comes before `/v1/completions`, with `{caller}` for a session of each caller.
+
+    Returns:
+        Calls a second, and CPU milliseconds a call of the process that was called.
     """
     body = msgspec.json.encode(
         {
@@ -106,7 +102,7 @@ async def measure_calls(url: str, path_prefix: str, called: Child, calls: int) -
     finally:
         http.close()
     made = calls // CALLERS * CALLERS
-    return GatewayRate(made / wall_s, 1e3 * (called.cpu_s() - cpu_s) / made)
+    return made / wall_s, 1e3 * (called.cpu_s() - cpu_s) / made
 
 
 ROLLOUTS: Final = 2_000
@@ -144,56 +140,50 @@ async def benchmark(options: Options) -> Report:
             least_s = scale.turns * scale.engine_s
             tell(f"{ROLLOUTS:,} rollouts of {scale.turns} turns at once, which takes more than {least_s:.0f} s")
             crowd = await measure_crowd(rig, ROLLOUTS, scale.turns)
-            report = _node_report(latencies, crowd, scale)
             tell(f"{scale.processes} jobs in processes of their own")
             processes = await _run_processes(rig, scale)
-            report = report.joined_with(_process_report(processes, crowd))
             tell("calls straight to the engine, and through rllm-model-gateway")
-            report = report.joined_with(await _gateway_report(rig, folder, scale))
+            calls, left_out = await _measure_gateway(rig, folder, scale)
+    series = [Series(case=Case(name=of), samples=ms) for of, ms in zip(("accept", "deliver"), latencies, strict=True)]
+    report = Report(
+        title=f"the node with {ROLLOUTS:,} rollouts of {scale.turns} turns",
+        series=series,
+        more_metrics=_node_metrics(crowd) | _process_metrics(processes, crowd) | calls,
+        at_most={"turn.cpu_ms": TURN_MAX_MS, "stall.cpu_max_ms": STALL_MAX_MS, "rollouts.rss_mib": RSS_MAX_MIB},
+        notes=[
+            *caption_of("node", rollouts=ROLLOUTS, scale=scale, worst=_worst(crowd), callers=CALLERS),
+            *([f"left out: {left_out}"] if left_out else caption_of("gateway", peer=PEERS["gateway"].title)),
+        ],
+    )
     for part in PARTS:
         tell(f"python -m {part.__module__}")
         report = report.joined_with(await part(options))
     return report
 
 
-def _node_report(latencies: Latencies, crowd: Crowd, scale: Scale) -> Report:
+def _node_metrics(crowd: Crowd) -> dict[str, float]:
     token_bytes = crowd.tokens * BYTES_PER_TOKEN
-    return Report(
-        title=f"the node with {crowd.rollouts:,} rollouts of {scale.turns} turns",
-        series=[
-            Series(case=Case(name="accept"), samples=latencies.accept),
-            Series(case=Case(name="deliver"), samples=latencies.deliver),
-        ],
-        more_metrics={
-            "rollouts.concurrent": crowd.concurrent,
-            "turn.cpu_ms": round(1e3 * crowd.cpu_s / crowd.turns, 3),
-            "rollout.cpu_ms": round(1e3 * crowd.cpu_s / crowd.rollouts, 2),
-            "turns_per_s": round(crowd.turns / crowd.wall_s, 1),
-            "node.busy": round(crowd.cpu_s / crowd.wall_s, 3),
-            "rollouts.rss_mib": round((crowd.rss_bytes - token_bytes) / MIB, 1),
-            "rollouts.tokens_mib": round(token_bytes / MIB, 1),
-            "rollouts.kib_each": round((crowd.rss_bytes - crowd.rss_before_bytes - token_bytes) / 1024 / ROLLOUTS, 1),
-            "stall.p50_ms": crowd.stalls["p50_ms"],
-            "stall.p99_ms": crowd.stalls["p99_ms"],
-            "stall.max_ms": crowd.stalls["max_ms"],
-            "stall.cpu_p99_ms": crowd.stalls["cpu_p99_ms"],
-            "stall.cpu_max_ms": crowd.stalls["cpu_max_ms"],
-            "world.turn_cpu_ms": round(1e3 * crowd.world_cpu_s / crowd.turns, 3),
-        },
-        at_most={"turn.cpu_ms": TURN_MAX_MS, "stall.cpu_max_ms": STALL_MAX_MS, "rollouts.rss_mib": RSS_MAX_MIB},
-        notes=[
-            "accept: submit to its answer; deliver: from the rollout's end to the trainer's hands; single jobs",
-            f"turn.cpu_ms: all CPU of the node's process over the turns, start and end of the {crowd.rollouts:,} "
-            f"rollouts included: chat rendering and parsing, HTTP to the engine ({scale.engine_s:g} s a completion), "
-            "RPC to the sandbox, metrics, delivery; a byte-level tokenizer, engines and daemons in another process",
-            "stall: passes of the node's loop since its start, on the wall, and their CPU alone: the rest is what "
-            "others on this machine took; rss_mib: the node's most, without 9 bytes a token",
-            *(
-                f"worst stall: {one['pass_s'] * 1e3:.0f} ms ({one['cpu_s'] * 1e3:.0f} ms of CPU, "
-                f"{one['step_s'] * 1e3:.0f} ms in one step), {one['task']}"
-                for one in crowd.stalls["worst"][:2]
-            ),
-        ],
+    stalls = ("p50_ms", "p99_ms", "max_ms", "cpu_p99_ms", "cpu_max_ms")
+    return {
+        "rollouts.concurrent": crowd.concurrent,
+        "turn.cpu_ms": 1e3 * crowd.cpu_s / crowd.turns,
+        "rollout.cpu_ms": 1e3 * crowd.cpu_s / ROLLOUTS,
+        "turns_per_s": crowd.turns / crowd.wall_s,
+        "node.busy": crowd.cpu_s / crowd.wall_s,
+        "rollouts.rss_mib": (crowd.rss_bytes - token_bytes) / MIB,
+        "rollouts.tokens_mib": token_bytes / MIB,
+        "rollouts.kib_each": (crowd.rss_bytes - crowd.rss_before_bytes - token_bytes) / 1024 / ROLLOUTS,
+        **{f"stall.{name}": crowd.stalls[name] for name in stalls},
+        "world.turn_cpu_ms": 1e3 * crowd.world_cpu_s / crowd.turns,
+    }
+
+
+def _worst(crowd: Crowd) -> str:
+    """Return the two longest passes of the node's loop in words."""
+    return "; ".join(
+        f"{one['pass_s'] * 1e3:.0f} ms ({one['cpu_s'] * 1e3:.0f} ms of CPU, {one['step_s'] * 1e3:.0f} ms in one step), "
+        f"{one['task']}"
+        for one in crowd.stalls["worst"][:2]
     )
 
 
@@ -206,44 +196,29 @@ async def _run_processes(rig: NodeRig, scale: Scale) -> JobProcesses:
         return processes
 
 
-def _process_report(processes: JobProcesses, crowd: Crowd) -> Report:
+def _process_metrics(processes: JobProcesses, crowd: Crowd) -> dict[str, float]:
     cpu_ms = 1e3 * float(np.median(processes.cpu_s))
     mib = float(np.median(processes.private_bytes)) / MIB
-    own_mib = (crowd.rss_bytes - crowd.rss_before_bytes) / crowd.rollouts / MIB
-    return Report(
-        title="",
-        more_metrics={
-            "process_per_job.rollout_cpu_ms": round(cpu_ms, 1),
-            "process_per_job.rollout_mib": round(mib, 1),
-            "process_per_job.cpu_over_ours": round(cpu_ms / (1e3 * crowd.cpu_s / crowd.rollouts), 1),
-            "process_per_job.memory_over_ours": round(mib / own_mib, 1),
-        },
-        notes=[
-            f"process_per_job: {len(processes.cpu_s)} jobs, each in a spawned Python process that imports our own turn "
-            "loop and runs it once against the same engine (which answers at once) and stand-in; its CPU from start to "
-            "end, and the memory it shares with no other process; parent and manager not counted"
-        ],
-    )
+    own_mib = (crowd.rss_bytes - crowd.rss_before_bytes) / ROLLOUTS / MIB
+    return {
+        "process_per_job.rollout_cpu_ms": cpu_ms,
+        "process_per_job.rollout_mib": mib,
+        "process_per_job.cpu_over_ours": cpu_ms / (1e3 * crowd.cpu_s / ROLLOUTS),
+        "process_per_job.memory_over_ours": mib / own_mib,
+    }
 
 
-async def _gateway_report(rig: NodeRig, folder: Path, scale: Scale) -> Report:
+async def _measure_gateway(rig: NodeRig, folder: Path, scale: Scale) -> tuple[dict[str, float], str]:
+    """Return the figures of calls to the engine and through the gateway, and why the latter are not there."""
     engine = rig.world.quick_engine
-    direct = await measure_calls(engine, "", rig.world_child, scale.gateway_calls)
-    metrics = {"engine.calls_per_s": round(direct.calls_per_s, 1), "engine.call_cpu_ms": round(direct.cpu_ms, 3)}
-    notes = ["engine.calls_per_s: 32 callers straight to the fake engine: what there is to be had"]
+    calls_per_s, cpu_ms = await measure_calls(engine, "", rig.world_child, scale.gateway_calls)
+    metrics = {"engine.calls_per_s": calls_per_s, "engine.call_cpu_ms": cpu_ms}
     try:
         async with open_gateway(engine, folder) as (url, child):
-            carried = await measure_calls(url, "/sessions/{caller}", child, scale.gateway_calls)
+            calls_per_s, cpu_ms = await measure_calls(url, "/sessions/{caller}", child, scale.gateway_calls)
     except PeerUnavailable as exc:
-        notes.append(f"left out: {exc}")
-    else:
-        metrics["gateway.calls_per_s"] = round(carried.calls_per_s, 1)
-        metrics["gateway.call_cpu_ms"] = round(carried.cpu_ms, 3)
-        notes.append(
-            "gateway: the same calls through rllm-model-gateway 0.1.0 as it comes (one process, sqlite traces), which "
-            "forwards and records and does nothing else of a turn; its CPU a call stands beside turn.cpu_ms"
-        )
-    return Report(title="", series=[], more_metrics=metrics, notes=notes)
+        return metrics, str(exc)
+    return metrics | {"gateway.calls_per_s": calls_per_s, "gateway.call_cpu_ms": cpu_ms}, ""
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import resource
 import secrets
-import signal
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +23,7 @@ import tomli_w
 import trio
 
 from perf.processes import Child, open_child
-from perf.rollouts import TOKEN, math_job, open_engine, submit_all
+from perf.rollouts import TOKEN, math_job, open_engine, run_span, serve_handler, submit_all
 from prorl_ipc.channel import connect_unix
 from prorl_ipc.client import open_rpc_client
 from prorl_ipc.errors import IpcError
@@ -36,16 +35,12 @@ from prorl_trio.agent.scoring import open_scorer_pool
 from prorl_trio.chat.proof import load_chat_format
 from prorl_trio.client import RolloutClient, connect
 from prorl_trio.config import ModelConfig, NodeConfig, load_config
-from prorl_trio.edges.endpoints import endpoint_url
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.node.garbage import open_garbage_searches
-from prorl_trio.node.serve import serve_node
 from prorl_trio.sandbox.client import DaemonSandbox
 from prorl_trio.sandbox.provider import ProviderReport, SandboxProvider, SandboxSpec
 from prorl_trio.tasks.handlers.math import MathHandler
-from prorl_trio.tasks.handlers.registry import HandlerRegistry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -160,13 +155,8 @@ async def serve_rig_node(config_file: str, daemon_socket: str) -> AsyncIterator[
     """
     config = load_config(Path(config_file))
     provider = StandInProvider(Path(daemon_socket), os.environ[TOKEN_VARIABLE])
-
-    async def serve(*, task_status: trio.TaskStatus[tuple[str, int]]) -> None:  # noqa: ASYNC128 - serve_node does
-        await serve_node(config, HandlerRegistry([StampedHandler()]), provider=provider, task_status=task_status)
-
-    async with open_garbage_searches(), open_single_nursery() as nursery:  # as the `serve` command does
-        yield endpoint_url(await nursery.start(serve))
-        os.kill(os.getpid(), signal.SIGTERM)
+    async with serve_handler(config, StampedHandler(), provider) as url:
+        yield url
 
 
 QUESTION: Final = {
@@ -261,28 +251,18 @@ class NodeRig(msgspec.Struct, frozen=True):
     client: RolloutClient
 
 
-class Latencies(msgspec.Struct, frozen=True):
-    """In ms, of single jobs on a node without other work."""
-
-    accept: list[float]
-    deliver: list[float]
-
-
 class Crowd(msgspec.Struct, frozen=True, kw_only=True):
     """Many rollouts at once.
 
     Attributes:
-        concurrent: most that were in RUN at the same time.
-        turns, tokens: of all.
-        cpu_s: of the node's process, from the first submission to the last outcome.
-        world_cpu_s: of the process with the engines and the stand-in for the daemons.
-        wall_s: the same time on the wall.
+        turns, tokens: of all. `concurrent`: most rollouts that were in RUN at the same time.
+        cpu_s: of the node's process, from the first submission to the last outcome; `world_cpu_s`: of the process with
+            the engines and the stand-in for the daemons; `wall_s`: the same time on the wall.
         rss_bytes: most that the node had, and `rss_before_bytes` what it had before.
         stalls: as the node reports them.
     """
 
     concurrent: int
-    rollouts: int
     turns: int
     tokens: int
     cpu_s: float
@@ -320,16 +300,19 @@ async def open_node_rig(folder: Path, *, rollouts: int, engine_s: float) -> Asyn
             yield NodeRig(node, world_child, world, client)
 
 
-async def measure_latencies(rig: NodeRig, jobs: int) -> Latencies:
-    """Measure jobs of one turn, one at a time."""
-    latencies = Latencies([], [])
+async def measure_latencies(rig: NodeRig, jobs: int) -> tuple[list[float], list[float]]:
+    """Measure jobs of one turn, one at a time, on a node without other work.
+
+    Returns:
+        Milliseconds from the submission to its answer, and from a rollout's end to the trainer's hands.
+    """
+    accept_ms, deliver_ms = [], []
     for number in range(jobs):
         started = time.perf_counter()
         await submit_all(rig.client, [math_job(f"single-{number}", max_turns=1, **QUESTION)])
-        latencies.accept.append(1e3 * (time.perf_counter() - started))
-        async for outcome in rig.client.results(1):
-            latencies.deliver.append(1e3 * (time.monotonic() - _ended_s(outcome)))
-    return latencies
+        accept_ms.append(1e3 * (time.perf_counter() - started))
+        deliver_ms += [1e3 * (time.monotonic() - _ended_s(outcome)) async for outcome in rig.client.results(1)]
+    return accept_ms, deliver_ms
 
 
 async def measure_crowd(rig: NodeRig, rollouts: int, turns: int) -> Crowd:
@@ -349,9 +332,7 @@ async def measure_crowd(rig: NodeRig, rollouts: int, turns: int) -> Crowd:
         async for outcome in client.results(rollouts):
             if outcome.status != "completed" or outcome.trajectory is None:
                 raise RuntimeError(f"job {outcome.job_id} {outcome.status}: {outcome.error}")
-            timing, ended_s = outcome.timing, _ended_s(outcome)
-            run_ended_s = ended_s - timing.eval_s - timing.queued_eval_s
-            spans.append((run_ended_s - timing.run_s, run_ended_s))
+            spans.append(run_span(outcome, _ended_s(outcome)))
             done_turns += len(outcome.trajectory.turns)
             tokens += sum(len(segment) for segment in outcome.trajectory.segments)
         wall_s = time.perf_counter() - started
@@ -360,7 +341,6 @@ async def measure_crowd(rig: NodeRig, rollouts: int, turns: int) -> Crowd:
     status: Any = await client.status()
     return Crowd(
         concurrent=_most_at_once(spans),
-        rollouts=rollouts,
         turns=done_turns,
         tokens=tokens,
         cpu_s=cpu_s,

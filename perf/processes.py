@@ -16,11 +16,13 @@ import msgspec
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.sandbox.reaper import stat_fields
+from prorl_trio.sandbox.reaper import descendants, stat_fields
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from contextlib import AbstractAsyncContextManager
+
+    from prorl_launch.supervised import Supervised
 
 START_TIMEOUT_S: Final = 60.0
 END_TIMEOUT_S: Final = 20.0
@@ -86,16 +88,19 @@ def parent_of(pid: int) -> int:
 
 def process_time(pid: int) -> ProcessTime:
     """Return the seconds of CPU of a process without its living children; none if there is no such process."""
-    return ProcessTime(0.0, 0.0) if (fields := stat_fields(pid)) is None else _time_in(fields)
+    if (fields := stat_fields(pid)) is None:
+        return ProcessTime(0.0, 0.0)
+    user, system, ended_user, ended_system = (int(field) * TICK_S for field in fields[TIME_FIELDS])
+    return ProcessTime(user + system, ended_user + ended_system)
 
 
-def tree_time(*roots: int) -> ProcessTime:
-    """Return the seconds of CPU of processes and all their living descendants, to 10 ms each.
+def tree_time(root: int) -> ProcessTime:
+    """Return the seconds of CPU of a process and all its living descendants, to 10 ms each.
 
-    The root of a tree has to be its sub-reaper, or nothing of the tree may lose its parent: what has neither is missed.
+    The root has to be the sub-reaper of its tree, or nothing of the tree may lose its parent: what has neither is
+    missed.
     """
-    stats = {pid: fields for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if (fields := stat_fields(pid))}
-    times = [_time_in(stats[pid]) for pid in _tree_of(roots, {pid: int(fields[1]) for pid, fields in stats.items()})]
+    times = [process_time(pid) for pid in (root, *(process.pid for process in descendants(root)))]
     return ProcessTime(sum(time.own_s for time in times), sum(time.ended_s for time in times))
 
 
@@ -105,39 +110,38 @@ def tree_cpu(root: int) -> tuple[float, float]:
     return own_s, tree_time(root).all_s - own_s
 
 
-def _tree_of(roots: Iterable[int], parents: Mapping[int, int]) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    found, pending = [], [pid for pid in roots if pid in parents]
-    while pending:
-        found.append(pending.pop())
-        pending += children.get(found[-1], [])
-    return found
-
-
-def _time_in(fields: list[str]) -> ProcessTime:
-    user, system, ended_user, ended_system = (int(field) * TICK_S for field in fields[TIME_FIELDS])
-    return ProcessTime(user + system, ended_user + ended_system)
-
-
 # ---------------------------------------------------------------- children
 
 
 class Child:
     """A running process, looked at from outside."""
 
-    def __init__(self, process: trio.Process) -> None:
-        self.process = process
+    def __init__(self, process: trio.Process | Supervised) -> None:
+        self._pid = process.pid
 
     def cpu_s(self) -> float:
         """Return the seconds of CPU of all its threads, children not included, to 10 ms."""
-        return process_time(self.process.pid).own_s
+        return process_time(self._pid).own_s
 
     def rss_bytes(self) -> int:
         """Return its resident memory."""
-        lines = Path("/proc", str(self.process.pid), "status").read_text().splitlines()
+        lines = Path("/proc", str(self._pid), "status").read_text().splitlines()
         return KIB * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+async def gets_ready(process: Supervised, ready: Callable[[], Awaitable[None]], timeout_s: float) -> bool:
+    """Return whether `ready` returns before the process ends, and within `timeout_s`."""
+    with trio.move_on_after(timeout_s) as patience:
+        async with trio.open_nursery() as nursery:
+
+            async def give_up() -> None:
+                await process.wait()
+                patience.cancel()
+
+            nursery.start_soon(give_up)
+            await ready()
+            nursery.cancel_scope.cancel()
+    return not patience.cancelled_caught
 
 
 @asynccontextmanager

@@ -21,12 +21,13 @@ import msgspec
 import trio
 
 from perf.engine_replay import recorded_turns, replay
-from perf.harness import CAPTIONS, CannotRun, Finding, rotated, run_benchmark, tell
+from perf.harness import CannotRun, Report, caption_of, rotated, run_benchmark, tell
 from perf.peers.environments import PEERS, PeerUnavailable, peer_python
 from perf.peers.process import open_peer
 from perf.peers.race_round import CpuClock, RaceRecord, RaceRollout, RaceRound, RaceTask, read_record
 from perf.processes import tree_cpu
-from perf.race_figures import BARE, NODE, Entrant, Lap, race_finding
+from perf.race_figures import BARE, NODE, Entrant, Lap, race_report
+from perf.rollouts import run_span
 from prorl_launch.learn import SHARED_CORES
 from prorl_launch.learning.prompt import PAYLOAD
 from prorl_launch.learning.record import CHECKPOINTS, SETTINGS, Settings, write_atomically
@@ -125,10 +126,9 @@ async def ride_node(
 def rollout_of(outcome: Outcome, came_s: float) -> RaceRollout:
     """Return the record of a rollout whose outcome came at `came_s`. Its times are counted back from there."""
     assert outcome.trajectory is not None
-    timing, turns = outcome.timing, outcome.trajectory.turns
-    run_end_s = came_s - timing.eval_s - timing.queued_eval_s
+    turns = outcome.trajectory.turns
     return RaceRollout(
-        start_s=max(0.0, run_end_s - timing.run_s),
+        start_s=max(0.0, run_span(outcome, came_s)[0]),
         end_s=came_s,
         turns=len(turns),
         tool_calls=sum(len(turn.tool_calls) for turn in turns),
@@ -243,7 +243,6 @@ PEER_ENV: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
-CAPTION: Final = CAPTIONS["race"]
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,7 +258,7 @@ QUICK: Final = Scale(tasks=16, rollouts=4, slots=12, rounds=2)
 FULL: Final = Scale(tasks=48, rollouts=4, slots=16, rounds=5)
 
 
-async def measure_race(options: Options) -> Finding:
+async def measure_race(options: Options) -> Report:
     """Train the policy, start an engine and a node, and race.
 
     Raises:
@@ -274,12 +273,7 @@ async def measure_race(options: Options) -> Finding:
         tell("vLLM starts")
         async with open_engine(policy, folder) as engine:
             laps = await run_laps(engine, policy, scale, bubblewrap, folder)
-    caption = [
-        f"{scale.rounds} rounds of {scale.tasks * scale.rollouts} rollouts ({scale.tasks} tasks, {scale.rollouts} of "
-        f"each), {scale.slots} at a time.",
-        *CAPTION,
-    ]
-    return race_finding(ENTRANTS, laps, caption)
+    return race_report(ENTRANTS, laps, caption_of("race", scale=scale))
 
 
 def require_all() -> str:

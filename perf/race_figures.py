@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from perf.harness import Bar, Bars, Finding, Role, Rows, rows_of
+from perf.harness import Bar, Bars, Report, Role, Rows, rows_of
 from perf.peers.race_round import RaceRecord
+from perf.rollouts import steady_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,14 +61,8 @@ class Lap(msgspec.Struct, frozen=True, kw_only=True):
         A rollout's tokens are taken to come evenly. 0 if all rollouts start at once.
         """
         rollouts = self.record.rollouts
-        until_s = max(rollout.start_s for rollout in rollouts)
-        if until_s <= 0:
-            return 0.0
-        shares = (
-            min(1.0, (until_s - each.start_s) / (each.end_s - each.start_s)) if each.end_s > each.start_s else 1.0
-            for each in rollouts
-        )
-        return sum(share * each.tokens for share, each in zip(shares, rollouts, strict=True)) / until_s
+        spans = [(rollout.start_s, rollout.end_s) for rollout in rollouts]
+        return steady_rate(spans, max(start_s for start_s, _ in spans), [rollout.tokens for rollout in rollouts])
 
     @property
     def others_cores(self) -> float:
@@ -104,7 +99,31 @@ FIGURES: Final[dict[str, Callable[[Lap], float]]] = {
 SPREAD: Final = ("rollouts_per_min", "tokens_per_s", "steady_tokens_per_s")
 
 
-def race_finding(entrants: Sequence[Entrant], laps: Sequence[Lap], caption: Sequence[str]) -> Finding:
+SPEED: Final = {
+    "rounds": "{rounds}",
+    "rollouts/min": "{rollouts_per_min:.1f} ({rollouts_per_min_min:.1f} to {rollouts_per_min_max:.1f})",
+    "tokens/s": "{tokens_per_s:.1f} ({tokens_per_s_min:.1f} to {tokens_per_s_max:.1f})",
+    "tokens/s before the tail": (
+        "{steady_tokens_per_s:.1f} ({steady_tokens_per_s_min:.1f} to {steady_tokens_per_s_max:.1f})"
+    ),
+    "tokens/s of the limit": "{of_limit:.0%}",
+    "s a rollout": "{rollout_s:.2f}",
+}
+WORK: Final = {
+    "s a round": "{wall_s:.1f}",
+    "solved": "{solved:.0%}",
+    "turns": "{turns:.2f}",
+    "tool calls": "{tool_calls:.2f}",
+    "tokens": "{tokens:.1f}",
+    "ms of CPU: engine": "{engine_cpu_ms:.0f}",
+    "ms of CPU: framework": "{framework_cpu_ms:.0f}",
+    "ms of CPU: sandboxes": "{sandboxes_cpu_ms:.0f}",
+    "cores of strangers": "{others_cores:.2f}",
+}
+"""Columns of the tables."""
+
+
+def race_report(entrants: Sequence[Entrant], laps: Sequence[Lap], caption: Sequence[str]) -> Report:
     """Return the tables and bars of all laps: medians over rounds, with the lowest and highest.
 
     Args:
@@ -115,8 +134,8 @@ def race_finding(entrants: Sequence[Entrant], laps: Sequence[Lap], caption: Sequ
     by_name = {entrant.name: [lap for lap in laps if lap.entrant == entrant.name] for entrant in entrants}
     metrics: dict[str, float] = {}
     for name, own in by_name.items():
-        for figure, of in FIGURES.items():
-            values = [of(lap) for lap in own]
+        for figure, value_of in FIGURES.items():
+            values = [value_of(lap) for lap in own]
             metrics[f"race.{name}.{figure}"] = statistics.median(values)
             if figure in SPREAD:
                 metrics[f"race.{name}.{figure}_min"] = min(values)
@@ -124,60 +143,61 @@ def race_finding(entrants: Sequence[Entrant], laps: Sequence[Lap], caption: Sequ
     for entrant in entrants:
         if entrant.name != NODE:
             metrics[f"race.node_over_{entrant.name}"] = _ratio(by_name[NODE], by_name[entrant.name])
-    said = [*verdicts(entrants, metrics), *differences(entrants, metrics), *disturbances(laps)]
-    return Finding(
+    cells = dict(metrics)
+    for name, own in by_name.items():
+        of = f"race.{name}"
+        cells |= {f"{of}.rounds": len(own), f"{of}.of_limit": _ratio(own, by_name[BARE])}
+        cells |= {
+            f"{of}.{who}_cpu_ms": 1e3 * metrics[f"{of}.{who}_cpu_s"] for who in ("engine", "framework", "sandboxes")
+        }
+        if name != BARE:
+            cells[f"{of}.solved"] = metrics[f"{of}.reward"]
+    titles = {entrant.name: entrant.title for entrant in entrants}
+
+    def table(title: str, columns: Mapping[str, str]) -> Rows:
+        return rows_of(title, titles, {"through": titles.__getitem__, **columns}, metrics=cells, of="race")
+
+    return Report(
         title="A fair race",
-        tables=[_speed_rows(by_name, entrants, metrics), _work_rows(entrants, metrics)],
+        tables=[table("Speed: median (lowest to highest)", SPEED), table("Work and CPU of a rollout, medians", WORK)],
         figures=[
             _race_bars(entrants, metrics, "rollouts_per_min", "Rollouts per minute", "rollouts/min"),
             _race_bars(entrants, metrics, "tokens_per_s", "Sampled tokens per second", "tokens/s"),
         ],
-        caption=[*said, *caption],
-        metrics=metrics,
+        notes=[*verdicts(entrants, metrics), *disturbances(laps), *caption],
+        detail_metrics=metrics,
     )
 
 
 def verdicts(entrants: Sequence[Entrant], metrics: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each peer: whether the node was faster than it, or slower, and by how much."""
-    said = []
+    """Return by how much the node was faster than each peer, or slower; and whether the peer's work was the node's."""
+    said: list[str] = []
     for entrant in entrants:
         if entrant.role != "peer":
             continue
-        rollouts, tokens = (
-            metrics[f"race.{NODE}.{figure}"] / metrics[f"race.{entrant.name}.{figure}"]
-            for figure in ("rollouts_per_min", "tokens_per_s")
+        ours, theirs = (
+            {figure: metrics[f"race.{name}.{figure}"] for figure in (*FIGURES, "tokens_per_s_min", "tokens_per_s_max")}
+            for name in (NODE, entrant.name)
         )
+        rollouts, tokens = (ours[figure] / theirs[figure] for figure in ("rollouts_per_min", "tokens_per_s"))
         overlap = (
-            metrics[f"race.{NODE}.tokens_per_s_min"] <= metrics[f"race.{entrant.name}.tokens_per_s_max"]
-            and metrics[f"race.{entrant.name}.tokens_per_s_min"] <= metrics[f"race.{NODE}.tokens_per_s_max"]
+            ours["tokens_per_s_min"] <= theirs["tokens_per_s_max"]
+            and theirs["tokens_per_s_min"] <= ours["tokens_per_s_max"]
         )
         beyond = "their rounds overlap" if overlap else "beyond the spread of their rounds"
         said.append(
             f"The node makes {rollouts:.2f} times the rollouts, and {tokens:.2f} times the tokens, of "
             f"{entrant.title}; in tokens {beyond}."
         )
-    return said
-
-
-def differences(entrants: Sequence[Entrant], metrics: Mapping[str, float]) -> list[str]:
-    """Return a sentence for each peer whose work was not the node's."""
-    said = []
-    for entrant in entrants:
-        if entrant.role != "peer":
-            continue
-        rewards, tokens = (
-            (metrics[f"race.{NODE}.{figure}"], metrics[f"race.{entrant.name}.{figure}"])
-            for figure in ("reward", "tokens")
-        )
-        if abs(rewards[0] - rewards[1]) > SAME_REWARD:
+        if abs(ours["reward"] - theirs["reward"]) > SAME_REWARD:
             said.append(
-                f"Not the same work: the node's rollouts solve {rewards[0]:.0%}, those of {entrant.title} "
-                f"{rewards[1]:.0%}. Compare tokens per second."
+                f"Not the same work: the node's rollouts solve {ours['reward']:.0%}, those of {entrant.title} "
+                f"{theirs['reward']:.0%}. Compare tokens per second."
             )
-        elif abs(tokens[0] / tokens[1] - 1) > SAME_TOKENS:
+        elif abs(ours["tokens"] / theirs["tokens"] - 1) > SAME_TOKENS:
             said.append(
-                f"Rollouts differ in length: {tokens[0]:.1f} tokens through the node, {tokens[1]:.1f} through "
-                f"{entrant.title}. Compare tokens per second."
+                f"Rollouts differ in length: {ours['tokens']:.1f} tokens through the node, {theirs['tokens']:.1f} "
+                f"through {entrant.title}. Compare tokens per second."
             )
     return said
 
@@ -196,54 +216,6 @@ def disturbances(laps: Sequence[Lap]) -> list[str]:
 def _ratio(ours: Sequence[Lap], theirs: Sequence[Lap]) -> float:
     """Return the median over rounds of our tokens per second over theirs of the same round."""
     return statistics.median(mine.tokens_per_s / other.tokens_per_s for mine, other in zip(ours, theirs, strict=True))
-
-
-def _speed_rows(
-    by_name: Mapping[str, Sequence[Lap]], entrants: Sequence[Entrant], metrics: Mapping[str, float]
-) -> Rows:
-    def spread(figure: str) -> Callable[[Entrant], str]:
-        def cell(entrant: Entrant) -> str:
-            median, low, high = (metrics[f"race.{entrant.name}.{figure}{end}"] for end in ("", "_min", "_max"))
-            return f"{median:.1f} ({low:.1f} to {high:.1f})"
-
-        return cell
-
-    return rows_of(
-        "Speed: median (lowest to highest)",
-        entrants,
-        {
-            "through": lambda entrant: entrant.title,
-            "rounds": lambda entrant: str(len(by_name[entrant.name])),
-            "rollouts/min": spread("rollouts_per_min"),
-            "tokens/s": spread("tokens_per_s"),
-            "tokens/s before the tail": spread("steady_tokens_per_s"),
-            "tokens/s of the limit": lambda entrant: f"{_ratio(by_name[entrant.name], by_name[BARE]):.0%}",
-            "s a rollout": lambda entrant: f"{metrics[f'race.{entrant.name}.rollout_s']:.2f}",
-        },
-    )
-
-
-def _work_rows(entrants: Sequence[Entrant], metrics: Mapping[str, float]) -> Rows:
-    def cell(figure: str, spec: str, scale: float = 1.0) -> Callable[[Entrant], str]:
-        return lambda entrant: format(scale * metrics[f"race.{entrant.name}.{figure}"], spec)
-
-    solved = cell("reward", ".0%")
-    return rows_of(
-        "Work and CPU of a rollout, medians",
-        entrants,
-        {
-            "through": lambda entrant: entrant.title,
-            "s a round": cell("wall_s", ".1f"),
-            "solved": lambda entrant: solved(entrant) if entrant.name != BARE else "",
-            "turns": cell("turns", ".2f"),
-            "tool calls": cell("tool_calls", ".2f"),
-            "tokens": cell("tokens", ".1f"),
-            **{
-                f"ms of CPU: {part}": cell(f"{part}_cpu_s", ".0f", 1e3) for part in ("engine", "framework", "sandboxes")
-            },
-            "cores of strangers": cell("others_cores", ".2f"),
-        },
-    )
 
 
 def _race_bars(entrants: Sequence[Entrant], metrics: Mapping[str, float], figure: str, title: str, unit: str) -> Bars:

@@ -1,24 +1,37 @@
-"""Jobs and engines that benchmarks of nodes and fleets have in common."""
+"""Jobs, engines and nodes that benchmarks have in common."""
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from itertools import repeat
+from operator import mul
+from typing import TYPE_CHECKING, Any, Final
 
 import trio
 
+from prorl_ipc.nursery import open_single_nursery
 from prorl_ipc.session import Accepted
+from prorl_trio.edges.endpoints import endpoint_url
+from prorl_trio.node.garbage import open_garbage_searches
+from prorl_trio.node.serve import serve_node
+from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
     from pathlib import Path
 
     from prorl_trio.client import RolloutClient
+    from prorl_trio.config import NodeConfig
+    from prorl_trio.sandbox.provider import SandboxProvider
+    from prorl_trio.tasks.handlers.base import AgentHandler
     from prorl_trio.testing.fake_engine import FakeEngine
     from prorl_trio.testing.fake_sampling import Script
+    from prorl_trio.types.models import Outcome
 
 TOKEN: Final = "a-token-of-the-benchmark"
 VOCABULARY: Final = 259
@@ -43,6 +56,28 @@ async def submit_all(client: RolloutClient, jobs: Sequence[JobSpec]) -> None:
             raise RuntimeError(f"job {answer.job_id} was rejected: {answer.message}")
 
 
+def run_span(outcome: Outcome, now_s: float) -> tuple[float, float]:
+    """Return the beginning and end of the RUN of a rollout whose outcome comes at `now_s`: counted back from there."""
+    end_s = now_s - outcome.timing.eval_s - outcome.timing.queued_eval_s
+    return end_s - outcome.timing.run_s, end_s
+
+
+def steady_rate(spans: Iterable[tuple[float, float]], until_s: float, amounts: Iterable[float] | None = None) -> float:
+    """Return the rollouts of a second until the last one starts, so without the tail in which places get empty.
+
+    One that is under way then counts for the share of it that is over.
+
+    Args:
+        spans: beginning and end of each rollout, in seconds after the first one could start.
+        until_s: when the last one starts. The rate is 0 if that is at once.
+        amounts: of each rollout, as its tokens: their rate is returned, as if they came evenly. Without it, 1.
+    """
+    if until_s <= 0:
+        return 0.0
+    shares = (min(1.0, max(0.0, (until_s - start_s) / max(end_s - start_s, 1e-9))) for start_s, end_s in spans)
+    return float(sum(map(mul, shares, repeat(1.0) if amounts is None else amounts))) / until_s
+
+
 def engine_of(
     folder: Path, text: str, *, first_token_s: float = 0.0, max_model_len: int = 32_768
 ) -> tuple[FakeEngineConfig, Script]:
@@ -65,3 +100,20 @@ async def open_engine(folder: Path, text: str, *, first_token_s: float = 0.0) ->
     config, script = await trio.to_thread.run_sync(lambda: engine_of(folder, text, first_token_s=first_token_s))
     async with open_fake_engine(script=script, config=config) as engine:
         yield engine
+
+
+@asynccontextmanager
+async def serve_handler(
+    config: NodeConfig, handler: AgentHandler, provider: SandboxProvider | None = None
+) -> AsyncIterator[str]:
+    """Serve a node with this handler alone, as the `serve` command does; yield its URL.
+
+    For a process of its own, which gets SIGTERM when the block is left.
+    """
+
+    async def serve(*, task_status: trio.TaskStatus[Any]) -> None:  # noqa: ASYNC128 - serve_node does
+        await serve_node(config, HandlerRegistry([handler]), provider=provider, task_status=task_status)
+
+    async with open_garbage_searches(), open_single_nursery() as nursery:
+        yield endpoint_url(await nursery.start(serve))
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -8,7 +8,7 @@ image alone, and an environment as a layer beside one that is uploaded.
 
 from __future__ import annotations
 
-import logging
+import os
 import shutil
 import statistics
 import subprocess
@@ -17,23 +17,24 @@ import sysconfig
 import tempfile
 import time
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import trio
 
-from perf.harness import Case, Options, Report, Series, run_benchmark
+from perf.harness import CannotRun, Case, Options, Report, Series, measure_interleaved, run_benchmark
 from prorl_trio.sandbox.host import open_sandbox_host
 from prorl_trio.sandbox.provider import SandboxSpec
 from prorl_trio.sandbox.providers.apptainer import ApptainerProvider, find_apptainer
 from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider, find_bubblewrap
-from prorl_trio.sandbox.reaper import descendants
+from prorl_trio.sandbox.reaper import children, descendants
 from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.types.errors import SandboxUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from prorl_trio.sandbox.host import HostedSandbox, SandboxHost
     from prorl_trio.sandbox.provider import SandboxProvider
@@ -103,23 +104,6 @@ def _fill(folder: Path, below: str, count: int) -> Path:
     return folder
 
 
-async def time_environment(host: SandboxHost, image: str, environment: Path, *, as_layer: bool) -> float:
-    """Milliseconds from nothing to a sandbox that has the environment: as a layer of it, or uploaded into it."""
-    layers = (str(environment),) if as_layer else ()
-    began = time.perf_counter()
-    sandbox = await host.open(SandboxSpec(image=image, layers=layers, start_timeout_s=START_TIMEOUT_S))
-    if not as_layer:
-        await sandbox.upload(environment / ENVIRONMENT_PLACE.lstrip("/"), ENVIRONMENT_PLACE)
-    taken_ms = (time.perf_counter() - began) * 1e3
-    last = (
-        f"{ENVIRONMENT_PLACE}/lib/package{(ENVIRONMENT_FILES - 1) // FILES_PER_FOLDER}/module{ENVIRONMENT_FILES - 1}.py"
-    )
-    if not (await sandbox.read_file(last)).startswith(b"NUMBER"):
-        raise RuntimeError(f"the environment is not in {sandbox!r}")
-    await sandbox.aclose()
-    return taken_ms
-
-
 async def measure_inits(
     provider: SandboxProvider, image: str, environment: Path, scratch: Path, count: int
 ) -> dict[str, float]:
@@ -147,8 +131,6 @@ async def measure_inits(
             nursery.start_soon(start, number)
     return {"inits.images": count, "inits.seconds": round(time.perf_counter() - began, 2), "inits.failed": failed}
 
-
-logger = logging.getLogger(__name__)
 
 COLD_TARGET_MS, FORKED_TARGET_MS, WARM_TARGET_MS = 400.0, 80.0, 10.0
 MAX_LAYERED_RATIO = 1.3
@@ -193,18 +175,18 @@ class Start(NamedTuple):
 async def benchmark(options: Options) -> Report:
     """Cold starts beside their floors, interleaved; then warm ones; then many at once."""
     size = QUICK if options.quick else FULL
+    notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="prorl-perf-") as scratch:
         folder = Path(scratch)
         root = await trio.to_thread.run_sync(build_directory_image, folder / "image")
         environment = await trio.to_thread.run_sync(build_environment, folder / "environment")
         repository = await trio.to_thread.run_sync(build_repository, folder / "repository")
-        starts = await _usable_starts(folder, root, (str(environment), str(repository)))
+        starts = await _usable_starts(folder, root, (str(environment), str(repository)), notes)
         if not starts:
-            raise RuntimeError("neither Apptainer nor bubblewrap works here; `prorl-trio doctor` says why")
-        floors = {name: argv for name, argv in _floor_commands(root).items() if name in {s.floor for s in starts}}
-        series = await _measure_cold(starts, floors, size.rounds)
+            raise CannotRun("neither Apptainer nor bubblewrap works here; `prorl-trio doctor` says why")
+        series = await _measure_cold(starts, root, size.rounds)
         usual = next((start for start in starts if start.name == "cold.dir"), starts[0])
-        series.append(await _measure_warm(usual, size.warm_opens))
+        series += await _measure_warm(usual, size.warm_opens)
         metrics: dict[str, float] = {}
         for start in starts:
             if start.name in LIVE_OF:
@@ -212,10 +194,11 @@ async def benchmark(options: Options) -> Report:
                 metrics |= {f"{LIVE_OF[start.name]}.{name}": value for name, value in live.items()}
         series += await _measure_environment(usual, environment, size.uploads)
         metrics |= await measure_inits(usual.provider, str(root), environment, folder, size.images)
-    return Report(title="sandboxes: from open() to ready, and the launchers alone", series=series, more_metrics=metrics)
+    title = "sandboxes: from open() to ready, and the launchers alone"
+    return Report(title=title, series=series, more_metrics=metrics, notes=notes)
 
 
-async def _usable_starts(folder: Path, root: Path, layers: tuple[str, ...]) -> list[Start]:
+async def _usable_starts(folder: Path, root: Path, layers: tuple[str, ...], notes: list[str]) -> list[Start]:
     starts: list[Start] = []
     apptainer, bubblewrap = ApptainerProvider(folder), BubblewrapProvider(folder)
     executable = find_apptainer()
@@ -226,7 +209,7 @@ async def _usable_starts(folder: Path, root: Path, layers: tuple[str, ...]) -> l
         try:
             sif = await trio.to_thread.run_sync(build_sif, executable, root, folder / "image.sif")
         except subprocess.SubprocessError as exc:
-            logger.warning("no .sif is measured: it cannot be built: %s", exc)
+            notes.append(f"left out: a .sif, which cannot be built: {exc}")
         else:
             starts.append(Start("cold.sif", apptainer, str(sif), floor))
     if (await bubblewrap.probe()).usable:
@@ -247,79 +230,86 @@ def _floor_commands(root: Path) -> dict[str, Sequence[str]]:
     }
 
 
-async def _measure_cold(starts: list[Start], floors: dict[str, Sequence[str]], rounds: int) -> list[Series]:
-    """Every round opens and closes each once, beginning with another one each time. The first round counts nothing."""
-    samples: dict[str, list[float]] = {}
-    names = [start.name for start in starts] + list(floors)
-    by_name = {start.name: start for start in starts}
+async def _measure_cold(starts: list[Start], root: Path, rounds: int) -> list[Series]:
+    """Open and close each kind of sandbox in each round, and run the launchers alone; the first round is no sample."""
+    closed_ms: dict[str, list[float]] = {}
+
+    async def open_and_close(start: Start) -> float:
+        began = time.perf_counter()
+        sandbox = await hosts[start.name].open(_spec(start))
+        opened = time.perf_counter()
+        await sandbox.aclose()
+        closed_ms.setdefault(start.name.replace("cold", "close"), []).append((time.perf_counter() - opened) * 1e3)
+        return opened - began
+
+    async def launch(argv: Sequence[str]) -> None:
+        await trio.run_process(argv, stdin=subprocess.DEVNULL, capture_stdout=True, capture_stderr=True)
+
+    cases = [_case(start.name, partial(open_and_close, start), floor=start.floor) for start in starts]
+    floors = {start.floor for start in starts}
+    cases += [
+        Case(name=name, run=partial(launch, argv)) for name, argv in _floor_commands(root).items() if name in floors
+    ]
     async with AsyncExitStack() as stack:
         hosts = {start.name: await stack.enter_async_context(open_sandbox_host(start.provider)) for start in starts}
-        await _wait_for_forks(by_name["cold.bwrap"].provider if "cold.bwrap" in by_name else None)
-        for index in range(-1, rounds):
-            first = index % len(names)
-            for name in (*names[first:], *names[:first]):
-                if name in floors:
-                    times = {name: await _time_command(floors[name])}
-                else:
-                    opened_ms, closed_ms = await _time_start(hosts[name], by_name[name])
-                    times = {name: opened_ms, name.replace("cold", "close"): closed_ms}
-                if index >= 0:
-                    for case_name, taken_ms in times.items():
-                        samples.setdefault(case_name, []).append(taken_ms)
-    floor_of = {start.name: start.floor for start in starts}
-    return [_series(name, samples[name], floor_of.get(name)) for name in sorted(samples)]
+        for start in starts:
+            if start.name == "cold.bwrap":
+                await _wait_for_forks(start.provider)
+        series = await measure_interleaved(cases, rounds=rounds, warm_up_rounds=1)
+    return [*series, *(Series(case=Case(name=name), samples=taken[1:]) for name, taken in closed_ms.items())]
 
 
-def _series(name: str, samples: list[float], floor: str | None) -> Series:
+def _spec(start: Start) -> SandboxSpec:
+    return SandboxSpec(image=start.image, layers=start.layers, start_timeout_s=START_TIMEOUT_S)
+
+
+def _case(name: str, run: Callable[[], Awaitable[float]], floor: str | None = None) -> Case:
     targets = {"cold.host": COLD_TARGET_MS, "cold.dir": COLD_TARGET_MS, "cold.bwrap": FORKED_TARGET_MS}
     targets["warm"] = WARM_TARGET_MS
-    layered = MAX_LAYERED_RATIO if name.endswith("layers") and floor is not None else None
-    case = Case(name=name, run=trio.lowlevel.checkpoint, floor=floor, max_p50=targets.get(name), max_x_floor=layered)
-    return Series(case=case, samples=samples)
+    layered = MAX_LAYERED_RATIO if name.endswith("layers") else None
+    return Case(name=name, run=run, self_timed=True, floor=floor, max_p50=targets.get(name), max_x_floor=layered)
 
 
-async def _time_start(host: SandboxHost, start: Start) -> tuple[float, float]:
-    """Milliseconds to open a new one, and to close it."""
-    began = time.perf_counter()
-    sandbox = await host.open(SandboxSpec(image=start.image, layers=start.layers, start_timeout_s=START_TIMEOUT_S))
-    opened = time.perf_counter()
-    await sandbox.aclose()
-    closed = time.perf_counter()
-    return (opened - began) * 1e3, (closed - opened) * 1e3
+async def _measure_warm(start: Start, opens: int) -> list[Series]:
+    """Open sandboxes from a full stock. The time between is for the refill."""
 
+    async def open_warm() -> float:
+        await host.wait_stocked()
+        taken = host.statistics()["warm_taken_total"]
+        began = time.perf_counter()
+        sandbox = await host.open(spec)
+        taken_s = time.perf_counter() - began
+        if host.statistics()["warm_taken_total"] != taken + 1:
+            raise RuntimeError(f"a sandbox that should be warm was not: {host.statistics()}")
+        await sandbox.aclose()
+        return taken_s
 
-async def _time_command(argv: Sequence[str]) -> float:
-    began = time.perf_counter()
-    await trio.run_process(argv, stdin=subprocess.DEVNULL, capture_stdout=True, capture_stderr=True)
-    return (time.perf_counter() - began) * 1e3
-
-
-async def _measure_warm(start: Start, opens: int) -> Series:
-    """Milliseconds to open one from a full stock. The time between is for the refill."""
     spec = SandboxSpec(image=start.image, start_timeout_s=START_TIMEOUT_S)
-    samples: list[float] = []
     async with open_sandbox_host(start.provider, warm=WarmLimits(max_warm=2)) as host:
         await (await host.open(spec)).aclose()
-        for taken in range(opens):
-            await host.wait_stocked()
-            began = time.perf_counter()
-            sandbox = await host.open(spec)
-            samples.append((time.perf_counter() - began) * 1e3)
-            if host.statistics()["warm_taken_total"] != taken + 1:
-                raise RuntimeError(f"a sandbox that should be warm was not: {host.statistics()}")
-            await sandbox.aclose()
-    return _series("warm", samples, None)
+        return await measure_interleaved([_case("warm", open_warm)], rounds=opens, warm_up_rounds=0)
 
 
 async def _measure_environment(start: Start, environment: Path, rounds: int) -> list[Series]:
-    """Milliseconds to a sandbox with an environment of 2,700 files: as a layer, and uploaded."""
-    samples: dict[bool, list[float]] = {True: [], False: []}
-    async with open_sandbox_host(start.provider) as host:
-        for index in range(rounds):
-            for as_layer in (True, False) if index % 2 else (False, True):
-                samples[as_layer].append(await time_environment(host, start.image, environment, as_layer=as_layer))
+    """From nothing to a sandbox that has an environment of 2,700 files: as a layer of it, or uploaded into it."""
+    number = ENVIRONMENT_FILES - 1
+    last = f"{ENVIRONMENT_PLACE}/lib/package{number // FILES_PER_FOLDER}/module{number}.py"
+
+    async def open_with(layers: tuple[str, ...]) -> float:
+        began = time.perf_counter()
+        sandbox = await host.open(_spec(start._replace(layers=layers)))
+        if not layers:
+            await sandbox.upload(environment / ENVIRONMENT_PLACE.lstrip("/"), ENVIRONMENT_PLACE)
+        taken_s = time.perf_counter() - began
+        if not (await sandbox.read_file(last)).startswith(b"NUMBER"):
+            raise RuntimeError(f"the environment is not in {sandbox!r}")
+        await sandbox.aclose()
+        return taken_s
+
     layer, upload = "environment.layer", "environment.upload"
-    return [_series(layer, samples[True], None), _series(upload, samples[False], layer)]
+    cases = [_case(layer, partial(open_with, (str(environment),))), _case(upload, partial(open_with, ()), floor=layer)]
+    async with open_sandbox_host(start.provider) as host:
+        return await measure_interleaved(cases, rounds=rounds, warm_up_rounds=0)
 
 
 async def measure_live(start: Start, count: int) -> dict[str, float]:
@@ -328,7 +318,7 @@ async def measure_live(start: Start, count: int) -> dict[str, float]:
     sandboxes: list[HostedSandbox] = []
     async with open_sandbox_host(start.provider, max_concurrent_starts=LIVE_STARTS_AT_ONCE) as host:
         await _wait_for_forks(start.provider)
-        others = _children()
+        others = set(children(os.getpid()))
         began = time.perf_counter()
         async with trio.open_nursery() as nursery:
             for _ in range(count):
@@ -365,18 +355,11 @@ async def _run_true(sandbox: HostedSandbox) -> None:
         raise RuntimeError(f"`true` failed in {sandbox!r}: {result}")
 
 
-def _children() -> frozenset[int]:
-    """Pids of this process's children."""
-    pids: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
-            pids.update(map(int, (task / "children").read_text().split()))
-    return frozenset(pids)
-
-
-def _mib_of_each(others: frozenset[int]) -> list[float]:
+def _mib_of_each(others: set[int]) -> list[float]:
     """MiB of each of our sandboxes: of each child that is not one of `others`, with its descendants."""
-    families = [{child, *(process.pid for process in descendants(child))} for child in _children() - others]
+    families = [
+        {child, *(process.pid for process in descendants(child))} for child in set(children(os.getpid())) - others
+    ]
     return [sum(map(_pss_kib, family)) / KIB_PER_MIB for family in families]
 
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -23,8 +24,9 @@ import trio
 
 from perf.batch import HEAVY, TOKENS
 from perf.fleet_head import measure_fleet_cost
-from perf.harness import Finding, Line, Lines, Rows, rows_of, run_benchmark, tell
+from perf.harness import Line, Lines, Report, Rows, caption_of, rows_of, run_benchmark, tell
 from perf.node_rig import measure_crowd, open_node_rig
+from perf.rollouts import run_span, steady_rate
 from perf.training import NO_BUDGETS, DrawnWork, lognormal, simulate_all
 from prorl_trio.config import SandboxConfig, StagesConfig
 from prorl_trio.pipeline.job import Job
@@ -33,9 +35,8 @@ from prorl_trio.simulation.run import SimulatedHandler, open_simulated_node, run
 from prorl_trio.types.models import JobSpec, TaskInstance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from perf.fleet_head import FleetCost
     from perf.harness import Options
     from prorl_trio.agent.context import RolloutContext
     from prorl_trio.chat.format import ChatFormat
@@ -94,7 +95,7 @@ class FleetSize(msgspec.Struct, frozen=True, kw_only=True):
 class FleetRun(msgspec.Struct, frozen=True, kw_only=True):
     """The result. `client_busy` and `places_used` are shares: of the time of client and head, and of the workers'.
 
-    `steady_per_s`: see `steady_rate`.
+    `steady_per_s`: rollouts a second without the tail; see `perf.rollouts.steady_rate`.
     """
 
     wall_s: float
@@ -107,19 +108,6 @@ class FleetRun(msgspec.Struct, frozen=True, kw_only=True):
     def jobs_per_s(self) -> float:
         """Rollouts a second, from the first submission to the last outcome."""
         return self.jobs / self.wall_s
-
-
-def steady_rate(spans: Iterable[tuple[float, float]], until_s: float) -> float:
-    """Return rollouts a second until the last one is submitted, so without the tail in which places get empty.
-
-    One that is under way then counts for the share of its RUN stage that is over.
-
-    Args:
-        spans: beginning and end of each rollout's RUN, in seconds after the first submission.
-        until_s: when the last one is submitted.
-    """
-    done = sum(min(1.0, max(0.0, (until_s - start_s) / (end_s - start_s))) for start_s, end_s in spans)
-    return done / until_s
 
 
 def places_of(workers: int) -> int:
@@ -178,10 +166,8 @@ class _Node:
     def deliver(self, outcome: Outcome) -> None:
         if outcome.status != "completed":
             raise RuntimeError(f"job {outcome.job_id} {outcome.status}: {outcome.error}")
-        timing = outcome.timing
-        ended_s = trio.current_time() - timing.eval_s - timing.queued_eval_s
         self.in_flight -= 1
-        self._client.delivered(ended_s - timing.run_s, ended_s)
+        self._client.delivered(*run_span(outcome, trio.current_time()))
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
         """See `JobSink`."""
@@ -306,72 +292,82 @@ PAPER: Final[dict[str, dict[int, float]]] = {
 PAPER_NODES: Final = 8
 
 
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of CPU on this machine: of the client for a job, of the node for a turn. `jobs`: how many they are of."""
+async def measure_costs(*, rollouts: int, turns: int) -> dict[str, float]:
+    """Run so many rollouts at once through a real node in a process of its own, with this process as its trainer.
 
-    client_s: float
-    turn_s: float
-    jobs: int
-
-
-async def measure_costs(*, rollouts: int, turns: int) -> Costs:
-    """Run so many rollouts at once through a real node in a process of its own, with this process as its trainer."""
+    Returns:
+        Milliseconds of CPU: `client_ms` of the client for a job, `turn_ms` of the node for a turn.
+    """
     tell(f"{rollouts} rollouts of {turns} turns through a node, for what they cost it and its client")
     with tempfile.TemporaryDirectory(prefix="prorl-perf-") as name:
         async with open_node_rig(Path(name), rollouts=rollouts, engine_s=ENGINE_S) as rig:
             client_s = time.process_time()
             crowd = await measure_crowd(rig, rollouts, turns)
             client_s = time.process_time() - client_s
-    return Costs(client_s=client_s / rollouts, turn_s=crowd.cpu_s / crowd.turns, jobs=rollouts)
+    return {"client_ms": 1e3 * client_s / rollouts, "turn_ms": 1e3 * crowd.cpu_s / crowd.turns}
 
 
-async def measure_scaling(options: Options) -> Finding:
+async def measure_scaling(options: Options) -> Report:
     """Measure the costs, then simulate the fleets."""
-    costs = await measure_costs(rollouts=100 if options.quick else 500, turns=5)
-    rounds, idle_s = (10, 2.0) if options.quick else (40, 10.0)
-    fleets = [await measure_fleet_cost(nodes, rounds=rounds, idle_s=idle_s) for nodes in MEASURED]
+    rollouts, rounds, idle_s = (100, 10, 2.0) if options.quick else (500, 40, 10.0)
+    costs = await measure_costs(rollouts=rollouts, turns=5)
+    heads = {nodes: await measure_fleet_cost(nodes, rounds=rounds, idle_s=idle_s) for nodes in MEASURED}
     sizes = {
         (work, nodes): FleetSize(
             nodes=nodes,
             workers=WORKERS[work],
             jobs=JOBS_PER_WORKER * WORKERS[work] * nodes if work == "growing" else BATCH,
-            client_s=costs.client_s + at(fleets, nodes, lambda fleet: fleet.job_s),
-            turn_s=costs.turn_s,
+            client_s=(costs["client_ms"] + at({each: cost["job_ms"] for each, cost in heads.items()}, nodes)) / 1e3,
+            turn_s=costs["turn_ms"] / 1e3,
         )
         for work in WORKERS
         for nodes in NODES
     }
-    return scaling_finding(costs, fleets, await simulate_all(simulate_fleet, sizes))
+    return scaling_report(costs, heads, await simulate_all(simulate_fleet, sizes), rollouts=rollouts)
 
 
-def at(fleets: Sequence[FleetCost], nodes: int, cost: Callable[[FleetCost], float]) -> float:
+def at(costs: Mapping[int, float], nodes: int) -> float:
     """Return a cost over so many nodes: a fixed part and one for each node, the line through the least and the most."""
-    least, most = fleets[0], fleets[-1]
-    for_each = (cost(most) - cost(least)) / (most.nodes - least.nodes)
-    return max(0.0, cost(least) + for_each * (nodes - least.nodes))
+    least, most = min(costs), max(costs)
+    for_each = (costs[most] - costs[least]) / (most - least)
+    return max(0.0, costs[least] + for_each * (nodes - least))
 
 
-FLEET_FIGURES: Final[dict[str, Callable[[FleetCost], float]]] = {
-    "job_ms": lambda fleet: 1e3 * fleet.job_s,
-    "client_job_ms": lambda fleet: 1e3 * fleet.client_job_s,
-    "plain_job_ms": lambda fleet: 1e3 * fleet.plain_job_s,
-    "delay_ms": lambda fleet: 1e3 * fleet.delay_s,
-    "plain_delay_ms": lambda fleet: 1e3 * fleet.plain_delay_s,
-    "folder_read_ms": lambda fleet: 1e3 * fleet.read_s,
-    "idle_busy": lambda fleet: fleet.idle_busy,
-}
 WORDS: Final[dict[Work, str]] = {
     "growing": "ours, simulated: work grows with the nodes",
     "fixed": "ours, simulated: one batch",
 }
+HEAD_TITLE: Final = "The head of a fleet, measured: CPU, as time or as a share of one core"
+HEAD_COLUMNS: Final[dict[str, Callable[[int], str] | str]] = {
+    "nodes": str,
+    "a job": "{job_ms:.2f} ms",
+    "its client, for a job": "{client_job_ms:.2f} ms",
+    "a node's client": "{plain_job_ms:.2f} ms",
+    "the way of a job, on the wall": "{delay_ms:.1f} ms",
+    "to a node": "{plain_delay_ms:.1f} ms",
+    "look at folder": "{folder_read_ms:.2f} ms",
+    "idle": "{idle_busy:.2%}",
+}
 
 
-def scaling_finding(costs: Costs, fleets: Sequence[FleetCost], runs: Mapping[tuple[Work, int], FleetRun]) -> Finding:
-    """Return the tables of runs by work and nodes; there must be those of one node. `fleets`: by their nodes."""
-    metrics = {"scaling.client_ms": 1e3 * costs.client_s, "scaling.turn_ms": 1e3 * costs.turn_s}
-    for fleet in fleets:
-        of_fleet = {name: figure(fleet) for name, figure in FLEET_FIGURES.items()}
-        metrics |= {f"scaling.head.{fleet.nodes}.{name}": value for name, value in of_fleet.items()}
+def scaling_report(
+    costs: Mapping[str, float],
+    heads: Mapping[int, Mapping[str, float]],
+    runs: Mapping[tuple[Work, int], FleetRun],
+    *,
+    rollouts: int,
+) -> Report:
+    """Return the tables of runs by work and nodes; there must be those of one node.
+
+    Args:
+        costs: see `measure_costs`.
+        heads: see `measure_fleet_cost`, by the number of nodes.
+        runs: by work and nodes.
+        rollouts: that the costs are of.
+    """
+    metrics = {f"scaling.{name}": value for name, value in costs.items()}
+    for nodes, head in heads.items():
+        metrics |= {f"scaling.head.{nodes}.{name}": value for name, value in head.items()}
     for (work, nodes), run in runs.items():
         times = run.jobs_per_s / runs[work, 1].jobs_per_s
         of_run = {"rollouts_per_s": run.jobs_per_s, "times": times, "efficiency": times / nodes}
@@ -379,49 +375,65 @@ def scaling_finding(costs: Costs, fleets: Sequence[FleetCost], runs: Mapping[tup
         metrics |= {f"scaling.{work}.{nodes}.{name}": value for name, value in of_run.items()}
     counts = sorted({count for _, count in runs})
     points = {words: {n: metrics[f"scaling.{work}.{n}.times"] for n in counts} for work, words in WORDS.items()}
-    return Finding(
+    return Report(
         title="Figure 5, simulated",
-        tables=[_rows(counts, metrics), _head_rows(fleets)],
+        tables=[_rows(counts, metrics), rows_of(HEAD_TITLE, heads, HEAD_COLUMNS, metrics=metrics, of="scaling.head")],
         figures=[throughput_lines(counts, points)],
-        caption=_caption(costs, fleets, runs),
-        metrics=metrics,
+        notes=_caption(costs, heads, runs, metrics, rollouts),
+        detail_metrics=metrics,
+    )
+
+
+def _caption(
+    costs: Mapping[str, float],
+    heads: Mapping[int, Mapping[str, float]],
+    runs: Mapping[tuple[Work, int], FleetRun],
+    metrics: Mapping[str, float],
+    rollouts: int,
+) -> list[str]:
+    most = max(nodes for _, nodes in runs)
+    eight = min(most, PAPER_NODES)
+    return caption_of(
+        "scaling",
+        rollouts=rollouts,
+        costs=costs,
+        measured=", ".join(map(str, heads)),
+        most_measured=max(heads),
+        head=heads[max(heads)],
+        workers=WORKERS,
+        jobs_per_worker=JOBS_PER_WORKER,
+        batch=BATCH,
+        eight=eight,
+        most=most,
+        times=metrics[f"scaling.growing.{eight}.times"],
+        fixed_times=metrics[f"scaling.fixed.{eight}.times"],
+        one=runs["growing", 1],
+        last=runs["growing", most],
+        fixed=runs["fixed", eight],
     )
 
 
 def _rows(nodes: Sequence[int], metrics: Mapping[str, float]) -> Rows:
-    def cell(work: Work, name: str, text: str) -> Callable[[int], str]:
-        return lambda count: text.format(metrics[f"scaling.{work}.{count}.{name}"])
-
     def of_paper(model: str) -> Callable[[int], str]:
         times = {count: rate / PAPER[model][1] for count, rate in PAPER[model].items()}
         return lambda count: f"{times[count]:.2f} x ({times[count] / count:.0%})" if count in times else ""
 
+    figures = {
+        "rollouts/s": ("rollouts_per_s", ".2f"),
+        "over one node": ("times", ".2f"),
+        "efficiency": ("efficiency", ".0%"),
+        "client and head busy": ("client_busy", ".1%"),
+    }
     columns: dict[str, Callable[[int], str]] = {"nodes": str}
-    words: dict[Work, str] = {"growing": "work grows", "fixed": "fixed batch"}
-    for work, said in words.items():
-        columns[f"{said}: rollouts/s"] = cell(work, "rollouts_per_s", "{:.2f}")
-        columns[f"{said}: over one node"] = cell(work, "times", "{:.2f} x")
-        columns[f"{said}: efficiency"] = cell(work, "efficiency", "{:.0%}")
-        columns[f"{said}: client and head busy"] = cell(work, "client_busy", "{:.1%}")
+    for work, said in (("growing", "work grows"), ("fixed", "fixed batch")):
+        for heading, (name, spec) in figures.items():
+            columns[f"{said}: {heading}"] = partial(_cell, metrics, work, name, spec)
     columns |= {f"the paper, {model}": of_paper(model) for model in PAPER}
     return rows_of("Figure 5: scaling over nodes, simulated", nodes, columns)
 
 
-def _head_rows(fleets: Sequence[FleetCost]) -> Rows:
-    return rows_of(
-        "The head of a fleet, measured: CPU, as time or as a share of one core",
-        fleets,
-        {
-            "nodes": lambda fleet: str(fleet.nodes),
-            "a job": lambda fleet: f"{1e3 * fleet.job_s:.2f} ms",
-            "its client, for a job": lambda fleet: f"{1e3 * fleet.client_job_s:.2f} ms",
-            "a node's client": lambda fleet: f"{1e3 * fleet.plain_job_s:.2f} ms",
-            "the way of a job, on the wall": lambda fleet: f"{1e3 * fleet.delay_s:.1f} ms",
-            "to a node": lambda fleet: f"{1e3 * fleet.plain_delay_s:.1f} ms",
-            "look at folder": lambda fleet: f"{1e3 * fleet.read_s:.2f} ms",
-            "idle": lambda fleet: f"{fleet.idle_busy:.2%}",
-        },
-    )
+def _cell(metrics: Mapping[str, float], work: str, name: str, spec: str, nodes: int) -> str:
+    return format(metrics[f"scaling.{work}.{nodes}.{name}"], spec) + (" x" if name == "times" else "")
 
 
 def throughput_lines(nodes: Sequence[int], ours: Mapping[str, Mapping[int, float]]) -> Lines:
@@ -435,35 +447,6 @@ def throughput_lines(nodes: Sequence[int], ours: Mapping[str, Mapping[int, float
     return Lines(
         title="Throughput over that of one node", x_label="nodes", y_label="times", lines=lines, logarithmic=True
     )
-
-
-def _caption(costs: Costs, fleets: Sequence[FleetCost], runs: Mapping[tuple[Work, int], FleetRun]) -> list[str]:
-    most = max(nodes for _, nodes in runs)
-    one, last, at_eight = (runs["growing", nodes] for nodes in (1, most, min(most, PAPER_NODES)))
-    fixed = runs["fixed", min(most, PAPER_NODES)]
-    return [
-        f"Measured here, over {costs.jobs} rollouts: {1e3 * costs.client_s:.2f} ms of CPU of the client for a job, and "
-        f"{1e3 * costs.turn_s:.2f} ms of the node for a turn, start and end of the rollouts included. The simulation "
-        "takes these, one after the other, of each client and each node's loop, and what the head takes for a job, "
-        f"measured over {', '.join(str(fleet.nodes) for fleet in fleets)} nodes that do nothing, on real connections, "
-        f"with its ledger on a disk: {1e3 * fleets[-1].job_s:.2f} ms at {fleets[-1].nodes} nodes, on the client's "
-        "core. Engines are no limit: 80 tokens/s for each rollout, however many there are. No network is in it: nodes "
-        "are simulated, and each job goes to the node with the most room.",
-        f"Work that grows: {WORKERS['growing']} workers a node (scaled down, so that 64 nodes can be simulated) and "
-        f"{JOBS_PER_WORKER} rollouts for each. Fixed batch: {BATCH} rollouts, as 32 prompts of 8, over nodes of "
-        f"{WORKERS['fixed']} workers.",
-        f"What differs: the paper's 8 nodes do 4.7 to 5.0 times the work of one, an efficiency of 59 to 63 %, with "
-        "engines "
-        f"that work. Here work that grows scales {at_eight.jobs_per_s / runs['growing', 1].jobs_per_s:.2f} times to "
-        f"{min(most, PAPER_NODES)} nodes, and at {most} client and head are busy for {last.client_busy:.1%} of it. "
-        "What is lost is the end: the longest of more rollouts is longer, and all wait for it, so that of the workers' "
-        f"time {one.places_used:.0%} is used on one node and {last.places_used:.0%} on {most}. `perf.fleet` measures "
-        "without that tail. A fixed "
-        f"batch scales {fixed.jobs_per_s / runs['fixed', 1].jobs_per_s:.2f} times, for {fixed.places_used:.0%} of the "
-        "workers have a rollout on average: there are more places than rollouts, and the longest rollouts set the "
-        "end. So a batch that does not grow is one reason for the paper's efficiency that no service can mend; "
-        "whether it was the reason, the paper does not say.",
-    ]
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ ours: prove that nothing has changed, record and parse the completion, render an
 in the same run: rendering and encoding the whole dialogue each turn, by our own code (`rerender`) and by
 `transformers`, and extending it with `renderers`.
 
-The model is Qwen3's published tokenizer and template where the tests have fetched it (or PRORL_MODEL_DIR names it), a
-small one of the same family otherwise; other models of the cache folder are measured besides.
+The model is Qwen3's published tokenizer and template where the tests have fetched it (or PRORL_MODEL_DIR names it).
+Else it is the first model of the cache folder, or a tiny one, and the peers, which render Qwen3's dialogues, are left
+out. Other models of the cache folder are measured besides.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import random
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -29,21 +30,33 @@ import msgspec
 import numpy as np
 import trio
 
-from perf.chat_families import write_family_model
-from perf.harness import CAPTIONS, Case, Line, Lines, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
+from perf.harness import Case, Line, Lines, Options, Report, Rows, Series, caption_of, rotated, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import open_peer
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.testing.fake_sampling import default_script
+from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from perf.peers.process import PeerProcess
+CONTEXTS = (1_000, 4_000, 16_000, 32_000, 64_000, 100_000)
+ROUNDS = 6
+"""Rounds of turns at each length of context, for each set of dialogues."""
+QUICK_DIALOGUES, DIALOGUES = 8, 30
+QUICK_PEER_ROUNDS, PEER_ROUNDS = 3, 10
+DRIFT_DIALOGUES, DRIFT_TURNS = 20, 6
+"""Dialogues with the fake engine, and turns of each."""
+FAMILY: Final = "qwen3"
+WAYS = ("renderers", "transformers")
+FLATNESS = 1.5
+US = 1e6
+
+# ---------------------------------------------------------------- dialogues
 
 SAID_WORDS, RESULT_WORDS = 30, 150
 TURN_TOKENS = 300
@@ -69,7 +82,7 @@ TOOLS = (
 )
 
 
-class DialogueTurn(msgspec.Struct, frozen=True):
+class DialogueTurn(NamedTuple):
     """A text of the policy, with a tool call in it, and the tool's result."""
 
     said: str
@@ -91,6 +104,9 @@ class TurnTimes(NamedTuple):
     extend_s: float
 
 
+Times = dict[int, list[TurnTimes]]
+
+
 def draw_turns(seed: int) -> Iterator[DialogueTurn]:
     """The same turns for the same seed, without end."""
     rnd, vocabulary = random.Random(seed), WORDS.split()
@@ -107,12 +123,16 @@ def sampled_ids(chat: ChatFormat, said: str) -> list[int]:
     return [*chat.codec.encode(chat.codec.mark(said, speech=True)), chat.end_of_turn_id]
 
 
-def whole_dialogue(turns: list[DialogueTurn]) -> list[ChatMessage]:
+def result_of(turn: DialogueTurn) -> ChatMessage:
+    """Return the message of the tool's result."""
+    return ChatMessage(role="tool", content=turn.result, name="bash")
+
+
+def whole_dialogue(turns: Iterable[DialogueTurn]) -> list[ChatMessage]:
     """Every message so far."""
     messages = [*OPENING]
     for turn in turns:
-        messages.append(ChatMessage(role="assistant", content=turn.said))
-        messages.append(ChatMessage(role="tool", content=turn.result, name="bash"))
+        messages += [ChatMessage(role="assistant", content=turn.said), result_of(turn)]
     return messages
 
 
@@ -131,10 +151,8 @@ class Dialogue:
     def turn(self) -> TurnTimes:
         """The next one, timed."""
         turn = next(self._turns)
-        ids = sampled_ids(self._chat, turn.said)
-        logprobs = [-0.5] * len(ids)
-        result = [ChatMessage(role="tool", content=turn.result, name="bash")]
-        context = len(self)
+        ids, result = sampled_ids(self._chat, turn.said), [result_of(turn)]
+        logprobs, context = [-0.5] * len(ids), len(self)
         started = time.thread_time()
         self._conversation.prompt_token_ids()
         prompted = time.thread_time()
@@ -145,7 +163,7 @@ class Dialogue:
         return TurnTimes(context, prompted - started, recorded - prompted, extended - recorded)
 
 
-def time_turns(chat: ChatFormat, seed: int, contexts: Sequence[int], rounds: int) -> dict[int, list[TurnTimes]]:
+def time_turns(chat: ChatFormat, seed: int, contexts: Sequence[int], rounds: int) -> Times:
     """Turns at each length of context, interleaved: each round has one of each, another one first each time.
 
     So a slow spell of the machine meets short and long contexts alike. Before that, untimed, a dialogue grows to each
@@ -156,15 +174,14 @@ def time_turns(chat: ChatFormat, seed: int, contexts: Sequence[int], rounds: int
     for context, dialogue in dialogues.items():
         while len(dialogue) < context - rounds * TURN_TOKENS // 2:
             dialogue.turn()
-    times: dict[int, list[TurnTimes]] = {context: [] for context in contexts}
+    times: Times = {context: [] for context in contexts}
     for number in range(rounds):
         for context in rotated(contexts, number):
             times[context].append(dialogues[context].turn())
     return times
 
 
-TURNS = 6
-"""Turns of a dialogue with the fake engine."""
+# ---------------------------------------------------------------- drift
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -185,15 +202,11 @@ class Drift(msgspec.Struct, frozen=True):
         turns: that were looked at.
         ours: those whose sampled ids, or anything before them, are others in the recorded next prompt.
         retokenised: those whose sampled ids are others once they have been text.
-        tokens: sampled in all of them.
-        retokenised_tokens: sampled tokens from the first on that differs, in the turns where one does.
     """
 
     turns: int
     ours: int
     retokenised: int
-    tokens: int
-    retokenised_tokens: int
 
     @property
     def ours_rate(self) -> float:
@@ -208,18 +221,15 @@ class Drift(msgspec.Struct, frozen=True):
 
 def drift_of(chat: ChatFormat, turns: Iterable[Sampled]) -> Drift:
     """Count over recorded turns. A text is put where it stood: after its prompt's end, before what ends the turn."""
-    counted = ours = retokenised = tokens = retokenised_tokens = 0
+    counted = ours = retokenised = 0
     for turn in turns:
         if not turn.next_prompt_ids:
             continue
         counted += 1
-        tokens += len(turn.completion_ids)
         so_far = turn.prompt_ids + turn.completion_ids
         ours += turn.next_prompt_ids[: len(so_far)] != so_far
-        lost = _differing_tokens(turn.completion_ids, _encoded_again(chat, turn))
-        retokenised += lost > 0
-        retokenised_tokens += lost
-    return Drift(counted, ours, retokenised, tokens, retokenised_tokens)
+        retokenised += _encoded_again(chat, turn) != turn.completion_ids
+    return Drift(counted, ours, retokenised)
 
 
 def sampled_at_random(chat: ChatFormat, seed: int) -> list[Sampled]:
@@ -229,10 +239,10 @@ def sampled_at_random(chat: ChatFormat, seed: int) -> list[Sampled]:
     conversation = Conversation(chat, [*OPENING, ChatMessage(role="user", content=next(dialogue).result)], TOOLS)
     prompt_ids = conversation.prompt_token_ids()
     turns = []
-    for _ in range(TURNS):
+    for _ in range(DRIFT_TURNS):
         completion_ids, logprobs, _reason = script(prompt_ids)
         conversation.add_completion(completion_ids, logprobs)
-        conversation.add_messages([ChatMessage(role="tool", content=next(dialogue).result, name="bash")])
+        conversation.add_messages([result_of(next(dialogue))])
         next_ids = conversation.prompt_token_ids()
         turns.append(Sampled(prompt_ids, completion_ids, next_ids))
         prompt_ids = next_ids
@@ -248,21 +258,12 @@ def _encoded_again(chat: ChatFormat, turn: Sampled) -> list[int]:
     return ids[len(opening) :] if ids[: len(opening)] == opening else ids
 
 
-def _differing_tokens(sampled: Sequence[int], encoded: Sequence[int]) -> int:
-    """Return how many of `sampled` are not at their place any more: all from the first difference on."""
-    for position, token_id in enumerate(sampled):
-        if position >= len(encoded) or encoded[position] != token_id:
-            return len(sampled) - position
-    return int(len(encoded) > len(sampled))
-
-
-WAYS = ("renderers", "transformers")
-Samples = dict[tuple[str, int], list[float]]
+# ---------------------------------------------------------------- peers
 
 
 async def measure_peers(
     chat: ChatFormat, dialogues: dict[int, list[DialogueTurn]], *, rounds: int, folder: Path
-) -> tuple[Samples, list[str]]:
+) -> tuple[list[Series], list[str]]:
     """Time each way `rounds` times with the last turn of each dialogue as the new one.
 
     Args:
@@ -272,38 +273,38 @@ async def measure_peers(
         folder: an empty one, for the peers' files.
 
     Returns:
-        Seconds of CPU time by way and context, and a sentence for each prompt that is not ours.
+        CPU time by way and context, and a sentence for each prompt that is not ours.
 
     Raises:
-        PeerUnavailable: the peers are not installed, or failed.
+        PeerUnavailable: the peers are not installed, or failed, or render no dialogues of this family.
     """
-    samples: Samples = {}
+    if chat.family.name != FAMILY:
+        raise PeerUnavailable(f"{PEERS['renderers'].title} want a tokenizer of {FAMILY}: name it in PRORL_MODEL_DIR")
+    series: list[Series] = []
     differing: list[str] = []
     env = {"PATH": os.defpath, "HOME": str(folder), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     async with open_peer(PEERS["renderers"], env=env, cwd=folder, log=folder / "log") as peer:
         for context, turns in dialogues.items():
             path = trio.Path(folder / f"{context}.json")
-            expected = await trio.to_thread.run_sync(_digest, chat, turns)
             await path.write_bytes(msgspec.json.encode(_state(chat, turns)))
             await peer.run(f"begin {path}")
+            ids = await trio.to_thread.run_sync(lambda turns=turns: _prompt(chat, turns))  # type: ignore[misc]  # mypy infers no default
+            expected = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
             for way in WAYS:
-                samples[way, context] = await _time(peer, way, rounds)
+                times_s = [float((await peer.run(way)).output) for _ in range(rounds + 1)]
+                series.append(_series(way, context, times_s[1:], peer=True))
                 if (await peer.run("digest")).output != expected:
                     differing.append(f"{way}: its prompt of {context} tokens is not the one that the template makes")
-    return samples, differing
-
-
-async def _time(peer: PeerProcess, way: str, rounds: int) -> list[float]:
-    times_s = [float((await peer.run(way)).output) for _ in range(rounds + 1)]
-    return times_s[1:]
+    return series, differing
 
 
 def _state(chat: ChatFormat, turns: list[DialogueTurn]) -> dict[str, object]:
     """The last turn is the one that the peers make a prompt of."""
-    last = turns[-1]
+    *before, last = turns
+    messages = [{"role": each.role, "content": each.content, "name": each.name} for each in whole_dialogue(before)]
     return {
         "model_dir": str(chat.model_dir),
-        "messages": [_plain(message) for message in whole_dialogue(turns[:-1])],
+        "messages": [{key: value for key, value in each.items() if value is not None} for each in messages],
         "said": last.said,
         "completion_ids": sampled_ids(chat, last.said),
         "new_messages": [{"role": "tool", "content": last.result, "name": "bash"}],
@@ -311,113 +312,57 @@ def _state(chat: ChatFormat, turns: list[DialogueTurn]) -> dict[str, object]:
     }
 
 
-def _plain(message: ChatMessage) -> dict[str, str]:
-    name = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": message.content, **name}
-
-
-def _digest(chat: ChatFormat, turns: list[DialogueTurn]) -> str:
-    ids = Conversation(chat, whole_dialogue(turns), TOOLS).prompt_token_ids()
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
-
-
-CONTEXTS = (1_000, 4_000, 16_000, 32_000, 64_000, 100_000)
-ROUNDS = 6
-"""Rounds of turns at each length of context, for each set of dialogues."""
-QUICK_DIALOGUES, DIALOGUES = 8, 30
-QUICK_PEER_ROUNDS, PEER_ROUNDS = 3, 10
-DRIFT_DIALOGUES = 20
-FAMILY: Final = "qwen3"
-FLATNESS = 1.5
-US = 1e6
-Times = dict[int, list[TurnTimes]]
-NOTES: Final = CAPTIONS["tokens"]
-
-
-async def tokens(options: Options) -> Report:
-    """Measure ours, re-rendering and the peers; then count drift."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-tokens-")))
-        return await _measure(options, folder)
-
-
-async def _measure(options: Options, folder: Path) -> Report:
-    chat, others = await trio.to_thread.run_sync(_load_models, folder / "model", options.quick)
-    rounds = QUICK_PEER_ROUNDS if options.quick else PEER_ROUNDS
-    dialogues = QUICK_DIALOGUES if options.quick else DIALOGUES
-    turns = await trio.to_thread.run_sync(_turns_to, chat, CONTEXTS)
-    times = await trio.to_thread.run_sync(_time_ours, chat, dialogues)
-    series = _series_of(times)
-    series += await trio.to_thread.run_sync(_rerender, chat, turns, rounds)
-    notes = [f"model: {chat.model_dir.name}, {chat.vocab_size} tokens", *NOTES]
-    try:
-        peers = folder / "peers"
-        peers.mkdir()
-        samples, differing = await measure_peers(chat, turns, rounds=rounds, folder=peers)
-        notes = [*differing, *notes]
-        series += [_series(way, context, samples[way, context], peer=True) for way in WAYS for context in CONTEXTS]
-    except PeerUnavailable as exc:
-        notes = [f"left out: {exc}", *notes]
-    flatness = await trio.to_thread.run_sync(_flatness_of, others, dialogues // 3)
-    drift = await trio.to_thread.run_sync(_drift, chat)
-    return _report(series, flatness, drift, notes)
-
-
-def _report(series: list[Series], flatness: dict[str, float], drift: Drift, notes: list[str]) -> Report:
-    p50 = {each.case.name: each.percentile(50) for each in series}
-    low, high = _name(CONTEXTS[0]), _name(CONTEXTS[-1])
-    others = [way for way in ("rerender", *WAYS) if f"{way}.{high}" in p50]
-    metrics = {
-        f"render.us_per_turn_{low}": p50[f"turn.{low}"],
-        f"render.us_per_turn_{high}": p50[f"turn.{high}"],
-        "render.flatness": p50[f"turn.{high}"] / p50[f"turn.{low}"],
-        **{f"render.{way}_over_whole_{high}": p50[f"{way}.{high}"] / p50[f"whole.{high}"] for way in others},
-        "drift.ours": drift.ours_rate,
-        "drift.retokenised_rate": drift.retokenised_rate,
-    }
-    details = {f"render.flatness.{name}": value for name, value in flatness.items()}
-    details["render.flatness_with_prompt"] = p50[f"whole.{high}"] / p50[f"whole.{low}"]
-    return Report(
-        title="tokens: a turn against the context's length",
-        series=series,
-        more_metrics=metrics,
-        detail_metrics=details,
-        at_most={"render.flatness": FLATNESS, "drift.ours": 0.0},
-        tables=[_context_rows(p50), *([_family_rows(flatness)] if flatness else [])],
-        figures=[_lines(series)],
-        notes=notes,
-    )
+def _prompt(chat: ChatFormat, turns: list[DialogueTurn]) -> list[int]:
+    return Conversation(chat, whole_dialogue(turns), TOOLS).prompt_token_ids()
 
 
 # ---------------------------------------------------------------- measuring
 
 
-def _load_models(small: Path, quick: bool) -> tuple[ChatFormat, list[ChatFormat]]:
-    """The one that everything is measured with, and, not in quick runs, the others. What is refused is left out."""
-    chosen: ChatFormat | None = None
-    others = []
-    for folder in _model_dirs():
-        if chosen is not None and quick:
-            break
-        if chosen is None and quick and not folder.name.startswith(FAMILY):
-            continue
-        with suppress(ConfigError):
-            chat = ChatFormat.load(folder)
-            if chosen is None and chat.family.name == FAMILY:
-                chosen = chat
-            else:
-                others.append(chat)
-    return chosen or ChatFormat.load(write_family_model(small, FAMILY)), [] if quick else others
+async def tokens(options: Options) -> Report:
+    """Measure ours, re-rendering and the peers; then count drift."""
+    dialogues, rounds = (QUICK_DIALOGUES, QUICK_PEER_ROUNDS) if options.quick else (DIALOGUES, PEER_ROUNDS)
+    with tempfile.TemporaryDirectory(prefix="prorl-tokens-") as name:
+        peers = Path(name, "peers")
+        await trio.Path(peers).mkdir()
+        chat, others = await trio.to_thread.run_sync(load_models, Path(name, "tiny"), options.quick)
+        turns = await trio.to_thread.run_sync(_turns_to, chat, CONTEXTS)
+        times = await trio.to_thread.run_sync(_time_ours, chat, dialogues)
+        series = [*_series_of(times), *await trio.to_thread.run_sync(_rerender, chat, turns, rounds)]
+        notes = [f"model: {chat.model_dir.name}, {chat.vocab_size} tokens", *caption_of("tokens")]
+        try:
+            of_peers, differing = await measure_peers(chat, turns, rounds=rounds, folder=peers)
+            series += of_peers
+            notes = [*differing, *notes]
+        except PeerUnavailable as exc:
+            notes = [f"left out: {exc}", *notes]
+        flatness = await trio.to_thread.run_sync(flatness_of, others, dialogues // 3)
+        sampled = (turn for seed in range(DRIFT_DIALOGUES) for turn in sampled_at_random(chat, seed))
+        return _report(series, flatness, await trio.to_thread.run_sync(drift_of, chat, sampled), notes)
 
 
-def _model_dirs() -> list[Path]:
-    """Return the folders that PRORL_MODEL_DIR names, or else those in the cache folder; Qwen3's first."""
+def load_models(tiny: Path, quick: bool) -> tuple[ChatFormat, list[ChatFormat]]:
+    """Return the model that everything is measured with, and, not in quick runs, the others. Refused ones are left out.
+
+    They are in the folders that PRORL_MODEL_DIR names, or else in the cache folder. Without any it is one in `tiny`.
+    """
     if configured := os.environ.get("PRORL_MODEL_DIR"):
-        return [Path(part) for part in configured.split(":")]
-    cached = (
-        folder.parent for kind in ("tokenizers", "models") for folder in (cache_dir() / kind).glob("*/tokenizer.json")
-    )
-    return sorted(cached, key=lambda folder: (not folder.name.startswith(FAMILY), folder.name))
+        folders = [Path(part) for part in configured.split(":")]
+    else:
+        folders = [
+            each.parent for kind in ("tokenizers", "models") for each in cache_dir().glob(f"{kind}/*/tokenizer.json")
+        ]
+    found = []
+    for folder in sorted(folders, key=lambda folder: (not folder.name.startswith(FAMILY), folder.name)):
+        with suppress(ConfigError):
+            found.append(ChatFormat.load(folder))
+            if quick and found[-1].family.name == FAMILY:
+                break
+    if not found:
+        make_tiny_model(tiny)
+        found = [ChatFormat.load(tiny)]
+    chosen = next((chat for chat in found if chat.family.name == FAMILY), found[0])
+    return chosen, [] if quick else [chat for chat in found if chat is not chosen]
 
 
 def _time_ours(chat: ChatFormat, dialogues: int) -> Times:
@@ -430,20 +375,17 @@ def _time_ours(chat: ChatFormat, dialogues: int) -> Times:
     return times
 
 
-def _flatness(times: Times) -> float:
-    first, last = (
-        float(np.median([turn.record_s + turn.extend_s for turn in times[context]]))
-        for context in (CONTEXTS[0], CONTEXTS[-1])
-    )
-    return last / first
-
-
-def _flatness_of(chats: Sequence[ChatFormat], dialogues: int) -> dict[str, float]:
-    return {chat.model_dir.name: _flatness(_time_ours(chat, dialogues)) for chat in chats}
-
-
-def _drift(chat: ChatFormat) -> Drift:
-    return drift_of(chat, (turn for seed in range(DRIFT_DIALOGUES) for turn in sampled_at_random(chat, seed)))
+def flatness_of(chats: Sequence[ChatFormat], dialogues: int) -> dict[str, float]:
+    """Return the time of a turn at the longest context over that at the shortest, by the names of the models."""
+    flatness = {}
+    for chat in chats:
+        times = _time_ours(chat, dialogues)
+        first, last = (
+            float(np.median([turn.record_s + turn.extend_s for turn in times[context]]))
+            for context in (CONTEXTS[0], CONTEXTS[-1])
+        )
+        flatness[chat.model_dir.name] = last / first
+    return flatness
 
 
 def _turns_to(chat: ChatFormat, contexts: Sequence[int]) -> dict[int, list[DialogueTurn]]:
@@ -464,11 +406,10 @@ def _rerender(chat: ChatFormat, turns: dict[int, list[DialogueTurn]], rounds: in
     """Our own code, as if it did as others do."""
     series = []
     for context, said in turns.items():
-        messages = whole_dialogue(said)
         samples = []
         for _ in range(rounds + 1):
             started = time.thread_time()
-            Conversation(chat, messages, TOOLS).prompt_token_ids()
+            _prompt(chat, said)
             samples.append(time.thread_time() - started)
         series.append(_series("rerender", context, samples[1:]))
     return series
@@ -476,18 +417,63 @@ def _rerender(chat: ChatFormat, turns: dict[int, list[DialogueTurn]], rounds: in
 
 # ---------------------------------------------------------------- figures
 
+PARTS: Final = {
+    "turn": ("record_s", "extend_s"),
+    "record": ("record_s",),
+    "extend": ("extend_s",),
+    "prompt": ("prompt_s",),
+    "whole": ("prompt_s", "record_s", "extend_s"),
+}
+
+
+def _report(series: list[Series], flatness: dict[str, float], drift: Drift, notes: list[str]) -> Report:
+    p50 = {each.case.name: each.percentile(50) for each in series}
+    ways = {name.split(".")[0]: each.case.peer for name, each in zip(p50, series, strict=True)}
+    low, high = _name(CONTEXTS[0]), _name(CONTEXTS[-1])
+    rows = [[f"{each:,}", *(f"{p50[f'{way}.{_name(each)}']:,.0f}" for way in ways)] for each in CONTEXTS]
+    tables = [Rows(title="us a turn, p50", headings=["context", *ways], rows=rows)]
+    if flatness:
+        others = [[name, f"{value:.2f}"] for name, value in flatness.items()]
+        tables.append(Rows(title="the same with other models", headings=["model", f"{high} over {low}"], rows=others))
+    lines = [
+        Line(
+            label=way,
+            points=[(float(context), p50[f"{way}.{_name(context)}"]) for context in CONTEXTS],
+            role="peer" if peer else "ours",
+        )
+        for way, peer in ways.items()
+    ]
+    title, unit = "a turn against the context's length", "us a turn (p50; dashed: peers)"
+    return Report(
+        title=f"tokens: {title}",
+        series=series,
+        more_metrics={
+            f"render.us_per_turn_{low}": p50[f"turn.{low}"],
+            f"render.us_per_turn_{high}": p50[f"turn.{high}"],
+            "render.flatness": p50[f"turn.{high}"] / p50[f"turn.{low}"],
+            **{
+                f"render.{way}_over_whole_{high}": p50[f"{way}.{high}"] / p50[f"whole.{high}"]
+                for way in ways
+                if way not in PARTS
+            },
+            "drift.ours": drift.ours_rate,
+            "drift.retokenised_rate": drift.retokenised_rate,
+        },
+        detail_metrics={
+            **{f"render.flatness.{name}": value for name, value in flatness.items()},
+            "render.flatness_with_prompt": p50[f"whole.{high}"] / p50[f"whole.{low}"],
+        },
+        at_most={"render.flatness": FLATNESS, "drift.ours": 0.0},
+        tables=tables,
+        figures=[Lines(title=title, x_label="context, tokens", y_label=unit, lines=lines, logarithmic=True)],
+        notes=notes,
+    )
+
 
 def _series_of(times: Times) -> list[Series]:
-    parts = {
-        "turn": ("record_s", "extend_s"),
-        "record": ("record_s",),
-        "extend": ("extend_s",),
-        "prompt": ("prompt_s",),
-        "whole": ("prompt_s", "record_s", "extend_s"),
-    }
     return [
         _series(name, context, [sum(getattr(turn, part) for part in added) for turn in times[context]])
-        for name, added in parts.items()
+        for name, added in PARTS.items()
         for context in CONTEXTS
     ]
 
@@ -499,34 +485,6 @@ def _series(way: str, context: int, samples_s: Sequence[float], *, peer: bool = 
 
 def _name(context: int) -> str:
     return f"{context // 1000}k"
-
-
-def _tokens_of(series: Series) -> int:
-    return int(series.case.name.rpartition(".")[2].removesuffix("k")) * 1000
-
-
-def _lines(series: Sequence[Series]) -> Lines:
-    """Return a line for each way, against the length of the context."""
-    lines = []
-    for way in dict.fromkeys(each.case.name.split(".")[0] for each in series):
-        of_way = [each for each in series if each.case.name.startswith(f"{way}.")]
-        points = [(float(_tokens_of(each)), each.percentile(50)) for each in of_way]
-        lines.append(Line(label=way, points=points, role="peer" if of_way[0].case.peer else "ours"))
-    title, unit = "a turn against the context's length", "us a turn (p50; dashed: peers)"
-    return Lines(title=title, x_label="context, tokens", y_label=unit, lines=lines, logarithmic=True)
-
-
-def _context_rows(p50: dict[str, float]) -> Rows:
-    """Return a row for each context."""
-    ways = dict.fromkeys(name.split(".")[0] for name in p50)
-    rows = [[f"{each:,}", *(f"{p50[f'{way}.{_name(each)}']:,.0f}" for way in ways)] for each in CONTEXTS]
-    return Rows(title="us a turn, p50", headings=["context", *ways], rows=rows)
-
-
-def _family_rows(flatness: dict[str, float]) -> Rows:
-    heading = f"{_name(CONTEXTS[-1])} over {_name(CONTEXTS[0])}"
-    columns: dict[str, Callable[[str], str]] = {"model": str, heading: lambda name: f"{flatness[name]:.2f}"}
-    return rows_of("the same with other models", flatness, columns)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ import tempfile
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import trio
 
-from perf.harness import CAPTIONS, PERCENTS, Case, Options, Report, Rows, Series, rotated, rows_of, run_benchmark
+from perf.harness import PERCENTS, Case, Options, Report, Rows, Series, caption_of, rotated, rows_of, run_benchmark
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import PeerAnswer, open_peer
 from perf.project_tree import write_project
@@ -63,31 +63,22 @@ class Answered(msgspec.Struct, frozen=True):
     words: tuple[str, ...]
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a system over all steps that it and the floor answered right.
+class Timed(NamedTuple):
+    """The times of a system for a step that it and the floor answered right.
 
     Attributes:
-        steps: their indices, the same for all lists below.
         elapsed_s: the median over rounds.
         first_s: in the first round, which all systems ran: for comparing times of systems with fewer rounds.
         overhead_s: the time beyond the floor's in the same round, median over rounds. Below zero is noise.
-        wrong: the steps that it answered otherwise than the floor or the record, or not at all.
     """
 
-    steps: list[int]
-    elapsed_s: list[float]
-    first_s: list[float]
-    overhead_s: list[float]
-    wrong: list[int]
+    elapsed_s: float
+    first_s: float
+    overhead_s: float
 
-    def among(self, values: Sequence[float], steps: Sequence[int]) -> list[float]:
-        """Return those of `values`, one of the lists above, that belong to `steps`."""
-        wanted = set(steps)
-        return [value for step, value in zip(self.steps, values, strict=True) if step in wanted]
 
-    def overhead_percentile_ms(self, percent: float) -> float:
-        """Over steps."""
-        return float(np.percentile(self.overhead_s, percent)) * 1e3
+Figures = dict[int, Timed]
+"""By steps; one that is not in it was answered otherwise than by the floor or the record, or not at all."""
 
 
 def words_of(output: str, *, root: str, command: str) -> tuple[str, ...]:
@@ -105,10 +96,7 @@ def figures_of(
     steps: Sequence[Step], rounds: Sequence[Sequence[Answered]], floors: Sequence[Sequence[Answered]]
 ) -> Figures:
     """Compare a system with the floor, round by round. Rounds that the system did not finish are shorter."""
-    right: list[int] = []
-    elapsed_s: list[float] = []
-    first_s: list[float] = []
-    overhead_s: list[float] = []
+    figures: Figures = {}
     for index, step in enumerate(steps):
         pairs = [
             (answers[index], floor[index])
@@ -116,17 +104,12 @@ def figures_of(
             if index < len(answers)
         ]
         if pairs and all(_is_right(answer, floor, step) for answer, floor in pairs):
-            right.append(index)
-            elapsed_s.append(statistics.median(answer.elapsed_s for answer, _ in pairs))
-            first_s.append(pairs[0][0].elapsed_s)
-            overhead_s.append(statistics.median(answer.elapsed_s - floor.elapsed_s for answer, floor in pairs))
-    return Figures(
-        steps=right,
-        elapsed_s=elapsed_s,
-        first_s=first_s,
-        overhead_s=overhead_s,
-        wrong=sorted(set(range(len(steps))) - set(right)),
-    )
+            figures[index] = Timed(
+                elapsed_s=statistics.median(answer.elapsed_s for answer, _ in pairs),
+                first_s=pairs[0][0].elapsed_s,
+                overhead_s=statistics.median(answer.elapsed_s - floor.elapsed_s for answer, floor in pairs),
+            )
+    return figures
 
 
 def _is_right(answer: Answered, floor: Answered, step: Step) -> bool:
@@ -217,7 +200,16 @@ TITLES = {
     OURS: "ours",
     **{name: name for name in PEER_SYSTEMS},
 }
-NOTES: Final = CAPTIONS["trace"]
+
+
+COLUMNS: Final[dict[str, Callable[[str], str] | str]] = {
+    "system": TITLES.__getitem__,
+    "right": "{right:.0f}",
+    "wrong": "{wrong:.0f}",
+    "total": "{total_s:.2f} s",
+    "overhead": "{overhead_total_s:.3f} s",
+    **{f"p{percent}": f"{{overhead_p{percent}_ms:.2f}} ms" for percent in PERCENTS},
+}
 
 
 def load_trace() -> list[Step]:
@@ -237,9 +229,9 @@ async def benchmark(options: Options) -> Report:
         for name, answered in (await run_round(steps, names, failures)).items():
             answers.setdefault(name, []).append(answered)
     figures = {name: figures_of(steps, rounds, answers[FLOOR]) for name, rounds in answers.items()}
-    if not figures[OURS].steps:
+    if not figures[OURS]:
         raise RuntimeError("ours answered every command otherwise than the bare pty")
-    return report_of(steps, {name: one for name, one in figures.items() if one.steps}, failures)
+    return report_of(steps, {name: one for name, one in figures.items() if one}, failures)
 
 
 async def run_round(steps: Sequence[Step], names: Sequence[str], failures: dict[str, str]) -> dict[str, list[Answered]]:
@@ -271,28 +263,35 @@ async def run_round(steps: Sequence[Step], names: Sequence[str], failures: dict[
 def report_of(steps: Sequence[Step], figures: dict[str, Figures], failures: dict[str, str]) -> Report:
     """Ratios are over the steps that both sides answered right. Peers without a right answer are left out."""
     ours, floor = figures[OURS], figures[FLOOR]
-    both = sorted(set(ours.steps) & set(floor.steps))
-    ours_s, floor_s = ours.among(ours.elapsed_s, both), floor.among(floor.elapsed_s, both)
-    noise_s = abs(sum(figures[FLOOR_AGAIN].overhead_s))
+    pairs = [(ours[index].elapsed_s, floor[index].elapsed_s) for index in ours.keys() & floor.keys()]
+    ours_s, floor_s = zip(*pairs, strict=True)
+    noise_s = abs(sum(one.overhead_s for one in figures[FLOOR_AGAIN].values()))
     metrics = {
         "trace.commands": float(len(steps)),
         "trace.ours_over_pty": statistics.median(ours_s) / statistics.median(floor_s),
         "trace.ours_over_pty_total": sum(ours_s) / sum(floor_s),
     }
     for name in PEER_SYSTEMS:
-        if (peer := figures.get(name)) is not None and (both := sorted(set(ours.steps) & set(peer.steps))):
-            overhead_s = max(sum(ours.among(ours.overhead_s, both)), noise_s)
-            metrics[f"trace.{name}_over_ours"] = sum(peer.among(peer.overhead_s, both)) / overhead_s
-            whole_s = sum(ours.among(ours.first_s, both))
-            metrics[f"trace.{name}_over_ours_whole"] = sum(peer.among(peer.first_s, both)) / whole_s
+        peer = figures.get(name, {})
+        if both := ours.keys() & peer.keys():
+            overhead_s = max(sum(ours[index].overhead_s for index in both), noise_s)
+            whole_s = sum(ours[index].first_s for index in both)
+            metrics[f"trace.{name}_over_ours"] = sum(peer[index].overhead_s for index in both) / overhead_s
+            metrics[f"trace.{name}_over_ours_whole"] = sum(peer[index].first_s for index in both) / whole_s
+    details = details_of(steps, figures)
+    title = "overhead above the bare pty, a command at a time"
     return Report(
         title=f"trace: {len(steps)} shell commands of an agent",
         series=[series_of(name, one) for name, one in figures.items()],
         more_metrics=metrics,
-        detail_metrics=details_of(figures) | {"trace.noise_total_s": noise_s},
+        detail_metrics=details | {"trace.noise_total_s": noise_s},
         at_least=AT_LEAST,
-        tables=[overhead_rows(figures), kind_rows(steps, figures)],
-        notes=[*(f"left out: {reason}" for reason in failures.values()), *wrong_notes(steps, figures), *NOTES],
+        tables=[rows_of(title, figures, COLUMNS, metrics=details, of="trace"), kind_rows(steps, figures)],
+        notes=[
+            *(f"left out: {reason}" for reason in failures.values()),
+            *wrong_notes(steps, figures),
+            *caption_of("trace"),
+        ],
     )
 
 
@@ -304,46 +303,31 @@ def series_of(name: str, figures: Figures) -> Series:
         peer=name in PEER_SYSTEMS,
         max_x_floor=2 if name == OURS else None,
     )
-    return Series(case=case, samples=[elapsed_s * 1e3 for elapsed_s in figures.elapsed_s])
+    return Series(case=case, samples=[one.elapsed_s * 1e3 for one in figures.values()])
 
 
 def wrong_notes(steps: Sequence[Step], figures: dict[str, Figures]) -> list[str]:
     """Return a sentence for each system that answered commands wrong, with the first few of them."""
-    return [
-        f"{TITLES[name]} answered wrong: {', '.join(repr(steps[index].command) for index in one.wrong[:SHOWN_WRONG])}"
-        + (", ..." if len(one.wrong) > SHOWN_WRONG else "")
-        for name, one in figures.items()
-        if one.wrong
-    ]
+    said = []
+    for name, one in figures.items():
+        if wrong := [step.command for index, step in enumerate(steps) if index not in one]:
+            more = ", ..." if len(wrong) > SHOWN_WRONG else ""
+            said.append(f"{TITLES[name]} answered wrong: {', '.join(map(repr, wrong[:SHOWN_WRONG]))}{more}")
+    return said
 
 
-def details_of(figures: dict[str, Figures]) -> dict[str, float]:
+def details_of(steps: Sequence[Step], figures: dict[str, Figures]) -> dict[str, float]:
     """Return the figures of the tables, for the file."""
     details: dict[str, float] = {}
     for name, one in figures.items():
-        details[f"trace.{name}.total_s"] = sum(one.elapsed_s)
-        details[f"trace.{name}.wrong"] = len(one.wrong)
+        of, overhead_s = f"trace.{name}", [each.overhead_s for each in one.values()]
+        details |= {f"{of}.right": len(one), f"{of}.wrong": len(steps) - len(one)}
+        details[f"{of}.total_s"] = sum(each.elapsed_s for each in one.values())
         if name != FLOOR:
-            details[f"trace.{name}.overhead_total_s"] = sum(one.overhead_s)
+            details[f"{of}.overhead_total_s"] = sum(overhead_s)
             for percent in PERCENTS:
-                details[f"trace.{name}.overhead_p{percent}_ms"] = one.overhead_percentile_ms(percent)
+                details[f"{of}.overhead_p{percent}_ms"] = float(np.percentile(overhead_s, percent)) * 1e3
     return details
-
-
-def overhead_rows(figures: dict[str, Figures]) -> Rows:
-    """Return the time beyond the floor, command by command."""
-    columns: dict[str, Callable[[str], str]] = {
-        "system": TITLES.__getitem__,
-        "right": lambda name: str(len(figures[name].steps)),
-        "wrong": lambda name: str(len(figures[name].wrong)),
-        "total": lambda name: f"{sum(figures[name].elapsed_s):.2f} s",
-        "overhead": lambda name: "" if name == FLOOR else f"{sum(figures[name].overhead_s):.3f} s",
-    }
-    for percent in PERCENTS:
-        columns[f"p{percent}"] = lambda name, percent=percent: (  # type: ignore[misc]  # mypy infers no default
-            "" if name == FLOOR else f"{figures[name].overhead_percentile_ms(percent):.2f} ms"
-        )
-    return rows_of("overhead above the bare pty, a command at a time", figures, columns)
 
 
 def kind_rows(steps: Sequence[Step], figures: dict[str, Figures]) -> Rows:
@@ -351,7 +335,7 @@ def kind_rows(steps: Sequence[Step], figures: dict[str, Figures]) -> Rows:
     rows = []
     for kind in dict.fromkeys(step.kind for step in steps):
         members = [index for index, step in enumerate(steps) if step.kind == kind]
-        times_s = [one.among(one.first_s, members) for one in figures.values()]
+        times_s = [[one[index].first_s for index in members if index in one] for one in figures.values()]
         cells = [f"{statistics.median(some_s) * 1e3:.2f}" if some_s else "" for some_s in times_s]
         rows.append([kind, str(len(members)), *cells])
     title = "median time by kind of command in the first round, ms"

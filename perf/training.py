@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from itertools import pairwise
 from random import Random
 from statistics import NormalDist, fmean
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 import msgspec
 import trio
@@ -176,12 +176,11 @@ def payload_of(context: RolloutContext) -> TaskPayload:
     return msgspec.convert(context.spec.instance.payload, TaskPayload)
 
 
-def instance_of(
-    number: int, *, seed: str = "", split: bool = False, extra_action_s: float = 0.0, handler: str = "simulated"
-) -> TaskInstance:
-    """Return the instance of that number: the same for all systems."""
-    level = Random(f"{seed}instance {number}").randrange(LEVELS)
-    payload = TaskPayload(number=number, level=level, split=split, extra_action_s=extra_action_s)
+def instance_of(number: int, conditions: Conditions, *, handler: str) -> TaskInstance:
+    """Return the instance of that number: the same for all systems, but for what is left out of them."""
+    level = Random(f"{conditions.seed} instance {number}").randrange(LEVELS)
+    split, extra_s = not conditions.balanced, conditions.extra_action_s
+    payload = TaskPayload(number=number, level=level, split=split, extra_action_s=extra_s)
     return TaskInstance(instance_id=f"i{number}", handler=handler, payload=msgspec.to_builtins(payload))
 
 
@@ -253,17 +252,49 @@ class GradedHandler(SimulatedHandler):
 # ---------------------------------------------------------------- steps
 
 
-class StepsTaken(msgspec.Struct, kw_only=True):
+class Conditions(DrawnWork, frozen=True, kw_only=True):
+    """A training of DAPO, of the paper's size unless said otherwise.
+
+    Attributes:
+        policy: which rollouts are submitted, cancelled and carried over.
+        balanced: rollouts go to the engine with the fewest in flight; else each engine gets the same number of
+            instances, with all their rollouts.
+        extra_action_s: added to each action.
+        groups, size: informative groups of a step, and rollouts of each.
+        steps: how many are simulated; the first begins with an idle node.
+        engines, engine_gpus, workers: LLM servers, GPUs of each (1 or 2), and rollouts that run at once.
+        ahead: jobs submitted beyond the workers, which start, wait, or are evaluated meanwhile.
+    """
+
+    policy: Policy = "early"
+    balanced: bool = True
+    extra_action_s: float = 0.0
+    groups: int = 32
+    size: int = 8
+    steps: int = 3
+    engines: int = 8
+    engine_gpus: Literal[1, 2] = 1
+    workers: int = 64
+    ahead: int = 8
+    seed: int = 0
+
+
+class Steps(msgspec.Struct, kw_only=True):
     """The result of steps.
 
     Attributes:
+        steps: how many.
         wall_s: of all, each from its first submission until nothing of it runs.
         trained: rollouts that were trained on. `ended`: that came to their own end, `uninformative` ones included.
         cancelled: that were cut before it. `surplus`: that ended in an informative group, and were thrown away.
         actions_s: the time of each action.
         staleness: policy updates between each group's begin and its training.
+        engine_busy: share of the time in which an engine had a completion to work on, mean over the engines.
+        decode_use: tokens sampled, over what the engines can sample; 0 where that is not known.
+        others_busy: share of the processors' time that went to processes which are none of the measurement's.
     """
 
+    steps: int = 0
     wall_s: float = 0.0
     trained: int = 0
     ended: int = 0
@@ -272,29 +303,59 @@ class StepsTaken(msgspec.Struct, kw_only=True):
     surplus: int = 0
     actions_s: list[float] = []
     staleness: list[int] = []
+    engine_busy: float = 0.0
+    decode_use: float = 0.0
+    others_busy: float = 0.0
 
+    @property
+    def action_s(self) -> float:
+        """Return the mean time of an action."""
+        return fmean(self.actions_s or [0.0])
 
-class StepScale(msgspec.Struct, frozen=True, kw_only=True):
-    """The size of a step: `groups` informative ones of `size` rollouts, of which `at_once` are submitted at a time."""
+    @property
+    def mean_staleness(self) -> float:
+        """Return the mean staleness of a group."""
+        return fmean(self.staleness or [0])
 
-    groups: int
-    size: int
-    at_once: int
+    @property
+    def trained_per_s(self) -> float:
+        """Return the rollouts trained on, a second."""
+        return self.trained / self.wall_s
+
+    @property
+    def ended_per_s(self) -> float:
+        """Return the rollouts that came to their own end, a second."""
+        return self.ended / self.wall_s
+
+    @property
+    def steps_per_h(self) -> float:
+        """Return the training steps an hour."""
+        return 3600 * self.steps / self.wall_s
+
+    @property
+    def wasted(self) -> float:
+        """Return the share of begun rollouts that taught nothing, though their group was not uninformative."""
+        begun = self.trained + self.uninformative + self.cancelled + self.surplus
+        return (self.cancelled + self.surplus) / begun if begun else 0.0
 
 
 class Trainer:
-    """Takes steps by one of the policies; a subclass sends the jobs, and calls `arrived` with their outcomes."""
+    """Takes steps under conditions; a subclass sends the jobs, and calls `arrived` with their outcomes."""
 
-    def __init__(self, scale: StepScale, policy: Policy, instance: Callable[[int], TaskInstance]) -> None:
-        """Begin nothing. `instance` makes that of a number."""
-        self._scale, self._policy, self._instance = scale, policy, instance
+    handler = SimulatedHandler.name
+    """Name of the handler that does the jobs."""
+
+    def __init__(self, conditions: Conditions) -> None:
+        """Begin nothing."""
+        self._conditions, self._policy = conditions, conditions.policy
+        self._at_once = conditions.workers + conditions.ahead
         self._live: dict[str, JobSpec] = {}
         self._outbox: deque[tuple[str, bool]] = deque()
         """Ids of jobs to submit, or to cancel."""
         self._cancelled = set[str]()
         self._more, self._changed = trio.Event(), trio.Event()
         self._feeding = False
-        self.taken = StepsTaken()
+        self.taken = Steps()
         self._sampler = self._begun("dapo", 0, 0)
 
     async def submit(self, spec: JobSpec) -> None:
@@ -335,7 +396,7 @@ class Trainer:
 
     async def step(self, name: str, step: int, first_group: int | None = None) -> None:
         """Sample the batch of a step, and take it. `name` begins the ids of its jobs; `first_group` is its first."""
-        began_s, groups = trio.current_time(), self._scale.groups
+        began_s, groups = trio.current_time(), self._conditions.groups
         if self._policy != "carry" or step == 0:
             # So that a rollout has the same id, and work, whatever the policy.
             next_group = (self._sampler.state.next_group if step else 0) if first_group is None else first_group
@@ -361,19 +422,20 @@ class Trainer:
             self._apply(Advanced(str(step + 1), confirms=True))
             self._feed()
         else:
-            self.taken.surplus += len(self._sampler.state.ready) * self._scale.size
+            self.taken.surplus += len(self._sampler.state.ready) * self._conditions.size
             self._apply(Finished())
             await self._until(lambda: not self._live)  # what was cancelled is gone
+        self.taken.steps += 1
         self.taken.wall_s += trio.current_time() - began_s
 
     def _begun(self, name: str, step: int, next_group: int) -> GroupSampler:
         carry = self._policy == "carry"
         rules = GroupRules(
-            size=self._scale.size,
-            groups_per_step=self._scale.groups,
+            size=self._conditions.size,
+            groups_per_step=self._conditions.groups,
             max_staleness=int(carry),
             early_stop="keep" if carry else "cancel",
-            patience_groups=100 * self._scale.groups,
+            patience_groups=100 * self._conditions.groups,
         )
         sampler = GroupSampler.begin(name, rules, str(step))
         sampler.state.next_group = next_group
@@ -386,15 +448,16 @@ class Trainer:
 
     def _feed(self) -> None:
         """Have as many jobs as are to be submitted at once, in whole groups, as far as the sampler lets."""
-        while self._feeding and len(self._live) < self._scale.at_once:
+        while self._feeding and len(self._live) < self._at_once:
             state = self._sampler.state
-            room = 2 * self._scale.groups - len(state.ready) - len(state.running) - state.taken_at[-1]
+            room = 2 * self._conditions.groups - len(state.ready) - len(state.running) - state.taken_at[-1]
             if self._policy == "carry" and room <= 0:
                 return
             self._open()
 
     def _open(self) -> None:
-        self._apply(Opened(self._instance(self._sampler.state.next_group), JobTemplate()))
+        instance = instance_of(self._sampler.state.next_group, self._conditions, handler=self.handler)
+        self._apply(Opened(instance, JobTemplate()))
 
     def _apply(self, event: Event) -> None:
         effects = self._sampler.apply(event)
@@ -420,86 +483,13 @@ class Trainer:
 # ---------------------------------------------------------------- simulated
 
 
-class Conditions(DrawnWork, frozen=True, kw_only=True):
-    """A simulated training, of the paper's size unless said otherwise.
-
-    Attributes:
-        policy: which rollouts are submitted, cancelled and carried over.
-        balanced: rollouts go to the engine with the fewest in flight; else each engine gets the same number of
-            instances, with all their rollouts.
-        extra_action_s: added to each action.
-        groups, size: informative groups of a step, and rollouts of each.
-        steps: simulated; the first begins with an idle node.
-        engines, engine_gpus, workers: LLM servers, GPUs of each (1 or 2), and rollouts that run at once.
-        ahead: jobs submitted beyond the workers, which start, wait, or are evaluated meanwhile.
-    """
-
-    policy: Policy = "early"
-    balanced: bool = True
-    extra_action_s: float = 0.0
-    groups: int = 32
-    size: int = 8
-    steps: int = 3
-    engines: int = 8
-    engine_gpus: Literal[1, 2] = 1
-    workers: int = 64
-    ahead: int = 8
-    seed: int = 0
-
-
-class Steps(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a simulated training; the first figures are those of `StepsTaken`.
-
-    Attributes:
-        steps: how many.
-        action_s: mean time of an action.
-        engine_busy: share of the time in which an engine had a completion to work on, mean over the engines.
-        decode_use: tokens sampled, over what the engines can sample.
-        staleness: mean policy updates between a group's begin and its training.
-    """
-
-    wall_s: float
-    steps: int
-    trained: int
-    ended: int
-    uninformative: int
-    cancelled: int
-    surplus: int
-    action_s: float
-    engine_busy: float
-    decode_use: float
-    staleness: float
-
-    @property
-    def trained_per_s(self) -> float:
-        """Return the rollouts trained on, a second."""
-        return self.trained / self.wall_s
-
-    @property
-    def steps_per_h(self) -> float:
-        """Return the training steps an hour."""
-        return 3600 * self.steps / self.wall_s
-
-    @property
-    def wasted(self) -> float:
-        """Return the share of begun rollouts that taught nothing, though their group was not uninformative."""
-        begun = self.trained + self.uninformative + self.cancelled + self.surplus
-        return (self.cancelled + self.surplus) / begun if begun else 0.0
-
-
 class _SimulatedTrainer(Trainer):
     """Drives the sampler straight over a simulated node's pipeline."""
 
     session_id = "dapo"
 
     def __init__(self, conditions: Conditions, node: SimulatedNode, handler: GradedHandler) -> None:
-        def instance(number: int) -> TaskInstance:
-            split, extra_s = not conditions.balanced, conditions.extra_action_s
-            return instance_of(number, seed=f"{conditions.seed} ", split=split, extra_action_s=extra_s)
-
-        at_once = conditions.workers + conditions.ahead
-        scale = StepScale(groups=conditions.groups, size=conditions.size, at_once=at_once)
-        super().__init__(scale, conditions.policy, instance)
+        super().__init__(conditions)
         self._node, self._handler = node, handler
         self._jobs: dict[str, Job] = {}
         self.over = False
@@ -546,16 +536,8 @@ async def _train(conditions: Conditions, config: SimulationConfig, chat_format: 
         trainer.over = True
         nursery.cancel_scope.cancel()
         await node.pipeline.cancel_all("the training is over")
-    taken: dict[str, Any] = msgspec.structs.asdict(trainer.taken)
-    actions_s, staleness = taken.pop("actions_s"), taken.pop("staleness")
-    return Steps(
-        **taken,
-        steps=conditions.steps,
-        action_s=fmean(actions_s) if actions_s else 0.0,
-        engine_busy=busy.mean / busy.capacity,
-        decode_use=decode.mean / decode.capacity,
-        staleness=fmean(staleness),
-    )
+    trainer.taken.engine_busy, trainer.taken.decode_use = busy.mean / busy.capacity, decode.mean / decode.capacity
+    return trainer.taken
 
 
 def _sources(node: SimulatedNode) -> list[UseSource]:

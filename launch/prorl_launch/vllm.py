@@ -151,7 +151,7 @@ async def _problem_until_ready(url: str, server: Supervised, timeout_s: float) -
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch, nursery.cancel_scope)
-        await _wait_healthy(url)
+        await wait_healthy(url)
         client = VllmClient(url)
         try:
             await client.probe(timeout_s=timeout_s)
@@ -163,8 +163,8 @@ async def _problem_until_ready(url: str, server: Supervised, timeout_s: float) -
     return problem
 
 
-async def _wait_healthy(url: str) -> None:
-    """Asks again and again: vLLM has no way to announce that it listens."""
+async def wait_healthy(url: str) -> None:
+    """Return when `GET /health` answers with 200. Asks again and again: vLLM cannot announce that it listens."""
     client = HttpClient(url)
     try:
         while True:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from perf.harness import Bar, Bars, CannotRun, Finding, Options, Report, Role, Rows
+from perf.harness import Bar, Bars, CannotRun, Options, Report, Role, Rows
+from perf.paper.written import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +32,8 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         name: for `--only`, and the anchor in the page.
         title: its heading.
         paper: which part of the paper it measures, and what the paper says.
-        benchmark: `MODULE:FUNCTION`, which returns a `Finding`, or a `Report` that is shown as follows.
-        of: title of the report's table and plot.
+        benchmark: `MODULE:FUNCTION`, which returns a `Report`. Its tables and figures are shown, or what follows.
+        of: title of a table and a plot of the report's cases; empty: there is none.
         shown: cases with their words and owners, in the order of the plot. The caption names those that are lacking.
         beside_ms: numbers of the paper, or of the code that it was made with, by their words.
         metrics: words of metrics that are no cases, by name; likewise.
@@ -52,12 +53,15 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     async def measure(self, options: Options) -> Finding:
         """Measure it. Raises `CannotRun` where this machine lacks something."""
         module, _, function = self.benchmark.partition(":")
-        found = await getattr(importlib.import_module(module), function)(options)
-        assert isinstance(found, Finding | Report)
-        return found if isinstance(found, Finding) else self.finding_of(found)
+        report = await getattr(importlib.import_module(module), function)(options)
+        assert isinstance(report, Report)
+        return self.finding_of(report)
 
     def finding_of(self, report: Report) -> Finding:
         """Return a table and a plot of the cases that are shown and the report has, on one scale of milliseconds."""
+        metrics = report.metrics()
+        if not self.of:
+            return Finding(tables=report.tables, figures=report.figures, caption=report.notes, metrics=metrics)
         rows, bars = [], []
         by_name = {series.case.name: series for series in report.series}
         for case, words, role in self.shown:
@@ -72,7 +76,6 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             bars.append(Bar(label=words, value=value_ms, role="paper"))
         headings = ["case", "whose", "samples", "p50, ms", "p95, ms", "p99, ms", "over its floor"]
         tables = [Rows(title=self.of, headings=headings, rows=rows)] if rows else []
-        metrics = report.metrics()
         more = [[words, f"{metrics[name]:g}"] for name, words in self.metrics.items() if name in metrics]
         tables += [Rows(title=f"{self.of}: more", headings=["figure", "value"], rows=more)] if more else []
         absent = [words for case, words, _ in self.shown if case not in by_name]

@@ -27,13 +27,15 @@ from prorl_trio.agent.said import (
     context_digest,
     cut,
     digest,
-    merged,
-    planted_call,
+    normal,
     rest_of,
     served_calls,
 )
 from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
 from prorl_trio.chat.conversation import Conversation, common_prefix
+from prorl_trio.chat.families.syntax import HERMES
+from prorl_trio.chat.guided import calls_format, json_format, structural_tag
+from prorl_trio.inference.engines.protocol import Guide, RequestRefused
 from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ContextLengthExceeded, HandlerError, ProrlError, StaleTrajectory, TooManyDialogues
 from prorl_trio.types.models import ASIDE, ChatMessage, ToolCall
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.budget import ToolTime
     from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.agent.said import Question, SaidCall
+    from prorl_trio.agent.said import Form, Question, SaidCall
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.types.models import Echo, SegmentReason, StopReason, ToolSchema
@@ -55,6 +57,8 @@ CALLS_FOR_A_TURN: Final = 4
 SPARE_CALLS: Final = 40
 THREAD_CHARS: Final = 20_000
 """A new dialogue of so many characters is rendered and encoded in a thread."""
+MAX_FORM_CHARS: Final = 64_000
+"""Of the schemas that a turn is kept to: an engine takes time to compile them."""
 NO_TOOLS: Final = digest([])
 
 
@@ -63,7 +67,11 @@ class RolloutOver(ProrlError):
 
 
 class BadQuestion(ProrlError):
-    """A request that can never be answered: the message says what is wrong."""
+    """A request that can never be answered: the message says what is wrong, and `field` where, if it is one field."""
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +86,7 @@ class _Turn:
         answer: None while it is sampled, and for one that the client gave.
         error: why it was not sampled.
         done: it was sampled, or that failed.
+        form: that it was asked for in.
         resent: its answer was sent a second time.
         seen: a later request had it in its history.
         following: turns after it, by the digest of what was said between.
@@ -90,6 +99,7 @@ class _Turn:
     answer: Answer | None = None
     error: Exception | None = None
     done: trio.Event = field(default_factory=trio.Event)
+    form: Form | None = None
     resent: bool = False
     seen: bool = False
     following: dict[bytes, list[_Turn]] = field(default_factory=dict)
@@ -191,13 +201,14 @@ class Gateway:
         """
         self._admit()
         with self._reading():
-            messages = merged(question.messages)
+            messages = normal(question.messages)
             if not messages or messages[-1].role == "assistant":
                 return self._rest(messages, question)
+            self._check_form(question)
             place = self._find(messages, question)
-            turn = self._asked_before(place)
+            turn = self._asked_before(place, question)
         if turn is None:
-            turn = _Turn()
+            turn = _Turn(form=question.form)
             if place.continues:
                 place.turn.following.setdefault(place.key, []).append(turn)
             self._nursery.start_soon(self._answer, turn, place, question, messages)
@@ -215,7 +226,7 @@ class Gateway:
         """
         try:
             with self._reading():
-                return len(await self._new_conversation(merged(question.messages), question.tools))
+                return len(await self._new_conversation(normal(question.messages), question.tools))
         except ContextLengthExceeded as exc:
             return exc.prompt_tokens
 
@@ -301,12 +312,14 @@ class Gateway:
             return (echo or "keyed") if message.key == turn.key else None
         return echo
 
-    def _asked_before(self, place: _Place) -> _Turn | None:
+    def _asked_before(self, place: _Place, question: Question) -> _Turn | None:
         """Return the turn that a question was asked for before, if it is to be answered with that one again.
 
         That is one that is being sampled; or one whose answer no later history has, once.
         """
         for turn in place.turn.following.get(place.key, ()) if place.continues else ():
+            if turn.form != question.form:
+                continue
             if turn.done.is_set() and (turn.answer is None or turn.seen or turn.resent):
                 continue
             turn.resent = turn.done.is_set()
@@ -368,7 +381,7 @@ class Gateway:
             line = after.line
             if line.tip is not after or line.turns.conversation.awaits_completion:
                 line = self._branch(after, question)
-            self._say(line, after, place.rest)
+            self._say(line, place.rest)
         else:
             line = await self._new_line(place, question, messages)
             if not place.continues:
@@ -392,10 +405,9 @@ class Gateway:
             at, between = given, []
         at.following.setdefault(key(), []).append(turn)
 
-    def _say(self, line: _Line, after: _Turn, between: Sequence[Said]) -> None:
+    def _say(self, line: _Line, between: Sequence[Said]) -> None:
         """Say to the policy what came after a turn of it."""
-        turns, calls = line.turns, after.said.calls if after.said is not None else ()
-        messages = self._as_messages(between, calls)
+        turns, messages = line.turns, self._as_messages(between)
         if found := turns.conversation.count_beyond(messages, turns.limit):
             raise ContextLengthExceeded(len(turns.conversation) + found, turns.limit)
         try:
@@ -479,33 +491,61 @@ class Gateway:
             except HandlerError as exc:
                 raise BadQuestion(f"the model's chat template does not take these messages: {exc}") from exc
 
-    def _as_messages(self, messages: Sequence[Said], calls: Sequence[SaidCall] = ()) -> list[ChatMessage]:
-        """Return messages as chat templates know them; results in the order of the calls, at first of `calls`."""
-        rendered: list[ChatMessage] = []
-        results: list[tuple[int, ChatMessage]] = []
-        for message in [*messages, None]:
-            if message is not None and message.role == "tool":
-                at = _number(message.call_id, calls)
-                name = calls[at].name if at < len(calls) else message.name
-                results.append((at, ChatMessage(role="tool", content=message.text, name=name or None)))
-                continue
-            rendered += [each for _, each in sorted(results, key=lambda result: result[0])]
-            results.clear()
-            if message is None:
-                break
-            if message.role == "assistant":
-                calls = message.calls
-                said = list(map(_as_call, calls))
-                rendered.append(ChatMessage(role="assistant", content=self._spoken(message), tool_calls=said))
-            else:
-                rendered.append(ChatMessage(role=message.role, content=message.text))
-        return list(_joined(rendered))
+    def _as_messages(self, messages: Sequence[Said]) -> list[ChatMessage]:
+        """Return messages as chat templates know them."""
+        return list(_joined(map(self._as_message, messages)))
+
+    def _as_message(self, message: Said) -> ChatMessage:
+        match message.role:
+            case "assistant":
+                calls = list(map(_as_call, message.calls))
+                return ChatMessage(role="assistant", content=self._spoken(message), tool_calls=calls)
+            case "tool":
+                return ChatMessage(role="tool", content=message.text, name=message.name or None)
+            case role:
+                return ChatMessage(role=role, content=message.text)
 
     def _spoken(self, message: Said) -> str:
         """Return the text of an assistant's message with its reasoning, where the family has a form for that."""
         if not message.reasoning or "<think>" not in self.context.resources.chat_format.family.syntax.thoughts:
             return message.text
         return f"<think>\n{message.reasoning}\n</think>\n\n{message.text}"
+
+    # ------------------------------------------------------------ forms
+
+    def _check_form(self, question: Question) -> None:
+        """Raise BadQuestion if a turn cannot be kept to the form that a question wants it in."""
+        if (form := question.form) is None:
+            return
+        info, family = self._lease.info, self.context.resources.chat_format
+        names = [tool["function"]["name"] for tool in question.tools]
+        missing = [name for name in form.tools if name not in names]
+        remedy = "leave it out, and ask for the form in words"
+        if not info.guides:
+            why = (
+                f"the engine {info.engine} cannot keep a turn to a form; {remedy}, or serve the model by vLLM or SGLang"
+            )
+        elif len(str(form.schema)) + len(str(question.tools)) > MAX_FORM_CHARS:
+            why = f"its schemas have more than {MAX_FORM_CHARS} characters; shorten them"
+        elif form.calls and HERMES not in family.call_syntaxes:
+            why = f"calls of the family {family.family.name!r} have no grammar here; {remedy}, with tool choice 'auto'"
+        elif form.calls and (missing or not names):
+            why = f"a tool is to be called that is not offered: {', '.join(missing) or 'there is none'}"
+        else:
+            return
+        raise BadQuestion(f"{form.field}: {why}", form.field)
+
+    def _guide(self, question: Question, conversation: Conversation) -> Guide | None:
+        """Return the form of a question as an engine takes it."""
+        if (form := question.form) is None:
+            return None
+        formats = [] if form.schema is None else [json_format(form.schema)]
+        if form.calls:
+            offered = [tool for tool in question.tools if not form.tools or tool["function"]["name"] in form.tools]
+            formats.append(calls_format(offered, one=form.one))
+        return Guide(
+            "calls" if form.schema is None else "json", structural_tag(formats, conversation.closing_reasoning)
+        )
 
     # ------------------------------------------------------------ sampling
 
@@ -514,7 +554,15 @@ class Gateway:
         number, self._turns_begun = self._turns_begun, self._turns_begun + 1
         prompt_tokens = len(turns.conversation)
         cached_tokens = turns.conversation.completion_ranges[-1].end if turns.conversation.completion_ranges else 0
-        sampled = await turns.sample(number, question.max_tokens, question.stops)
+        guide = self._guide(question, turns.conversation)
+        try:
+            sampled = await turns.sample(number, question.max_tokens, question.stops, guide)
+        except RequestRefused as exc:
+            if question.form is None:
+                raise
+            raise BadQuestion(
+                f"{question.form.field}: the engine refuses this form: {exc}", question.form.field
+            ) from exc
         turns.record(sampled)
         line.sampled, line.last = line.sampled + 1, (number, sampled.parsed)
         turn.index = len(turns.conversation.completion_ranges) - 1
@@ -550,14 +598,6 @@ def _reason(parent: _Line, near: _Turn | None, place: _Place, messages: Sequence
         return "side_call" if line.tools == NO_TOOLS else "tools_changed"
     said = sum(message.role == "assistant" for message in messages)
     return "compaction" if not place.depth and said <= near.index else "rewrite"
-
-
-def _number(call_id: str, calls: Sequence[SaidCall]) -> int:
-    """Return the number of the call that a result answers; that of none behind them, if it is not known."""
-    planted = planted_call(call_id)
-    if planted is not None:
-        return planted
-    return next((number for number, call in enumerate(calls) if call.id == call_id), len(calls))
 
 
 def _as_call(call: SaidCall) -> ToolCall:

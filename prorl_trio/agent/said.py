@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -90,6 +91,24 @@ class Said(msgspec.Struct, frozen=True):
     key: str = ""
 
 
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client wants a turn to be: JSON, or calls of tools, or one of the two where it has both.
+
+    Attributes:
+        field: of the request, that says so.
+        schema: of the JSON; None: it may not be JSON.
+        calls: it may be calls.
+        tools: that may be called; empty: all that are offered.
+        one: no more than one call.
+    """
+
+    field: str
+    schema: dict[str, Any] | None = None
+    calls: bool = False
+    tools: list[str] = []
+    one: bool = False
+
+
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """A request for one turn.
 
@@ -100,6 +119,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         stops: texts at the first of which the turn ends, and what is served of it before.
         agent, agent_type: who asks, as the client calls it.
         kind: why a new segment begins, if one does, as the client says; None: it does not say.
+        form: that the turn is to be kept to; None: it may be anything.
     """
 
     messages: list[Said]
@@ -109,6 +129,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = ""
     agent_type: str = ""
     kind: SegmentReason | None = None
+    form: Form | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,22 +208,47 @@ def rest_of(answer: Answer, has: Said) -> Answer | None:
     )
 
 
-def merged(messages: Iterable[Said]) -> list[Said]:
-    """Return messages with neighbours of the assistant as one: some clients write a message for each of its parts."""
+def normal(messages: Iterable[Said]) -> list[Said]:
+    """Return a history in normal form: a turn is one message, and results are in the order of its calls, and named.
+
+    Some clients write a message for each part of a turn. Its key counts where all of them have it: others may have been
+    put beside each other, and are not that turn any more.
+    """
     whole: list[Said] = []
-    for message in messages:
-        last = whole[-1] if whole else None
-        if last is None or message.role != "assistant" or last.role != "assistant":
-            whole.append(message)
-            continue
-        whole[-1] = Said(
-            "assistant",
-            text="\n".join(filter(None, (last.text, message.text))),
-            reasoning="\n".join(filter(None, (last.reasoning, message.reasoning))),
-            calls=[*last.calls, *message.calls],
-            key=last.key or message.key,
-        )
+    calls: Sequence[SaidCall] = ()
+    for role, run in groupby(messages, key=lambda message: message.role):
+        if role == "assistant":
+            turn = _merged(list(run))
+            calls = turn.calls
+            whole.append(turn)
+        elif role == "tool":
+            answers = sorted(((_number(each.call_id, calls), each) for each in run), key=lambda answer: answer[0])
+            whole += (
+                msgspec.structs.replace(each, name=calls[at].name) if at < len(calls) else each for at, each in answers
+            )
+        else:
+            whole += run
     return whole
+
+
+def _merged(parts: Sequence[Said]) -> Said:
+    if len(parts) == 1:
+        return parts[0]
+    return Said(
+        "assistant",
+        text="\n".join(part.text for part in parts if part.text),
+        reasoning="\n".join(part.reasoning for part in parts if part.reasoning),
+        calls=[call for part in parts for call in part.calls],
+        key=parts[0].key if len({part.key for part in parts}) == 1 else "",
+    )
+
+
+def _number(call_id: str, calls: Sequence[SaidCall]) -> int:
+    """Return the number of the call that a result answers; that of none behind them, if it is not known."""
+    found = next((number for number, call in enumerate(calls) if call_id and call.id == call_id), None)
+    if found is None:
+        found = planted_call(call_id)
+    return len(calls) if found is None else found
 
 
 def digest(*parts: object) -> bytes:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prorl_trio.agent.budget import AgentBudget
     from prorl_trio.agent.context import Origin, RolloutContext
     from prorl_trio.chat.conversation import Conversation, ParsedTurn
-    from prorl_trio.inference.engines.protocol import Completion
+    from prorl_trio.inference.engines.protocol import Completion, Guide
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.tools.base import Observation
     from prorl_trio.types.models import ChatMessage, SegmentReason, StopReason, ToolCall
@@ -110,17 +110,20 @@ class Turns:
         self.conversation.continue_from(messages, reason, at_most=self.limit - 1)
         self.said = messages
 
-    async def sample(self, turn: int, at_most: int | None = None, stops: Sequence[str] = ()) -> SampledTurn:
+    async def sample(
+        self, turn: int, at_most: int | None = None, stops: Sequence[str] = (), guide: Guide | None = None
+    ) -> SampledTurn:
         """Sample the turn of that number, and add it to the dialogue; nobody is charged for a pause.
 
         What was sampled when the agent's budget ended is recorded as a turn that was cut. It has `at_most` tokens, if
-        that is given, and none after one of the texts `stops`.
+        that is given, none after one of the texts `stops`, and the form of `guide`.
 
         Raises:
+            RequestRefused: the engine does not take what it is asked for: that form, for one.
             StaleTrajectory: its tokens would not go with those before, or with the weights that the trainer has.
             BackendError, TokenDrift: infrastructure failed.
         """
-        context, started_s, so_far = self.context, trio.current_time(), self._completion(turn, at_most, stops)
+        context, started_s, so_far = self.context, trio.current_time(), self._completion(turn, at_most, stops, guide)
         heard, self.said = self.said, ()
         try:
             completion = await self.lease.complete(
@@ -193,7 +196,9 @@ class Turns:
         """Return what a turn waits for, with its dialogue where a program has several at once."""
         return f"dialogue {self.dialogue}, turn {turn}: {what}" if self.keeps_cut else what
 
-    def _completion(self, turn: int, at_most: int | None, texts: Sequence[str]) -> PartialCompletion:
+    def _completion(
+        self, turn: int, at_most: int | None, texts: Sequence[str], guide: Guide | None
+    ) -> PartialCompletion:
         """The completion that is to follow, of which nothing is sampled yet."""
         spec, config = self.context.spec, self.context.resources.config
         stops = [*spec.sampling.stop_token_ids, *self.context.resources.chat_format.stop_token_ids]
@@ -205,6 +210,7 @@ class Turns:
                 max_tokens=min(filter(None, (at_most, spec.sampling.max_output_tokens, self.room))),
                 request_id=f"{who}-t{turn}",
                 timeout_s=config.backends.request_timeout_s,
+                guide=guide,
             ),
             stop=self._stop(texts),
             stream=config.backends.stream,

@@ -203,6 +203,11 @@ class Conversation:
         """Return whether the policy's turn is next."""
         return self._awaits_completion
 
+    @property
+    def closing_reasoning(self) -> str:
+        """Return what closes the reasoning that the next prompt has opened; empty if it has opened none."""
+        return self._format.family.syntax.thoughts.get(self._opened().rstrip(), "")
+
     def token_ids_of(self, segment: int) -> npt.NDArray[np.int32]:
         """Return a view of the tokens of a segment so far: int32."""
         return self._all[segment].token_ids

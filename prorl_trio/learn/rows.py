@@ -57,8 +57,8 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     rows: list[Row] = []
     for number, outcome in enumerate(outcomes):
         recorded = outcome.trajectory.segments if outcome.trajectory is not None else []
-        segments = [segment for segment in recorded if segment.loss_mask.any()]
-        rows += [Row(segment.token_ids, segment.logprobs, segment.loss_mask, number) for segment in segments]
+        segments = [segment for segment in recorded if segment.free_mask.any()]
+        rows += [Row(segment.token_ids, segment.logprobs, segment.free_mask, number) for segment in segments]
     return rows
 
 

@@ -21,11 +21,35 @@ import msgspec
 import trio
 from tokenizers import Tokenizer
 
-from prorl_trio.inference.engines.protocol import Completion, CompletionRequest, EngineClient, TokenSink
+from prorl_trio.chat.guided import json_format, structural_tag
+from prorl_trio.inference.engines.protocol import (
+    Completion,
+    CompletionRequest,
+    EngineClient,
+    Guide,
+    RequestRefused,
+    TokenSink,
+)
 from prorl_trio.types.errors import ContextLengthExceeded
 from prorl_trio.types.models import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
+FORM = Guide(
+    "json",
+    structural_tag(
+        [
+            json_format(
+                {
+                    "type": "object",
+                    "properties": {"count": {"type": "integer"}, "colour": {"enum": ["red", "blue"]}},
+                    "required": ["count", "colour"],
+                    "additionalProperties": False,
+                }
+            )
+        ]
+    ),
+)
+NO_FORM = Guide("json", structural_tag([json_format({"type": "nothing-that-there-is"})]))
 TEST_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 120.0
 LOGPROB_TOLERANCE = 0.15
@@ -174,6 +198,35 @@ class EngineContract:
                 assert ids == tokenizer.encode("A <tool_call> of 12?", add_special_tokens=False).ids
                 assert text == tokenizer.decode([engine.end_of_turn_id], skip_special_tokens=False)
             assert await engine.client.tokenize(text, timeout_s=CALL_TIMEOUT_S) == [engine.end_of_turn_id]
+
+    async def test_a_completion_has_the_form_that_it_is_to_have_and_its_spans_say_so(
+        self, engine: EngineUnderTest
+    ) -> None:
+        """Or the engine says that it keeps to none, and refuses."""
+        with trio.fail_after(TEST_TIMEOUT_S):
+            info = await engine.client.probe(timeout_s=CALL_TIMEOUT_S)
+            try:
+                completion = await _generate(engine, GREEDY, max_tokens=64, guide=FORM)
+            except RequestRefused:
+                assert not info.guides
+                return
+            assert info.guides
+            for sink in (None, lambda _ids, _logprobs: None):
+                try:
+                    await _generate(engine, GREEDY, max_tokens=64, guide=NO_FORM, sink=sink)
+                except RequestRefused:
+                    continue
+                raise AssertionError("it takes a form that there is not")
+            assert {span.constraint for span in completion.spans} == {"json"}
+            free = await _generate(engine, GREEDY, max_tokens=4)
+            assert {span.constraint for span in free.spans} == {None}
+            assert completion.finish_reason == "stop"
+            ids = list(completion.token_ids)
+            text = await engine.client.detokenize(ids[: ids.index(engine.end_of_turn_id)], timeout_s=CALL_TIMEOUT_S)
+            if text is not None:
+                answer = msgspec.json.decode(text)
+                assert set(answer) == {"count", "colour"}
+                assert answer["colour"] in ("red", "blue")
 
     async def test_many_at_once(self, engine: EngineUnderTest) -> None:
         completions: list[Completion] = []
@@ -331,6 +384,7 @@ async def _generate(
     prompt: list[int] | None = None,
     request_id: str = "contract",
     sink: TokenSink | None = None,
+    guide: Guide | None = None,
 ) -> Completion:
     """Complete `prompt`; without one, the engine's: the certain one where always the best token is taken."""
     if prompt is None:
@@ -344,6 +398,7 @@ async def _generate(
             request_id=request_id,
             timeout_s=CALL_TIMEOUT_S,
             sink=sink,
+            guide=guide,
         )
     )
 

@@ -32,10 +32,12 @@ from prorl_trio.testing.fake_answers import (
     usage_event,
 )
 from prorl_trio.testing.fake_http import Answer, HttpCall, Send, serve_http
-from prorl_trio.testing.fake_sampling import FakeRequest, Sampled, Script, default_script, sample
+from prorl_trio.testing.fake_sampling import FakeRequest, Sampled, Script, default_script, sample, short_instance
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+
+    from prorl_trio.types.models import FinishReason
 
 MAX_CONNECTIONS = 4096
 TOKENIZER_CALLS = (("POST", "/tokenize"), ("POST", "/detokenize"))
@@ -46,7 +48,8 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `development`: it can be paused, given other weights and told what they are called, as vLLM in development mode.
     `adapters`: it takes LoRA adapters. `tokenizer_file`: the `tokenizer.json` of its model; empty: the server does not
-    offer its tokenizer.
+    offer its tokenizer. With one, and without a script, a completion that is to have a form has it;
+    a script of your own is to see to that itself.
     A stream has `tokens_per_event` in each event: a real engine's has more where its client, or its core, is slow.
     """
 
@@ -291,6 +294,11 @@ class FakeEngine:
             return error_answer(404, f"The model `{request.model}` does not exist.")
         if not request.prompt:
             return error_answer(400, "Either prompt or prompt_embeds must be provided and non-empty.")
+        if request.structured_outputs is not None:
+            try:
+                short_instance(msgspec.json.decode(request.structured_outputs.structural_tag)["format"])
+            except LookupError as exc:
+                return error_answer(400, f"Invalid grammar specification: {exc}")
         if len(request.prompt) >= config.max_model_len:
             return error_answer(
                 400,
@@ -348,11 +356,20 @@ class FakeEngine:
     def _run_script(self, request: FakeRequest) -> Sampled:
         room = self.config.max_model_len - len(request.prompt)
         request = msgspec.structs.replace(request, max_tokens=min(request.max_tokens, room))
+        script = self._script
+        if script is self._fallback and request.structured_outputs is not None and self.config.tokenizer_file:
+            script = partial(self._in_form, request.structured_outputs.structural_tag)
         try:
-            return sample(request, self._script, self._fallback)
+            return sample(request, script, self._fallback)
         except BaseException as exc:
             self.script_error = exc
             raise
+
+    def _in_form(self, structural_tag: str, _prompt: list[int]) -> tuple[list[int], list[float], FinishReason]:
+        text = short_instance(msgspec.json.decode(structural_tag)["format"])
+        ids = Tokenizer.from_file(self.config.tokenizer_file).encode(text, add_special_tokens=False).ids
+        ids.append(self.config.end_of_turn_id)
+        return ids, [-0.5] * len(ids), "stop"
 
     async def _take_time(self, sampled: Sampled, *, first: bool = True) -> Sampled:
         """Return what is sampled in the time that it takes, or until `abort_all`.

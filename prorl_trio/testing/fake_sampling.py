@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,6 +22,12 @@ class FakeStreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
+class FakeStructuredOutputs(msgspec.Struct, frozen=True):
+    """The form that a completion is to have, as JSON text."""
+
+    structural_tag: str
+
+
 class FakeRequest(msgspec.Struct, frozen=True):
     """The fields of `POST /v1/completions` that a fake engine heeds; others are ignored."""
 
@@ -34,6 +41,7 @@ class FakeRequest(msgspec.Struct, frozen=True):
     stream: bool = False
     stream_options: FakeStreamOptions = FakeStreamOptions()
     cache_salt: str = ""
+    structured_outputs: FakeStructuredOutputs | None = None
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -84,6 +92,39 @@ def sample(request: FakeRequest, script: Script, fallback: Script) -> Sampled:
     if len(token_ids) > request.max_tokens or request.ignore_eos:
         return Sampled(token_ids[: request.max_tokens], logprobs[: request.max_tokens], "length")
     return Sampled(token_ids, logprobs, finish_reason)
+
+
+def short_instance(form: dict[str, Any]) -> str:
+    """Return a short text of a form of xgrammar's, of those that we use. Raises LookupError: it is none."""
+    match form["type"]:
+        case "json_schema":
+            return json.dumps(_short_value(form["json_schema"]))
+        case "any_text":
+            return "hm"
+        case "tag":
+            return f"{form['begin']}{short_instance(form['content'])}{form['end']}"
+        case "tags_with_separator":
+            return short_instance(form["tags"][0])
+        case "or":
+            return short_instance(form["elements"][0])
+        case "sequence":
+            return "".join(map(short_instance, form["elements"]))
+        case kind:
+            raise LookupError(f"no form is called {kind!r}")
+
+
+def _short_value(schema: dict[str, Any]) -> Any:
+    if "enum" in schema:
+        return schema["enum"][0]
+    match schema.get("type", "object"):
+        case "object":
+            wanted = schema.get("required", ())
+            return {name: _short_value(of) for name, of in schema.get("properties", {}).items() if name in wanted}
+        case "integer" | "number":
+            return 1
+        case kind:
+            values: dict[Any, Any] = {"array": [], "string": "x", "boolean": True, "null": None}
+            return values[kind]
 
 
 def _mix(state: int, token_id: int) -> int:

@@ -85,6 +85,8 @@ class FakeSglang(FakeEngine):
             "stream": asked.get("stream", False),
             "cache_salt": asked.get("extra_key", ""),
         }
+        if "structural_tag" in sampling:
+            body["structured_outputs"] = {"structural_tag": sampling["structural_tag"]}
         as_vllm = HttpCall("POST", "/v1/completions", call.headers, msgspec.json.encode(body))
         answer = await self._complete(as_vllm)
         if answer.status != 200 or answer.stream is not None:

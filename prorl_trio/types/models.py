@@ -232,6 +232,13 @@ _UNCHANGED: Final = 1.0
 _RAW: Final = "raw"
 
 
+Constraint = Literal[
+    "json",  # the turn is JSON, or JSON of a schema
+    "calls",  # the turn is calls of tools
+]
+"""The form that an engine was made to keep a turn to, by masking all other tokens."""
+
+
 class PolicySpan(_Model, frozen=True, omit_defaults=True):
     """Tokens of a segment that were sampled in one way. Fields that have their default are left out.
 
@@ -242,6 +249,8 @@ class PolicySpan(_Model, frozen=True, omit_defaults=True):
         engine: its name and version, `vllm 0.32.0`.
         temperature, top_p, top_k: as in `SamplingParams`.
         logprob_kind: of which distribution the log-probabilities are.
+        constraint: the form that they were kept to; left out if there was none. Of the distribution only what fits was
+            left, and vLLM's log-probabilities are of that: see `Segment.free_mask`.
     """
 
     start: int
@@ -252,6 +261,7 @@ class PolicySpan(_Model, frozen=True, omit_defaults=True):
     top_p: float = _UNCHANGED
     top_k: int = 0
     logprob_kind: LogprobKind = _RAW
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         # msgspec leaves out a default by identity: an equal value from elsewhere would travel with every span.
@@ -363,6 +373,17 @@ class Segment(_Model, frozen=True):
     def loss_mask(self) -> npt.NDArray[np.uint8]:
         """uint8 [T], a read-only view."""
         return np.frombuffer(self.loss_mask_le, dtype="u1")
+
+    @property
+    def free_mask(self) -> npt.NDArray[np.uint8]:
+        """uint8 [T]: `loss_mask` without tokens that were kept to a form, whose distribution was not the policy's."""
+        constrained = [span for span in self.spans if span.constraint is not None]
+        if not constrained:
+            return self.loss_mask
+        mask = self.loss_mask.copy()
+        for span in constrained:
+            mask[span.start : span.end] = 0
+        return mask
 
     def __len__(self) -> int:
         return len(self.loss_mask_le)

@@ -4,58 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 import requests
-import trio
 
 from prorl_trio.edges.gateway import app as app_module
 from prorl_trio.edges.gateway.app import GatewayTable
-from support import gateway_rig
+from support.gateway_client import PATHS, serving
 
 pytestmark = pytest.mark.timeout(30)
-
-
-class Client:
-    """A client with a connection for each request, in a thread."""
-
-    def __init__(self, url):
-        self.url = url
-
-    async def send(self, method, path, **how):
-        return await trio.to_thread.run_sync(
-            lambda: requests.request(method, self.url + path, **{"timeout": 10, **how}), abandon_on_cancel=True
-        )
-
-    async def post(self, path, **how):
-        return await self.send("POST", path, **how)
-
-    async def get(self, path, **how):
-        return await self.send("GET", path, **how)
 
 
 def slow(rig, seconds):
     rig.engine.config = msgspec.structs.replace(rig.engine.config, first_token_s=seconds)
 
 
-PATHS = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
-    "/v1/responses": {"input": "Hi"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50},
-    "/v1beta/models/m:generateContent": {"contents": [{"parts": [{"text": "Hi"}]}]},
-}
 STREAMS = {**PATHS, "/v1beta/models/m:streamGenerateContent": PATHS["/v1beta/models/m:generateContent"]}
 del STREAMS["/v1beta/models/m:generateContent"]
 by_path = pytest.mark.parametrize("path", PATHS)
-
-
-@asynccontextmanager
-async def serving(rig, *says, **how):
-    """Yield the gateway, the tally of its requests, and a client of it."""
-    async with gateway_rig.serving(rig, *says, **how) as served:
-        yield served.gateway, served.tally, Client(served.url)
 
 
 @by_path

@@ -13,12 +13,12 @@ import trio.testing
 
 from prorl_trio.inference.engines.answers import ContractBroken, Prompt, Wanted, logprob_kind
 from prorl_trio.inference.engines.completion_stream import MAX_EVENT_BYTES, CompletionStream
-from prorl_trio.inference.engines.protocol import Completion, EngineInfo, made_by
+from prorl_trio.inference.engines.protocol import Completion, EngineInfo, Guide, RequestRefused, made_by
 from prorl_trio.inference.engines.registry import EngineRegistry
 from prorl_trio.inference.engines.sglang import SglangClient
 from prorl_trio.inference.engines.vllm_api import read_event
 from prorl_trio.inference.pool.admission import Admission
-from prorl_trio.inference.pool.partial import version_name
+from prorl_trio.inference.pool.partial import PartialCompletion, version_name
 from prorl_trio.inference.pool.pool import Backends
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.fake_sglang import open_fake_sglang
@@ -349,3 +349,31 @@ def test_what_log_probabilities_are_of():
     assert logprob_kind([-1.5, -2.0], [-1.5, -3.0]) == "raw"
     assert logprob_kind([0.0, 0.0], [0.0, 0.0]) == "processed"
     assert logprob_kind([-1.5, -2.0], [-2.5, -2.0]) == "processed"
+
+
+@pytest.mark.parametrize(
+    ("told", "kind"),
+    [
+        (b'{"error": {"message": "no such grammar", "code": 400}}', RequestRefused),
+        (b'{"object": "error", "message": "no such grammar", "code": 400}', RequestRefused),
+        (b'{"error": {"message": "the engine died", "code": 500}}', BackendError),
+        (b'{"error": "odd"}', BackendError),
+        (b'{"error"', BackendError),
+    ],
+)
+def test_a_request_that_is_refused_inside_a_stream_is_no_failure_of_the_engine(told, kind):
+    with pytest.raises(BackendError) as caught:
+        open_stream(lambda *_: None).feed(b"data: " + told + b"\n\n")
+    assert type(caught.value) is kind
+
+
+def test_a_completion_that_is_kept_to_a_form_is_not_continued():
+    guided = msgspec.structs.replace(asked(PROMPT, 20), guide=Guide("json", "{}"))
+    partial = PartialCompletion(guided, slice_tokens=4)
+    assert partial.next_tokens == 20, "nor asked for in slices"
+    assert partial.begin_attempt(lambda: INFO) is None
+    partial.receive([11, 12], [-1.0, -1.0])
+    partial.cut()
+    whole = partial.begin_attempt(lambda: INFO)
+    assert (list(whole.token_ids), whole.finish_reason) == ([11, 12], "abort")
+    assert [span.constraint for span in whole.spans] == ["json"]

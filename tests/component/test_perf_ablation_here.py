@@ -10,26 +10,16 @@ import pytest
 import trio
 
 from perf.ablation import VARIANTS
-from perf.ablation_here import (
-    QUICK,
-    SMALL_WORK,
-    ExtraAction,
-    System,
-    SystemRun,
-    ablation_here_finding,
-    extra_of,
-    systems_of,
-    take_steps,
-)
+from perf.ablation_here import FULL, QUICK, ExtraAction, ablation_here_report, extra_of, systems_of, take_steps
 from perf.trace import Answered
-from perf.training import ACTIONS, LEVELS, StepScale, StepsTaken, TaskPayload, instance_of, mean_of
+from perf.training import ACTIONS, LEVELS, Conditions, Steps, TaskPayload, instance_of, mean_of
 from prorl_ipc.session import Accepted
 from prorl_trio.types.models import Outcome, Timing
 
 pytestmark = pytest.mark.timeout(60)
 
 WORKERS = 4
-SCALE = StepScale(groups=2, size=2, at_once=WORKERS + 2)
+SMALL = msgspec.structs.replace(FULL, groups=2, size=2, workers=WORKERS, ahead=2)
 EXTRA = ExtraAction(seconds=0.5, measured=29)
 
 
@@ -93,27 +83,27 @@ class ScriptedNode:
         )
 
 
-async def step(system: System, *steps: int) -> tuple[StepsTaken, ScriptedNode]:
+async def step(system: Conditions, *steps: int) -> tuple[Steps, ScriptedNode]:
     node = ScriptedNode()
-    return await take_steps(node, system, SCALE, steps or (0,), run="r"), node  # type: ignore[arg-type]  # its calls
+    return await take_steps(node, system, steps or (0,), run="r"), node  # type: ignore[arg-type]  # its calls
 
 
 # ------------------------------------------------------------------------------------------------- steps
 
 
 async def test_a_step_ends_when_its_batch_is_complete_and_cancels_the_rest(autojump_clock):
-    taken, node = await step(System())
+    taken, node = await step(SMALL)
     assert (taken.trained, taken.uninformative, taken.surplus) == (4, 0, 0)
     assert taken.ended + taken.cancelled == len(node.specs)
     assert taken.cancelled == len(node.cancelled) > 0
-    assert node.most_live <= WORKERS + 2 * SCALE.size
+    assert node.most_live <= WORKERS + 2 * SMALL.size
     assert not node.live
     assert taken.wall_s == len(node.specs)
     assert taken.actions_s == [0.25, 0.75] * len(node.specs)
 
 
 async def test_without_the_clean_up_all_that_runs_is_awaited_and_what_is_too_much_thrown_away(autojump_clock):
-    taken, node = await step(System(cleans_up=False))
+    taken, node = await step(msgspec.structs.replace(SMALL, policy="refill"))
     assert node.cancelled == []
     assert taken.cancelled == 0
     assert taken.trained == 4
@@ -121,7 +111,7 @@ async def test_without_the_clean_up_all_that_runs_is_awaited_and_what_is_too_muc
 
 
 async def test_each_step_begins_with_the_same_instances_in_every_system(autojump_clock):
-    systems = systems_of(EXTRA)
+    systems = systems_of(SMALL, EXTRA)
     begun = {}
     for variant, system in systems.items():
         _, node = await step(system, 3, 4)
@@ -133,17 +123,19 @@ async def test_each_step_begins_with_the_same_instances_in_every_system(autojump
         assert any(payload.number >= 40_000 for payload in payloads)
     assert len({tuple(numbers) for numbers in begun.values()}) == 1
     assert list(systems) == list(VARIANTS)
-    assert not systems["no_cleanup"].cleans_up
+    assert systems["no_cleanup"].policy == "refill"
 
 
 # ------------------------------------------------------------------------------------------------- the work
 
 
 def test_the_work_is_the_instances_own_and_harder_ones_are_longer():
-    assert instance_of(7).payload == {**instance_of(7, split=True).payload, "split": False}
-    levels = {instance_of(number).payload["level"] for number in range(300)}
+    blind = msgspec.structs.replace(FULL, balanced=False)
+    whole, split = (instance_of(7, each, handler="h").payload for each in (FULL, blind))
+    assert whole == {**split, "split": False}
+    levels = {instance_of(number, FULL, handler="h").payload["level"] for number in range(300)}
     assert levels == set(range(LEVELS))
-    work = SMALL_WORK
+    work = FULL
     assert mean_of(work.model(1.0).tool_s) == pytest.approx(work.action_s)
     lengths = [mean_of(work.model(work.hardness(level)).turns) for level in (0, LEVELS // 2, LEVELS - 1)]
     assert lengths == sorted(lengths)
@@ -164,21 +156,20 @@ def test_the_extra_time_of_an_action_is_measured_or_the_papers():
 
 
 def test_the_table_has_the_gains_of_all_rounds_and_their_range_beside_the_papers():
-    def run(wall_s: float, trained: int = 8) -> SystemRun:
-        taken = StepsTaken(wall_s=wall_s, trained=trained, ended=trained + 4, actions_s=[0.4, 0.6])
-        return SystemRun(taken=taken, engine_busy=0.8, others_busy=0.1)
+    def run(wall_s: float) -> Steps:
+        return Steps(wall_s=wall_s, trained=8, ended=12, actions_s=[0.4, 0.6], engine_busy=0.8, others_busy=0.1)
 
     runs = {(variant, number): run(20.0) for variant in VARIANTS for number in (0, 1)}
     runs["no_bash", 0], runs["no_bash", 1] = run(20.0), run(40.0)
-    finding = ablation_here_finding(runs, QUICK, EXTRA)
-    assert finding.metrics["ablation_here.no_bash.gain"] == pytest.approx(0.5)
-    assert finding.metrics["ablation_here.no_bash.gain_max"] == pytest.approx(1.0)
-    assert finding.metrics["ablation_here.no_balancing.gain"] == 0
-    assert finding.metrics["ablation_here.full.engine_busy"] == 0.8
-    (table,) = finding.tables
+    report = ablation_here_report(runs, QUICK, EXTRA)
+    assert report.detail_metrics["ablation_here.no_bash.gain"] == pytest.approx(0.5)
+    assert report.detail_metrics["ablation_here.no_bash.gain_max"] == pytest.approx(1.0)
+    assert report.detail_metrics["ablation_here.no_balancing.gain"] == 0
+    assert report.detail_metrics["ablation_here.full.engine_busy"] == 0.8
+    (table,) = report.tables
     assert table.rows[0][0] == "all three"
     assert table.rows[2][-4:] == ["+50%", "+0% to +100%", "+50%", "+28%"]
     assert table.rows[2][1:3] == ["0.50 s (0.78 s)", "80% (68%)"]
-    assert "measured here over 29 recorded commands" in " ".join(finding.caption)
+    assert "measured here over 29 recorded commands" in " ".join(report.notes)
     of_the_paper = ExtraAction(seconds=0.36, why="tmux is not installed")
-    assert "the paper's difference (tmux is" in " ".join(ablation_here_finding(runs, QUICK, of_the_paper).caption)
+    assert "the paper's difference (tmux is" in " ".join(ablation_here_report(runs, QUICK, of_the_paper).notes)

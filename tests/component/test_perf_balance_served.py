@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from perf import balance_router
-from perf.balance_router import OURS, ROUTED, WORK, ServedRun, measure_router, router_report, run_served
-from perf.batch import HEAVY, draw_batch
+from perf.balance_router import OURS, ROUTED, WORK, measure_router, router_report, run_served
+from perf.batch import HEAVY, BatchRun, draw_batch
 from perf.peers.environments import PEERS, PeerUnavailable
 from perf.peers.process import free_port, open_peer_server
 
@@ -60,10 +60,11 @@ def stand_in(tmp_path, monkeypatch):
     (environment / ".complete").touch()
 
 
-def run_of(makespan_s, **fields):
-    return ServedRun(
-        makespan_s=makespan_s, completed=10, calls=20, busiest_over_mean=1.1, prefix_hit_rate=0.8, **fields
-    )
+def run_of(makespan_s):
+    return BatchRun(
+        makespan_s=makespan_s, completed=10, moved=0, max_over_mean=1.1, busiest_over_mean=1.1, tokens_per_s=1.0,
+        calls=20, prefix_hit_rate=0.8, in_flight=[],
+    )  # fmt: skip
 
 
 def children():

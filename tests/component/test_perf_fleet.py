@@ -18,8 +18,7 @@ from perf.fleet import (
     QUICK,
     FleetEngine,
     FleetScale,
-    MeasuredFleet,
-    fleet_finding,
+    fleet_report,
     predicted_size,
     serve_engine,
     turn_text,
@@ -28,7 +27,8 @@ from perf.fleet import (
 from perf.fleet_cluster import require_slurm
 from perf.harness import CannotRun
 from perf.processes import MachineTime, machine_time, open_child, parent_of, process_time, tree_time
-from perf.scaling import FleetSize, Times, places_of, simulate_fleet, steady_rate
+from perf.rollouts import steady_rate
+from perf.scaling import FleetSize, Times, places_of, simulate_fleet
 from prorl_trio.inference.engines.protocol import CompletionRequest
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.types.models import SamplingParams
@@ -38,29 +38,26 @@ pytestmark = pytest.mark.timeout(120)
 SCALE = FleetScale(nodes=(1, 2), workers=2, jobs_per_worker=6, lengths=(2, 4), engine_s=0.8, action_s=0.4, idle_s=1)
 
 
-def measured_fleet(nodes: int, **fields: object) -> MeasuredFleet:
-    one = MeasuredFleet(
-        nodes=nodes,
-        jobs=12 * nodes,
-        turns=36 * nodes,
-        start_s=5.0,
-        wall_s=24.0,
-        steady_per_s=0.5 * nodes,
-        init_s=0.5,
-        run_s=3.7,
-        client_cpu_s=0.06 * nodes,
-        head_cpu_s=0.06 * nodes,
-        idle_head=0.002,
-        idle_node=0.005,
-        read_s=1e-4 * nodes,
-        node_cpu_s=0.36 * nodes,
-        sandbox_cpu_s=0.6 * nodes,
-        slurm_cpu_s=0.2,
-        engine_cpu_s=0.1,
-        machine_busy=0.3,
-        cores=2,
-    )
-    return msgspec.structs.replace(one, **fields)
+def measured_fleet(nodes: int, **fields: float) -> dict[str, float]:
+    one = {
+        "rollouts_per_s": 0.5 * nodes,
+        "whole_rollouts_per_s": 0.5 * nodes,
+        "init_s": 0.5,
+        "run_s": 3.7,
+        "start_s": 5.0,
+        "client_ms": 5.0,
+        "client_busy": 0.0025 * nodes,
+        "head_ms": 5.0,
+        "head_idle_busy": 0.002,
+        "folder_read_ms": 0.1 * nodes,
+        "node_ms_per_turn": 7.0,
+        "node_idle_busy": 0.005,
+        "sandbox_ms": 50.0,
+        "slurm_busy": 0.01,
+        "own_busy": 0.03 * nodes,
+        "machine_busy": 0.3,
+    }
+    return one | fields
 
 
 # ------------------------------------------------------------------------------------------------- the work
@@ -106,6 +103,8 @@ async def test_every_turn_of_the_engine_takes_its_time_and_asks_for_a_cell(tmp_p
 def test_a_steady_rate_counts_rollouts_by_the_share_of_them_that_is_over():
     assert steady_rate([(0.0, 2.0), (1.0, 3.0), (2.0, 6.0)], 4.0) == pytest.approx(2.5 / 4)
     assert steady_rate([(0.0, 2.0), (5.0, 6.0)], 4.0) == pytest.approx(1 / 4)
+    assert steady_rate([(0.0, 2.0), (1.0, 3.0)], 2.0, [10, 20]) == pytest.approx((10 + 10) / 2)
+    assert steady_rate([(0.0, 2.0)], 0.0) == 0
 
 
 def test_known_work_takes_its_known_time_in_the_simulation():
@@ -122,7 +121,7 @@ def test_the_prediction_takes_the_costs_of_one_node_and_slows_down_by_them():
     one = measured_fleet(1)
     size = predicted_size(SCALE, one, 2)
     assert (size.nodes, size.jobs) == (2, 24)
-    assert (size.client_s, size.turn_s) == pytest.approx((0.01, (0.36 - 0.005 * 24) / 36))
+    assert (size.client_s, size.turn_s) == pytest.approx((0.01, 0.007))
     assert size.times == Times(turns=turns_of(SCALE, 2), engine_s=0.8, action_s=0.4, init_s=0.5)
     slow = simulate_fleet(msgspec.structs.replace(size, client_s=2.0))
     assert slow.steady_per_s < 0.6
@@ -134,26 +133,25 @@ def test_the_prediction_takes_the_costs_of_one_node_and_slows_down_by_them():
 
 
 def test_the_finding_compares_with_the_smallest_fleet_the_simulation_and_the_paper():
-    measured = {1: measured_fleet(1), 8: measured_fleet(8, steady_per_s=3.8, wall_s=26.0)}
+    measured = {1: measured_fleet(1), 8: measured_fleet(8, rollouts_per_s=3.8, whole_rollouts_per_s=8 * 12 / 26)}
     simulated = {nodes: simulate_fleet(predicted_size(SCALE, measured[1], nodes)) for nodes in (1, 8)}
-    finding = fleet_finding(SCALE, measured, simulated, separate=True)
-    assert finding.metrics["fleet.8.times"] == pytest.approx(7.6)
-    assert finding.metrics["fleet.8.efficiency"] == pytest.approx(0.95)
-    assert finding.metrics["fleet.8.whole_times"] == pytest.approx(8 * 24 / 26, abs=1e-4)
-    assert 7 < finding.metrics["fleet.8.simulated_times"] < 9
-    assert finding.metrics["fleet.8.client_ms"] == finding.metrics["fleet.8.head_ms"] == pytest.approx(5.0)
-    assert finding.metrics["fleet.1.own_busy"] == pytest.approx(1.38 / 48, abs=1e-4)
-    rates, costs = finding.tables
+    report = fleet_report(SCALE, measured, simulated, separate=True)
+    assert report.detail_metrics["fleet.8.times"] == pytest.approx(7.6)
+    assert report.detail_metrics["fleet.8.efficiency"] == pytest.approx(0.95)
+    assert report.detail_metrics["fleet.8.whole_times"] == pytest.approx(8 * 24 / 26, abs=1e-4)
+    assert 7 < report.detail_metrics["fleet.8.simulated_times"] < 9
+    assert report.detail_metrics["fleet.8.client_ms"] == report.detail_metrics["fleet.8.head_ms"] == pytest.approx(5.0)
+    rates, costs = report.tables
     assert [row[0] for row in rates.rows] == ["1", "8"]
     assert rates.rows[1][-1] == "4.7 to 5.0 x"
     assert costs.rows[1][1:3] == ["5.0 ms", "5.0 ms"]
-    (figure,) = finding.figures
+    (figure,) = report.figures
     assert [line.role for line in figure.lines] == ["floor", "ours", "ours", "ours", "paper", "paper", "paper"]
-    said = " ".join(finding.caption)
+    said = " ".join(report.notes)
     assert "scaled to the machine" in said
     assert "Others kept the processors busy" not in said
-    crowded = {nodes: msgspec.structs.replace(run, machine_busy=0.97) for nodes, run in measured.items()}
-    assert "(97% in all)" in " ".join(fleet_finding(SCALE, crowded, simulated, separate=False).caption)
+    crowded = {nodes: {**run, "machine_busy": 0.97} for nodes, run in measured.items()}
+    assert "(97% in all)" in " ".join(fleet_report(SCALE, crowded, simulated, separate=False).notes)
 
 
 def test_a_machine_without_slurm_is_told_what_is_missing(monkeypatch):

@@ -1,45 +1,25 @@
-"""`perf.grading`: its worker grades each case right, in this process and in one of its own, and finds slow readers."""
+"""`perf.grading`: each case is graded right, and a verdict that is wrong is said."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from perf import grading_work
-from perf.grading import ROOT, _open_worker
-from perf.grading_work import SCORED_CASES, _score, _sweep, _turns
+from perf import grading
+from perf.grading_work import SCORED_CASES, Pass, score
 
 
 @pytest.mark.parametrize("case", SCORED_CASES)
 def test_each_pass_of_a_scorer_has_verdicts_that_are_right(case):
-    reply = _score(case, 3)
-    assert reply["agree"] == reply["verdicts"] > 30
+    scored = score(case, 3)
+    assert scored.agree == scored.verdicts > 30
+    assert scored.cpu_s > 0
 
 
-@pytest.mark.parametrize(("per_char_s2", "worst_s"), [(1e-10, 1.0), (1e-8, 10.0)], ids=["tried", "bounded"])
-def test_a_reader_that_is_quadratic_is_found(monkeypatch, per_char_s2, worst_s):
-    """One that takes a second for a short turn is not tried with a long one: ten times that is the lower bound."""
-    clock = [0.0]
+async def test_the_first_pass_counts_nothing_and_wrong_verdicts_are_said():
+    async def run(case: str, number: int) -> Pass:
+        return Pass(cpu_s=0.002 * (number + 1), verdicts=2, agree=1 if case == "bad" else 2)
 
-    def read(text):
-        clock[0] += per_char_s2 * len(text) ** 2 if "boxed" in text else 0.0
-
-    monkeypatch.setattr(grading_work.time, "process_time", lambda: clock[0])
-    monkeypatch.setattr(grading_work, "_readers", lambda: {"quadratic": read})
-    found = _sweep(100_000)["quadratic"]
-    assert found["worst_s"] == pytest.approx(worst_s)
-    assert "boxed" in found["turn"]
-
-
-def test_degenerate_turns_have_their_length_and_are_many():
-    turns = dict(_turns(500))
-    assert len(turns) > 200
-    assert {len(text) for text in turns.values()} == {500}
-
-
-async def test_a_worker_with_the_code_of_a_checkout_answers():
-    async with _open_worker(Path(ROOT)) as worker:
-        reply = await worker.verdicts("stem.choice", 1)
-    assert reply["agree"] == reply["verdicts"]
-    assert reply["cpu_s"] > 0
+    notes: list[str] = []
+    good, bad = await grading._measure(["good", "bad"], 2, run, notes)
+    assert good.samples == bad.samples == pytest.approx([2.0, 3.0])
+    assert notes == ["bad: 1 of 2 verdicts are wrong"]

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from perf.chat_families import CHAT_FAMILIES, write_family_model
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.types.models import ChatMessage
+from support.chat_families import CHAT_FAMILIES, write_family_model
 from support.skips import because
 
 logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns that there is no PyTorch

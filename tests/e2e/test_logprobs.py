@@ -1,5 +1,7 @@
 """Trajectories of a real vLLM, token by token: the mask, the ids, and the log-probabilities against transformers.
 
+Those of our own loop, and those of the gateway, whose clients speak four dialects.
+
 bfloat16 has 8 significant bits: a logit between 16 and 32, as this model's are, is a multiple of 1/8. So two programs
 that are both right differ in each log-probability, and each of them from float32: not at all where the policy was sure,
 and by 0.06 on average where it was not. The mean over a run, 0.02 to 0.07, tells how sure the policy was, not how exact
@@ -9,12 +11,14 @@ bfloat16 does to transformers.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,13 +27,16 @@ import trio
 
 from perf.tokens import Sampled, drift_of
 from prorl_launch.paths import engine_python, model_dir
+from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
+from prorl_trio.config import ModelConfig, NodeConfig
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.types.models import ChatMessage, SamplingParams, Segment
+from prorl_trio.types.models import ChatMessage, JobSpec, SamplingParams, Segment, TaskInstance
 from support.completions import asked, begun
+from support.gateway_client import PATHS, TOOLS, served
 
 LOGGER = logging.getLogger(__name__)
 """How far it is: `--log-cli-level=INFO` shows it."""
@@ -37,7 +44,7 @@ SCRIPT = Path(__file__).with_name("teacher_forcing.py")
 AT_ONCE = 32
 TURNS = 3
 SAID_EVERY = 10
-TURN_TOKENS = 24
+TURN_TOKENS, GATEWAY_TOKENS = 24, 12
 CALL_S = 600.0
 RUN_S = 3000.0
 MEAN_ABS = 0.05
@@ -197,6 +204,111 @@ async def check(url, count, folder, record_property):
 @pytest.mark.slow
 async def test_ten_trajectories(vllm_url, tmp_path, record_property):
     await check(vllm_url, 10, tmp_path, record_property)
+
+
+async def work(client, path):
+    """Speak for a program: three turns, one more from the first on, in one of the dialects."""
+    body = copy.deepcopy(PATHS[path])
+    field = next(name for name in ("messages", "input", "contents") if name in body)
+    if field == "input":
+        body["input"] = [{"role": "user", "content": body["input"]}]
+    limit = {"messages": "max_tokens", "input": "max_output_tokens"}.get(field)
+    body |= {limit: GATEWAY_TOKENS} if limit else {"generationConfig": {"maxOutputTokens": GATEWAY_TOKENS}}
+    body["tools"], history = TOOLS[path], body[field]
+
+    async def ask(text):
+        history.append({"role": "user", **({"parts": [{"text": text}]} if field == "contents" else {"content": text})})
+        answer = await client.post(path, json={**body, field: history}, timeout=CALL_S)
+        assert answer.status_code == 200, answer.text
+        got = answer.json()
+        match path.split("/")[2]:
+            case "chat":
+                history.append(got["choices"][0]["message"])
+            case "responses":
+                history.extend(got["output"])
+            case "messages":
+                history.append({"role": "assistant", "content": got["content"]})
+            case _:
+                history.append(got["candidates"][0]["content"])
+
+    await ask(QUESTIONS[0].format(3, 7))
+    after_first = list(history)
+    for text in ("Are you sure?", "Say it in one word."):
+        await ask(text)
+    history[:] = after_first
+    await ask("Write it as Python.")
+
+
+async def constrained(client):
+    """Have the engine keep turns to forms, and check that it does."""
+    path = "/v1/chat/completions"
+    body = {
+        "messages": [{"role": "user", "content": "Where is the fox? Look."}],
+        "tools": TOOLS[path],
+        "max_tokens": 40,
+    }
+    call = await client.post(path, json={**body, "tool_choice": "required"}, timeout=CALL_S)
+    (made,) = call.json()["choices"][0]["message"]["tool_calls"][:1]
+    assert made["function"]["name"] == "look"
+    schema = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    form = {"type": "json_schema", "json_schema": {"schema": {**schema, "additionalProperties": False}}}
+    said = await client.post(
+        path, json={"messages": body["messages"], "response_format": form, "max_tokens": 20}, timeout=CALL_S
+    )
+    assert set(json.loads(said.json()["choices"][0]["message"]["content"])) == {"sure"}
+    bad = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing-that-there-is"}}}
+    told = await client.post(path, json={"messages": body["messages"], "response_format": bad}, timeout=CALL_S)
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "response_format"), told.text
+
+
+@pytest.mark.slow
+async def test_segments_of_the_gateway(vllm_url, tmp_path, record_property):
+    """Each delivered token has the log-probability of its context there; one that was kept to a form has no less."""
+    chat = await trio.to_thread.run_sync(ChatFormat.load, model_dir())
+    backends = Backends(made_by(VllmClient))
+    await backends.add(vllm_url)
+    config = NodeConfig(model=ModelConfig(path=str(model_dir())))
+    resources = Resources(config=config, chat_format=chat, backends=backends, scorers=None)
+    instance = TaskInstance(instance_id="q", handler="math", payload={})
+    sampling = SamplingParams(max_output_tokens=100)
+    segments = []
+
+    async def one(path):
+        spec = JobSpec(job_id=f"j{path}", instance=instance, sampling=sampling, max_turns=20)
+        context = RolloutContext(spec=spec, resources=resources)
+        async with served(context) as (_gateway, _tally, client):
+            await (work(client, path) if path else constrained(client))
+        trajectory = context.trajectory()
+        assert trajectory.undelivered_tokens == 0
+        segments.extend(trajectory.segments)
+        if path:
+            assert [segment.reason for segment in trajectory.segments] == [None, "branch"]
+            assert set(trajectory.echoes) == {"exact", "branch"}, trajectory.echoes
+
+    with trio.fail_after(RUN_S):
+        async with trio.open_nursery() as nursery:
+            for path in [*PATHS, ""]:
+                nursery.start_soon(one, path)
+        await backends.aclose()
+        free = [(segment, segment.free_mask) for segment in segments if segment.free_mask.any()]
+        kept = [(segment, segment.loss_mask) for segment in segments if not segment.free_mask.any()]
+        assert len(kept) >= 2
+        cases = [
+            Recorded(SimpleNamespace(token_ids=each.token_ids, loss_mask=mask), [], each.logprobs[mask == 1].tolist())
+            for each, mask in [*free, *kept]
+            if mask.any()
+        ]
+        engine, bfloat16, float32, spread = await score(cases, tmp_path)
+    tokens = sum(int(mask.sum()) for _, mask in free)
+    found = agreement(*(each[:tokens] for each in (engine, bfloat16, float32, spread)))
+    record_property("gateway", found._asdict())
+    LOGGER.info("%d tokens of the gateway: %s", tokens, found)
+    assert found.engine_to_float32 < MEAN_ABS, found
+    assert not found.unexplained, found
+    more = engine[tokens:] - float32[tokens:]
+    assert more.min() > -0.5, "of fewer candidates each has a larger share"
+    assert more.max() > 1.0, "its grammar has left one that the policy would hardly have sampled"
+    assert float(np.exp(engine[tokens:]).max()) > 0.999, "where there was no choice, the log-probability is 0"
 
 
 @pytest.mark.soak

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import trio
 
-from perf.fleet import QUICK, FleetEngine, fleet_finding, measure_fleet, predicted_size, serve_engine
+from perf.fleet import QUICK, FleetEngine, fleet_report, measure_fleet, predicted_size, serve_engine
 from perf.fleet_cluster import open_cluster
 from perf.processes import open_child
 from perf.scaling import simulate_fleet
@@ -58,16 +58,14 @@ async def test_fleets_of_a_real_slurm_do_their_jobs_and_leave_nothing():
             for nodes in SCALE.nodes:
                 measured[nodes] = await measure_fleet(cluster, engine, SCALE, nodes)
     assert held() <= before
-    assert (measured[2].jobs, measured[2].turns) == (12, 18)
+    costs = ("client_ms", "head_ms", "node_ms_per_turn", "sandbox_ms", "folder_read_ms", "own_busy", "init_s")
     for run in measured.values():
-        assert run.run_s >= 1.5 * (SCALE.engine_s + SCALE.action_s)
-        assert (
-            min(run.client_cpu_s, run.head_cpu_s, run.node_cpu_s, run.sandbox_cpu_s, run.engine_cpu_s, run.read_s) > 0
-        )
-        assert 0 < run.own_busy <= run.machine_busy + 0.1
+        assert run["run_s"] >= 1.5 * (SCALE.engine_s + SCALE.action_s)
+        assert min(run[name] for name in costs) > 0
+        assert run["own_busy"] <= run["machine_busy"] + 0.1
     sizes = {nodes: predicted_size(SCALE, measured[1], nodes) for nodes in SCALE.nodes}
     simulated = {nodes: await trio.to_thread.run_sync(simulate_fleet, size) for nodes, size in sizes.items()}
-    assert fleet_finding(SCALE, measured, simulated, separate=cluster.separate).metrics["fleet.2.times"] > 0
+    assert fleet_report(SCALE, measured, simulated, separate=cluster.separate).detail_metrics["fleet.2.times"] > 0
 
 
 def test_a_benchmark_that_is_killed_takes_its_cluster_along():

@@ -1,6 +1,6 @@
 """A policy update in the middle of a completion, on a real vLLM: pause, other weights, resume. The trainer has the
 WebSocket alone: its node serves no REST, and nobody else talks to the engine. Then the other ways to new weights:
-tensors in hand, a transfer of the trainer's own, a LoRA adapter.
+tensors in hand, a transfer of the trainer's own, a LoRA adapter. Before it all, vLLM reads turns as the gateway does.
 
 In float32, so that what differs is the weights: in bfloat16 the two implementations alone differ by 0.05 to 0.07.
 """
@@ -29,6 +29,7 @@ from prorl_trio.tasks.handlers.registry import HandlerRegistry
 from prorl_trio.types.models import ChatMessage, SamplingParams
 from prorl_trio.weights.model_folder import ModelFolder
 from support.completions import asked, begun
+from support.derender import SERVER_ARGS, check_derender
 from support.fake_service import TOKEN, open_service
 from support.skips import because
 
@@ -160,8 +161,9 @@ async def test_two_versions_in_one_completion_and_logprobs_of_the_weights_that_s
             old,
             log_file=tmp_path / "vllm.log",
             dtype="float32",
-            extra_args=["--enable-scale-out", "--enable-lora", "--max-lora-rank", "8"],
+            extra_args=[*SERVER_ARGS, "--enable-lora", "--max-lora-rank", "8"],
         ) as server:
+            await check_derender(server.url)  # needs no update, but a server with these options
             config = NodeConfig(model=ModelConfig(path=str(old)), sandbox=SandboxConfig(provider="process"))
             async with (
                 open_node(config, HandlerRegistry([])) as node,

@@ -9,13 +9,13 @@ from copy import copy
 import pytest
 import trio
 
-from perf.chat_families import write_family_model
 from prorl_trio.config import BackendConfig, HealthConfig, ModelConfig, NodeConfig, SandboxConfig, StagesConfig
 from prorl_trio.node.core import NO_SESSIONS, open_node
 from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import BackendError
 from prorl_trio.types.models import JobSpec, SamplingParams, TaskInstance
+from support.chat_families import write_family_model
 
 pytestmark = pytest.mark.timeout(90)
 

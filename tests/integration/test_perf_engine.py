@@ -34,7 +34,7 @@ async def test_a_run_and_its_replay_make_the_same_calls():
     for run, bare in zip(measured.run, measured.bare, strict=True):
         assert [call.tokens for call in run.calls] == [call.tokens for call in bare.calls]
     assert sum(len(run.calls) for run in measured.run) > 6, "several turns"
-    assert measured.run_cpu.node_s > 0
+    assert measured.run_cpu_s["node"] > 0
     metrics = report_of(rounds, SMALL).metrics()
     assert metrics["engine.rollouts"] == 6
     assert 0 < metrics["engine.share"] < 5

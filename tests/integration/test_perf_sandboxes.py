@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from perf import sandboxes
-from perf.harness import Options
+from perf.harness import CannotRun, Options
 from prorl_trio.sandbox.reaper import descendants
 from support.skips import because
 
@@ -20,7 +20,7 @@ async def test_it_measures_what_it_says(monkeypatch):
     try:
         with trio.fail_after(180):
             report = await sandboxes.benchmark(Options(quick=True, json_path=None))
-    except RuntimeError as exc:
+    except CannotRun as exc:
         pytest.skip(because(str(exc), "prorl-trio doctor"))
     metrics = report.metrics()
     for series in report.series:

@@ -14,7 +14,6 @@ import trio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from perf.chat_families import ALL_CHAT_FAMILIES, write_family_model
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.agent.loop import NewDialogue, run_agent, run_sub_agent
 from prorl_trio.agent.style import AgentStyle
@@ -27,6 +26,7 @@ from prorl_trio.tools.fitting import fit_texts, fitting_share
 from prorl_trio.types.batch import pad_batch
 from prorl_trio.types.errors import ContextLengthExceeded
 from prorl_trio.types.models import ChatMessage, JobSpec, SamplingParams, TaskInstance, ToolCall
+from support.chat_families import ALL_CHAT_FAMILIES, write_family_model
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,10 +15,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from perf.chat_families import ALL_CHAT_FAMILIES, write_family_model
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.chat.proof import Unexplained, prove_dialogue
 from prorl_trio.types.errors import HandlerError
+from support.chat_families import ALL_CHAT_FAMILIES, write_family_model
 from support.published_models import PUBLISHED_MODELS, NotAvailable, published_folder
 
 if TYPE_CHECKING:

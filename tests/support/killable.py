@@ -34,13 +34,13 @@ class Killable:
         log: IO[bytes],
         module: Sequence[str] = ("prorl_trio.cli", "serve", "--config"),
     ) -> None:
-        self._file, self._config, self._nursery, self._log = folder / "node.toml", config, nursery, log
+        self._file, self.config, self._nursery, self._log = folder / "node.toml", config, nursery, log
         self._module = module
         self._process: trio.Process
 
     async def start(self, *, note_port: bool = True) -> str:
         """Start it and return its address once it is ready."""
-        self._file.write_bytes(msgspec.toml.encode(self._config))
+        self._file.write_bytes(msgspec.toml.encode(self.config))
         run = partial(
             trio.run_process,
             [sys.executable, "-m", *self._module, str(self._file)],
@@ -57,7 +57,7 @@ class Killable:
             ready += await self._process.stdout.receive_some() or pytest.fail(f"it ended, see {self._log.name}")
         url: str = msgspec.json.decode(self._file.with_name("endpoint.json").read_bytes())["url"]
         if note_port:
-            self._config["listen"]["port"] = int(url.rpartition(":")[2])
+            self.config["listen"]["port"] = int(url.rpartition(":")[2])
         return url
 
     @property

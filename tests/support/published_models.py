@@ -18,8 +18,8 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from perf.chat_families import ChatFamily, write_family_model
 from prorl_trio.sandbox.cache import cache_dir
+from support.chat_families import ChatFamily, write_family_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from perf.chat_families import CHAT_FAMILIES, write_family_model
 from prorl_trio.chat.conversation import CompletionRange, Conversation
 from prorl_trio.chat.format import MAX_PADDING_ROWS, ChatFormat
 from prorl_trio.chat.history import Recall
 from prorl_trio.types.errors import BackendError, HandlerError, TokenDrift
 from prorl_trio.types.models import ChatMessage, PolicySpan
+from support.chat_families import CHAT_FAMILIES, write_family_model
 
 TOOLS = [
     {

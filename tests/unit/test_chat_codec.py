@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from perf.chat_families import write_family_model
 from prorl_trio.chat.codec import TokenCodec
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.types.errors import ContextLengthExceeded
 from prorl_trio.types.models import ChatMessage
+from support.chat_families import write_family_model
 
 
 def codec_with(folder, **tokens):

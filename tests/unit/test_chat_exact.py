@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 
-from perf.chat_families import ALL_CHAT_FAMILIES, FAMILY_TEMPLATES, write_family_model
 from prorl_trio.chat import proof as chat_proof
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
@@ -15,6 +14,7 @@ from prorl_trio.chat.proof import load_chat_format, prove_format
 from prorl_trio.config import ModelConfig
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import ChatMessage, ToolCall
+from support.chat_families import ALL_CHAT_FAMILIES, FAMILY_TEMPLATES, write_family_model
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 USER = ChatMessage(role="user", content="2 + 2?")

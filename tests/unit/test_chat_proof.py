@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
-from perf.chat_families import write_family_model
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.chat.proof import load_chat_format, prove_format
 from prorl_trio.config import ModelConfig
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import ChatMessage
+from support.chat_families import write_family_model
 
 HEAD = "{{ '<|im_start|>' + ('observation' if m.role == 'tool' else m.role) + '\n' }}"
 OPENING = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}HURRY{% endif %}"

@@ -6,12 +6,12 @@ from datetime import datetime
 
 import pytest
 
-from perf.chat_families import FAMILY_TEMPLATES, write_family_model
 from prorl_trio.chat import template as chat_template
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.types.errors import BackendError, HandlerError, TokenDrift
 from prorl_trio.types.models import ChatMessage, PolicySpan, ToolCall
+from support.chat_families import FAMILY_TEMPLATES, write_family_model
 
 QUESTION = ChatMessage(role="user", content="Where?")
 RESULT = ChatMessage(role="tool", content="here", name="look")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from perf.chat_families import write_family_model
 from prorl_trio.agent.context import Dialogues
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.types.models import ChatMessage, Turn
+from support.chat_families import write_family_model
 
 QUESTION = ChatMessage(role="user", content="Where?")
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from perf.chat_families import write_family_model
 from prorl_trio.chat.conversation import Conversation
 from prorl_trio.chat.families.family import FAMILIES
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.types.errors import ConfigError, HandlerError
 from prorl_trio.types.models import ChatMessage
+from support.chat_families import write_family_model
 
 TOOLS = [
     {

@@ -236,8 +236,8 @@ def test_an_overflow_is_told_in_the_words_that_clients_look_for(dialect):
          "contents": [{"role": "user", "parts": [{"inlineData": {}}]}]},
         {"messages": [], "input": [], "contents": [], "tools": [{"type": "mcp"}]},
         {"messages": [], "input": [], "contents": [], "tools": 3},
-        {"messages": [], "input": [], "contents": [], "tool_choice": {"type": "function"},
-         "toolConfig": {"functionCallingConfig": {"mode": "ANY"}}},
+        {"messages": [], "input": [], "contents": [], "tool_choice": {"type": "mcp"},
+         "toolConfig": {"functionCallingConfig": {"mode": "MAYBE"}}},
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(dialect, body):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from perf.engine import Cpu, Round, Scale, report_of
-from perf.engine_replay import Call, EngineSeen, PlacedRollout, account, place_calls, recorded_turns
+from perf.engine import Round, Scale, report_of
+from perf.engine_replay import SHARES, Call, EngineSeen, PlacedRollout, account, place_calls, recorded_turns
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, Timing, Trajectory, Turn
-
-SHARES = ("calls", "tools", "between", "unready", "tail")
 
 
 def rollout(start_s, *turns, end_s):
@@ -29,17 +27,17 @@ def test_each_moment_of_each_slot_is_in_one_account():
         rollout(6.0, (4.0, 0.0, 40), end_s=10.0),
     ]
     whole = account(run, 2, tail=True)
-    assert (whole.wall_s, whole.tokens_per_s) == (10.0, 13.0)
-    assert whole.calls == pytest.approx(13 / 20)
-    assert (whole.tools, whole.between) == (pytest.approx(1 / 20), pytest.approx(1 / 20))
-    assert whole.unready == pytest.approx(2 / 20), "one second before the first, one before the last"
-    assert whole.tail == pytest.approx(3 / 20)
-    assert sum(getattr(whole, name) for name in SHARES) == pytest.approx(1.0)
-    assert whole.tokens_per_call_s == pytest.approx(10.0)
+    assert (whole["wall_s"], whole["tokens_per_s"]) == (10.0, 13.0)
+    assert whole["calls"] == pytest.approx(13 / 20)
+    assert (whole["tools"], whole["between"]) == (pytest.approx(1 / 20), pytest.approx(1 / 20))
+    assert whole["unready"] == pytest.approx(2 / 20), "one second before the first, one before the last"
+    assert whole["tail"] == pytest.approx(3 / 20)
+    assert sum(whole[name] for name in SHARES) == pytest.approx(1.0)
+    assert whole["tokens_per_call_s"] == pytest.approx(10.0)
     steady = account(run, 2, tail=False)
-    assert (steady.wall_s, steady.tail) == (6.0, 0.0)
-    assert steady.tokens_per_s == pytest.approx(90 / 6)
-    assert sum(getattr(steady, name) for name in SHARES) == pytest.approx(1.0)
+    assert (steady["wall_s"], steady["tail"]) == (6.0, 0.0)
+    assert steady["tokens_per_s"] == pytest.approx(90 / 6)
+    assert sum(steady[name] for name in SHARES) == pytest.approx(1.0)
 
 
 def test_a_recorded_rollout_is_the_new_tokens_of_each_call():
@@ -69,8 +67,11 @@ def test_the_share_is_the_product_of_slots_in_calls_and_the_speed_of_a_call():
         PlacedRollout(start_s=start_s, end_s=start_s + 1.0, calls=[Call(start_s, start_s + 1.0, 20)])
         for start_s in (0.0, 1.0)
     ]
-    seen, cpu = EngineSeen(polls=4, busy=3, running=6.0, latency_s=3.0), Cpu(engine_s=6.0, node_s=1.0, sandboxes_s=3.0)
-    rounds = [Round(run=run, bare=bare, run_engine=seen, bare_engine=seen, run_cpu=cpu, bare_cpu=cpu)]
+    seen, cpu_s = (
+        EngineSeen(polls=4, busy=3, running=6.0, latency_s=3.0),
+        {"engine": 6.0, "node": 1.0, "sandboxes": 3.0},
+    )
+    rounds = [Round(run=run, bare=bare, run_engine=seen, bare_engine=seen, run_cpu_s=cpu_s, bare_cpu_s=cpu_s)]
     metrics = report_of(rounds, Scale(questions=1, rollouts=1, slots=1, rounds=1)).metrics()
     assert metrics["engine.share"] == 0.2
     assert metrics["engine.calls_share"] * metrics["engine.call_speed_share"] == pytest.approx(0.2)

@@ -9,7 +9,18 @@ import pytest
 import trio
 from rich.console import Console
 
-from perf.harness import CannotRun, Case, Options, Report, Series, measure_interleaved, rows_of, run_benchmark
+from perf.harness import (
+    CAPTIONS,
+    CannotRun,
+    Case,
+    Options,
+    Report,
+    Series,
+    caption_of,
+    measure_interleaved,
+    rows_of,
+    run_benchmark,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -190,6 +201,19 @@ def test_a_table_has_a_row_for_each_key_and_a_column_for_each_function():
     assert rows.rows == [["2", "4"], ["3", "9"]]
 
 
+def test_a_column_may_be_a_text_with_the_metrics_of_its_key():
+    metrics = {"fleet.1.times": 1.0, "fleet.1.low": 0.5, "fleet.2.times": 1.9, "other.1.times": 7.0}
+    rows = rows_of("fleets", [1, 2], {"times": "{times:.1f} x", "lowest": "{low:.0%}"}, metrics=metrics, of="fleet")
+    assert rows.rows == [["1.0 x", "50%"], ["1.9 x", ""]]
+
+
+def test_a_caption_has_values_in_its_braces_and_no_empty_paragraphs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(CAPTIONS, "speed", ["{scale.quick} of {metrics[a.b]:.1f}", "{more}"])
+    options, metrics = Options(quick=True, json_path=None), {"a.b": 1.25}
+    assert caption_of("speed", scale=options, metrics=metrics, more="") == ["True of 1.2"]
+    assert caption_of("speed", scale=options, metrics=metrics, more="or so")[1:] == ["or so"]
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_ctrl_c_ends_a_benchmark_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], nested: bool):
     async def benchmark(_options: Options) -> Report:
@@ -208,18 +232,3 @@ def test_help_shows_the_benchmarks_own_words(capsys: pytest.CaptureFixture[str])
         run_benchmark(tools.benchmark, ["--help"])
     assert exit_info.value.code == 0
     assert "beside a bare pty" in capsys.readouterr().out
-
-
-def test_a_benchmark_that_compares_takes_another_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    seen: list[Options] = []
-
-    async def benchmark(options: Options) -> Report:
-        await trio.lowlevel.checkpoint()
-        seen.append(options)
-        return Report(title="t", series=[])
-
-    assert run_benchmark(benchmark, ["--quick", "--beside", str(tmp_path)], compares=True) == 0
-    assert seen[0].beside == tmp_path.resolve()
-    with pytest.raises(SystemExit):
-        run_benchmark(benchmark, ["--beside", str(tmp_path)])
-    assert "unrecognized arguments" in capsys.readouterr().err

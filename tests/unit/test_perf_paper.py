@@ -15,13 +15,12 @@ import pytest
 import trio
 
 from perf import features
-from perf.features import FEATURES, Feature, finding_of, proof_of
+from perf.features import FEATURES, Feature, proof_of, report_of
 from perf.harness import (
     Bar,
     Bars,
     CannotRun,
     Case,
-    Finding,
     Line,
     Lines,
     Options,
@@ -34,7 +33,7 @@ from perf.paper import __main__ as paper
 from perf.paper import sections
 from perf.paper.__main__ import measure_section
 from perf.paper.sections import SECTIONS, Said, Section
-from perf.paper.written import Measured, Run, to_html, to_markdown
+from perf.paper.written import Finding, Measured, Run, to_html, to_markdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,16 +69,19 @@ FINDING = Finding(
 )
 
 
-RUNS: dict[str, Callable[[], Finding]] = {}
+REPORT = Report(
+    title="", detail_metrics=FINDING.metrics, tables=FINDING.tables, figures=FINDING.figures, notes=FINDING.caption
+)
+RUNS: dict[str, Callable[[], Report]] = {}
 
 
-async def measured(options: Options) -> Finding:
+async def measured(options: Options) -> Report:
     await trio.lowlevel.checkpoint()
     assert options.quick
     return RUNS["one"]()
 
 
-def section_of(run: Callable[[], Finding]) -> Section:
+def section_of(run: Callable[[], Report]) -> Section:
     RUNS["one"] = run
     return Section(name="one", title="Section one", paper="Table 0.", benchmark=f"{__name__}:measured")
 
@@ -142,15 +144,6 @@ def test_a_table_has_as_many_cells_as_headings():
         Rows(title="a table", headings=["a", "b"], rows=[["1"]])
 
 
-def test_a_finding_is_a_report_of_a_benchmark_too(tmp_path: Path):
-    report = FINDING.report()
-    assert report.metrics() == {"a.b": 1.5}
-    assert report.notes == FINDING.caption
-    assert len(report.tables[0].rows) == 2
-    assert report.write_plot(tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_cases_of_another_benchmark_stand_beside_the_papers_numbers():
     series = [
         Series(case=Case(name="call", unit="us", floor="bare"), samples=[2000.0] * 3),
@@ -178,10 +171,10 @@ def test_cases_of_another_benchmark_stand_beside_the_papers_numbers():
 
 
 def test_the_process_of_a_section_writes_its_finding_or_what_is_missing(tmp_path: Path, monkeypatch):
-    def no_engine() -> Finding:
+    def no_engine() -> Report:
         raise CannotRun(NO_ENGINE)
 
-    for run, said in ((lambda: FINDING, Said(finding=FINDING)), (no_engine, Said(cannot_run=NO_ENGINE))):
+    for run, said in ((lambda: REPORT, Said(finding=FINDING)), (no_engine, Said(cannot_run=NO_ENGINE))):
         monkeypatch.setattr(sections, "SECTIONS", (section_of(run),))
         assert sections.main(["one", str(tmp_path / "said.json"), "--quick"]) == 0
         assert msgspec.json.decode((tmp_path / "said.json").read_bytes(), type=Said) == said
@@ -189,7 +182,7 @@ def test_the_process_of_a_section_writes_its_finding_or_what_is_missing(tmp_path
 
 async def test_a_section_whose_process_fails_or_has_no_time_says_so():
     with trio.fail_after(120):
-        failed = await measure_section(section_of(lambda: FINDING), quick=True, limit_s=100)
+        failed = await measure_section(section_of(lambda: REPORT), quick=True, limit_s=100)
         assert failed.failed
         assert failed.finding is None
         assert "exit code 2" in failed.problem
@@ -264,8 +257,8 @@ def test_a_cell_says_yes_only_if_all_of_its_tests_have_passed(results: str, word
 def test_the_table_of_features_has_our_cells_from_the_tests_and_the_others_from_the_paper():
     proofs = [features.Proof(passed=2) for _ in FEATURES]
     proofs[1] = features.Proof(passed=1, skipped=1, reasons=["no Apptainer"])
-    finding = finding_of(proofs)
-    comparison, evidence = finding.tables
+    report = report_of(proofs)
+    comparison, evidence = report.tables
     assert comparison.rows[-1] == [
         "prorl-trio",
         "yes (2 tests passed)",
@@ -274,7 +267,7 @@ def test_the_table_of_features_has_our_cells_from_the_tests_and_the_others_from_
     ]
     assert comparison.rows[-2] == ["ProRL Agent", "yes", "yes", "yes"]
     assert evidence.rows[1][-1] == "no Apptainer"
-    assert finding.metrics["features.proven"] == len(FEATURES) - 1
+    assert report.metrics()["features.proven"] == len(FEATURES) - 1
 
 
 async def test_without_tests_features_cannot_be_proven(tmp_path: Path, monkeypatch):

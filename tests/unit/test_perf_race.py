@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from perf import race as racing
-from perf.harness import CannotRun, Options
+from perf.harness import CannotRun, Options, caption_of
 from perf.peers.race_round import (
     CpuClock,
     RaceRecord,
@@ -22,9 +22,9 @@ from perf.peers.race_round import (
     read_round,
     reward_of,
 )
-from perf.processes import _tree_of, tree_cpu
+from perf.processes import tree_cpu
 from perf.race import race_problems, serve_folder, with_tool_results
-from perf.race_figures import Entrant, Lap, race_finding
+from perf.race_figures import Entrant, Lap, race_report
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,22 +54,22 @@ def lap(
 def test_rates_are_medians_over_rounds_with_the_lowest_and_highest():
     laps = [lap("node", wall_s) for wall_s in (10.0, 20.0, 5.0)]
     laps += [lap("trl", 20.0) for _ in range(3)] + [lap("bare", 5.0) for _ in range(3)]
-    finding = race_finding(ENTRANTS, laps, ["a caption"])
-    metrics = finding.metrics
+    report = race_report(ENTRANTS, laps, ["a caption"])
+    metrics = report.detail_metrics
     assert metrics["race.node.rollouts_per_min"] == 12
     assert (metrics["race.node.tokens_per_s"], metrics["race.node.tokens_per_s_min"]) == (6, 3)
     assert metrics["race.node.tokens_per_s_max"] == 12
     assert metrics["race.node_over_trl"] == 2
     assert metrics["race.node_over_bare"] == 0.5
     assert metrics["race.node.engine_cpu_s"] == 2.0, "of a rollout"
-    speed, work = finding.tables
+    speed, work = report.tables
     assert [row[0] for row in speed.rows] == ["our node", "TRL", "the engine"]
     assert speed.rows[0][3] == "6.0 (3.0 to 12.0)"
     assert speed.rows[0][5] == "50%"
     assert work.rows[1][-2:] == ["125", "0.00"]
-    assert [bar.role for bar in finding.figures[0].bars] == ["ours", "peer", "floor"]
-    assert finding.caption[-1] == "a caption"
-    assert finding.caption[0] == (
+    assert [bar.role for bar in report.figures[0].bars] == ["ours", "peer", "floor"]
+    assert report.notes[-1] == "a caption"
+    assert report.notes[0] == (
         "The node makes 2.00 times the rollouts, and 2.00 times the tokens, of TRL; in tokens their rounds overlap."
     )
 
@@ -89,20 +89,20 @@ def test_the_tail_is_left_out_of_the_steady_rate():
     ],
 )
 def test_work_that_differs_is_said(theirs: Lap, said: str):
-    finding = race_finding(ENTRANTS, [lap("node", 10.0), theirs, lap("bare", 5.0)], [])
-    assert finding.caption[1].startswith(said)
-    assert finding.caption[1].endswith("Compare tokens per second.")
+    report = race_report(ENTRANTS, [lap("node", 10.0), theirs, lap("bare", 5.0)], [])
+    assert report.notes[1].startswith(said)
+    assert report.notes[1].endswith("Compare tokens per second.")
 
 
 def test_the_same_work_is_not_mentioned():
-    assert len(race_finding(ENTRANTS, [lap("node", 9.0), lap("trl", 10.0), lap("bare", 5.0)], []).caption) == 1
+    assert len(race_report(ENTRANTS, [lap("node", 9.0), lap("trl", 10.0), lap("bare", 5.0)], []).notes) == 1
 
 
 def test_strangers_on_the_machine_are_told():
     laps = [lap("node", 10.0, machine_cpu_s=9.75), lap("trl", 10.0), lap("bare", 5.0)]
-    finding = race_finding(ENTRANTS, laps, [])
-    assert finding.metrics["race.node.others_cores"] == 0.5
-    assert finding.caption[-1].startswith("The machine was not quiet: other programs took 0.00 to 0.50 cores of it")
+    report = race_report(ENTRANTS, laps, [])
+    assert report.detail_metrics["race.node.others_cores"] == 0.5
+    assert report.notes[-1].startswith("The machine was not quiet: other programs took 0.00 to 0.50 cores of it")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +130,10 @@ def test_a_round_and_its_record_survive_the_way_to_a_peer(tmp_path: Path):
     record = lap("trl", 10.0).record
     assert read_record(record.encoded()) == record
     assert msgspec.json.decode(msgspec.json.encode(record), type=RaceRecord) == record
+
+
+def test_the_caption_has_the_amounts():
+    assert caption_of("race", scale=racing.QUICK)[0] == "2 rounds of 16 tasks with 4 rollouts each, 12 at a time."
 
 
 def test_no_two_rounds_share_a_question():
@@ -160,9 +164,6 @@ def test_the_cpu_of_a_tree_has_what_ended_and_what_is_alive():
     own_s, children_s, machine_s = clock.read()
     assert children_s >= 0.1
     assert machine_s >= own_s + children_s - 0.05, "it counts in ticks"
-    parents = {2: 1, 3: 2, 4: 3, 5: 1}
-    assert sorted(_tree_of([2], parents)) == [2, 3, 4]
-    assert _tree_of([9], parents) == []
 
 
 async def test_what_is_missing_is_said_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

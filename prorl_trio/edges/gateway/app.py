@@ -237,14 +237,13 @@ class GatewayApp:
             body = msgspec.json.encode({_COUNTED[dialect]: tokens, "object": "response.input_tokens"})
             await Response(body, 200, {}, _JSON)({}, receive, send)
             return
-        outcome, answered = _Outcome(), False
+        answered = False
         async with open_single_nursery() as nursery:
             nursery.start_soon(_leave, receive, nursery.cancel_scope)
-            nursery.start_soon(outcome.wait_for, gateway, asked)
             if asked.stream or route.operation == "stream":
-                await self._stream(dialect, asked, outcome, send)
+                await self._stream(dialect, asked, gateway, send)
             else:
-                answer = await outcome.get()
+                answer = await _asked(gateway.ask(asked.question))
                 await Response(msgspec.json.encode(dialect.whole(answer, asked)), 200, {}, _JSON)({}, receive, send)
             answered = True
             self._tally.results[_name(dialect), "ok"] += 1
@@ -252,23 +251,26 @@ class GatewayApp:
         if not answered:
             raise ConnectionEnded
 
-    async def _stream(self, dialect: ModuleType, asked: Asked, outcome: _Outcome, send: Send) -> None:
-        with trio.move_on_after(KEEP_ALIVE_S):
-            await outcome.get()
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await _part(send, dialect.opening(asked))
-        while True:
+    async def _stream(self, dialect: ModuleType, asked: Asked, gateway: Gateway, send: Send) -> None:
+        outcome = _Outcome()
+        async with open_single_nursery() as nursery:
+            nursery.start_soon(outcome.wait_for, gateway, asked)
             with trio.move_on_after(KEEP_ALIVE_S):
-                try:
-                    last = dialect.events(await outcome.get(), asked)
-                except Problem as problem:
-                    self._tally.results[_name(dialect), problem.kind] += 1
-                    last = dialect.problem_event(problem, asked)
-                await _part(send, last)
-                break
-            await _part(send, dialect.keep_alive(asked))
-        await send({"type": "http.response.body", "body": b""})
+                await outcome.get()
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await _part(send, dialect.opening(asked))
+            while True:
+                with trio.move_on_after(KEEP_ALIVE_S):
+                    try:
+                        last = dialect.events(await outcome.get(), asked)
+                    except Problem as problem:
+                        self._tally.results[_name(dialect), problem.kind] += 1
+                        last = dialect.problem_event(problem, asked)
+                    await _part(send, last)
+                    break
+                await _part(send, dialect.keep_alive(asked))
+            await send({"type": "http.response.body", "body": b""})
 
     def _models(self, dialect: ModuleType, operation: str, context_tokens: int) -> dict[str, Any]:
         """Return the description of the one model that there is."""
@@ -324,7 +326,7 @@ async def _asked(answer: Any) -> Any:
     try:
         return await answer
     except BadQuestion as exc:
-        raise Problem("bad_request", str(exc)) from exc
+        raise Problem("bad_request", str(exc), field=exc.field) from exc
     except ContextLengthExceeded as exc:
         raise Problem("overflow", str(exc), prompt_tokens=exc.prompt_tokens, limit_tokens=exc.max_model_len) from exc
     except RolloutOver as exc:

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from prorl_trio.agent.said import Question, Said, planted
-from prorl_trio.edges.gateway.wire import (
-    Asked,
-    Problem,
-    event,
-    function,
-    key_of,
-    limit_of,
-    now_s,
-    objects,
-    refuse,
-    said_call,
-    stops_of,
-    take,
-    text_of,
-)
+from prorl_trio.agent.said import Form, Question, Said, planted
+from prorl_trio.edges.gateway import wire
+from prorl_trio.edges.gateway.wire import Asked, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,22 +15,10 @@ if TYPE_CHECKING:
     from prorl_trio.edges.gateway.wire import ProblemKind
     from prorl_trio.types.models import ToolSchema
 
-KNOWN: Final = frozenset(
-    [
-        "model",
-        "messages",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "max_tokens",
-        "max_completion_tokens",
-        "stream",
-        "stream_options",
-        "n",
-        "response_format",
-        "stop",
-    ]
-)
+KNOWN: Final = frozenset({
+    "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "max_completion_tokens",
+    "stream", "stream_options", "n", "response_format", "stop"
+})  # fmt: skip
 _FINISH: Final = {"stop": "stop", "length": "length", "abort": "length", "tool_call": "stop"}
 _ROLES: Final = {"developer": "system", "function": "tool"}
 _PROBLEMS: Final[dict[ProblemKind, tuple[int, str, str]]] = {
@@ -60,63 +35,75 @@ _PROBLEMS: Final[dict[ProblemKind, tuple[int, str, str]]] = {
 def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -> Asked:
     """See `Dialect`."""
     del headers
-    if take(body, "n", int, 1) != 1:
-        raise refuse("n", "one answer is sampled for a request; ask again for another one")
-    form = take(body, "response_format", dict, {}).get("type", "text")
-    if form != "text":
-        raise refuse("response_format", f"{form!r} needs guided decoding, which is not offered")
+    if wire.take(body, "n", int, 1) != 1:
+        raise wire.refuse("n", "one answer is sampled for a request; ask again for another one")
+    wanted = wire.json_form(wire.take(body, "response_format", dict, {}), "response_format", body)
     return Asked(
         question=Question(
-            messages=[_said(each, index) for index, each in enumerate(objects(body.get("messages"), "messages"))],
+            messages=[_said(each, index) for index, each in enumerate(wire.objects(body.get("messages"), "messages"))],
             tools=tools_of(body),
-            max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
-            stops=stops_of(body.get("stop"), "stop"),
+            max_tokens=wire.limit_of(body, "max_completion_tokens", "max_tokens"),
+            stops=wire.stops_of(body.get("stop"), "stop"),
+            form=chosen(body) or wanted,
         ),
-        model=take(body, "model", str, model),
-        stream=take(body, "stream", bool, False),
+        model=wire.take(body, "model", str, model),
+        stream=wire.take(body, "stream", bool, False),
         ignored=sorted(set(body) - KNOWN),
-        extra={"usage": bool(take(body, "stream_options", dict, {}).get("include_usage"))},
+        extra={"usage": bool(wire.take(body, "stream_options", dict, {}).get("include_usage"))},
     )
 
 
 def tools_of(body: Mapping[str, Any]) -> list[ToolSchema]:
     """Return the functions that are offered."""
     tools = []
-    for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
+    for index, tool in enumerate(wire.objects(body.get("tools") or [], "tools")):
         if tool.get("type", "function") != "function":
-            raise refuse(f"tools[{index}]", f"a tool of type {tool.get('type')!r} is no function")
+            raise wire.refuse(f"tools[{index}]", f"a tool of type {tool.get('type')!r} is no function")
         offered = tool.get("function", tool)
         offered = offered if isinstance(offered, dict) else {}
         tools.append(
-            function(offered.get("name"), offered.get("description"), offered.get("parameters"), f"tools[{index}]")
+            wire.function(offered.get("name"), offered.get("description"), offered.get("parameters"), f"tools[{index}]")
         )
-    check_choice(body.get("tool_choice"))
     return tools
 
 
-def check_choice(choice: object) -> None:
-    """Refuse a choice of tools that only guided decoding can keep to."""
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind not in (None, "auto", "none"):
-        raise refuse("tool_choice", f"{kind!r} needs guided decoding, which is not offered; use 'auto'")
+def chosen(body: Mapping[str, Any]) -> Form | None:
+    """Return the form of a turn in which tools have to be called; None: they need not."""
+    choice, field, one = body.get("tool_choice"), "tool_choice", body.get("parallel_tool_calls") is False
+    match choice.get("type") if isinstance(choice, dict) else choice:
+        case None | "auto" | "none":
+            return None
+        case "required":
+            return Form(field=field, calls=True, one=one)
+        case "function" if isinstance(choice, dict):
+            named = wire.take(choice, "function", dict, choice).get("name")
+            return Form(field=field, calls=True, tools=[str(named)], one=True)
+        case "allowed_tools" if isinstance(choice, dict):
+            allowed = wire.take(choice, "allowed_tools", dict, choice)
+            if allowed.get("mode") == "required":
+                tools = [wire.take(each, "function", dict, each) for each in wire.objects(allowed.get("tools"), field)]
+                return Form(field=field, calls=True, tools=[str(each.get("name")) for each in tools], one=one)
+    raise wire.refuse(
+        field, f"{choice!r} is not honoured; use 'auto', 'required', a wire.function, or offer other tools"
+    )
 
 
 def _said(message: Mapping[str, Any], index: int) -> Said:
     at = f"messages[{index}]"
-    role = take(message, "role", str, "")
+    role = wire.take(message, "role", str, "")
     role = _ROLES.get(role, role)
     if role not in ("system", "user", "assistant", "tool"):
-        raise refuse(f"{at}.role", f"{role!r} is none of system, developer, user, assistant, tool")
-    text = text_of(message.get("content"), f"{at}.content", ("text", "refusal"))
+        raise wire.refuse(f"{at}.role", f"{role!r} is none of system, developer, user, assistant, tool")
+    text = wire.text_of(message.get("content"), f"{at}.content", ("text", "refusal"))
     if role != "assistant":
         return Said(role, text, call_id=str(message.get("tool_call_id") or ""), name=str(message.get("name") or ""))
     calls = []
-    for call in objects(message.get("tool_calls") or [], f"{at}.tool_calls"):
+    for call in wire.objects(message.get("tool_calls") or [], f"{at}.tool_calls"):
         made = call.get("function")
         made = made if isinstance(made, dict) else {}
-        calls.append(said_call(made.get("name"), made.get("arguments"), call.get("id")))
+        calls.append(wire.said_call(made.get("name"), made.get("arguments"), call.get("id")))
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    key = key_of(*(call.id for call in calls))
+    key = wire.key_of(*(call.id for call in calls))
     return Said("assistant", text, str(reasoning), calls, key=key)
 
 
@@ -153,7 +140,7 @@ def whole(answer: Answer, asked: Asked) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{planted(answer.key)}",
         "object": "chat.completion",
-        "created": now_s(),
+        "created": wire.now_s(),
         "model": asked.model,
         "choices": [{"index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": None}],
         "usage": _usage(answer),
@@ -177,7 +164,7 @@ def events(answer: Answer, asked: Asked) -> bytes:
     head = {
         "id": f"chatcmpl-{planted(answer.key)}",
         "object": "chat.completion.chunk",
-        "created": now_s(),
+        "created": wire.now_s(),
         "model": asked.model,
     }
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
@@ -197,7 +184,7 @@ def events(answer: Answer, asked: Asked) -> bytes:
     chunks: list[dict[str, Any]] = [{**head, "choices": [choice]} for choice in choices]
     if asked.extra["usage"]:
         chunks.append({**head, "choices": [], "usage": _usage(answer)})
-    return b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
+    return b"".join(map(wire.event, chunks)) + b"data: [DONE]\n\n"
 
 
 def problem(told: Problem) -> tuple[int, dict[str, Any]]:
@@ -216,4 +203,4 @@ def problem(told: Problem) -> tuple[int, dict[str, Any]]:
 def problem_event(told: Problem, asked: Asked) -> bytes:
     """See `Dialect`."""
     del asked
-    return event(problem(told)[1])
+    return wire.event(problem(told)[1])

@@ -6,21 +6,9 @@ import base64
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from prorl_trio.agent.said import Question, Said, planted
-from prorl_trio.edges.gateway.wire import (
-    Asked,
-    Problem,
-    event,
-    function,
-    key_of,
-    limit_of,
-    new_id,
-    objects,
-    refuse,
-    said_call,
-    stops_of,
-    take,
-)
+from prorl_trio.agent.said import Form, Question, Said, planted
+from prorl_trio.edges.gateway import wire
+from prorl_trio.edges.gateway.wire import Asked, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,7 +17,9 @@ if TYPE_CHECKING:
     from prorl_trio.edges.gateway.wire import ProblemKind
     from prorl_trio.types.models import ToolSchema
 
-KNOWN: Final = frozenset(["contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model"])
+KNOWN: Final = frozenset({
+    "contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model"
+})  # fmt: skip
 _FINISH: Final = {"stop": "STOP", "length": "MAX_TOKENS", "abort": "MAX_TOKENS", "tool_call": "STOP"}
 _PROBLEMS: Final[dict[ProblemKind, tuple[int, str]]] = {
     "bad_request": (400, "INVALID_ARGUMENT"),
@@ -46,26 +36,25 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     """See `Dialect`."""
     del headers
     body = _named(body)
-    config = _named(take(body, "generationConfig", dict, {}))
-    if take(config, "candidateCount", int, 1) != 1:
-        raise refuse("generationConfig.candidateCount", "one answer is sampled for a request")
-    if config.get("responseMimeType", "text/plain") != "text/plain" or config.get("responseJsonSchema"):
-        raise refuse("generationConfig.responseMimeType", "other than text needs guided decoding, which is not offered")
+    config = _named(wire.take(body, "generationConfig", dict, {}))
+    if wire.take(config, "candidateCount", int, 1) != 1:
+        raise wire.refuse("generationConfig.candidateCount", "one answer is sampled for a request")
     system = body.get("systemInstruction")
     said = []
     if system is not None:
         said += [Said("system", each.text) for each in _said({"role": "user", **_content(system)}, "systemInstruction")]
-    for index, content in enumerate(objects(body.get("contents"), "contents")):
+    for index, content in enumerate(wire.objects(body.get("contents"), "contents")):
         said += _said(content, f"contents[{index}]")
     return Asked(
         question=Question(
             messages=said,
             tools=_tools(body),
-            max_tokens=limit_of(config, "maxOutputTokens"),
-            stops=stops_of(config.get("stopSequences"), "generationConfig.stopSequences"),
+            max_tokens=wire.limit_of(config, "maxOutputTokens"),
+            stops=wire.stops_of(config.get("stopSequences"), "generationConfig.stopSequences"),
+            form=_chosen(body) or _json_form(config, body),
         ),
         model=model,
-        id=new_id("resp"),
+        id=wire.new_id("resp"),
         ignored=sorted(set(body) - KNOWN),
     )
 
@@ -83,33 +72,71 @@ def _content(value: object) -> dict[str, Any]:
 
 def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
     tools = []
-    for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
+    for index, tool in enumerate(wire.objects(body.get("tools") or [], "tools")):
         declared = _named(tool).get("functionDeclarations")
         if declared is None:
-            raise refuse(f"tools[{index}]", f"{', '.join(tool) or 'nothing'} runs at its vendor's, and is no function")
-        for each in map(_named, objects(declared, f"tools[{index}].functionDeclarations")):
+            raise wire.refuse(
+                f"tools[{index}]", f"{', '.join(tool) or 'nothing'} runs at its vendor's, and is no function"
+            )
+        for each in map(_named, wire.objects(declared, f"tools[{index}].functionDeclarations")):
             schema = each.get("parametersJsonSchema") or each.get("parameters")
-            tools.append(function(each.get("name"), each.get("description"), schema, f"tools[{index}]"))
-    choice = take(_named(take(body, "toolConfig", dict, {})), "functionCallingConfig", dict, {})
-    if choice.get("mode", "AUTO") not in ("AUTO", "NONE", "VALIDATED"):
-        raise refuse("toolConfig", f"mode {choice.get('mode')!r} needs guided decoding, which is not offered; use AUTO")
+            tools.append(wire.function(each.get("name"), each.get("description"), schema, f"tools[{index}]"))
     return tools
+
+
+def _chosen(body: Mapping[str, Any]) -> Form | None:
+    field = "toolConfig.functionCallingConfig"
+    choice = wire.take(_named(wire.take(body, "toolConfig", dict, {})), "functionCallingConfig", dict, {})
+    match choice.get("mode", "AUTO"):
+        case "AUTO" | "NONE" | "VALIDATED":
+            return None
+        case "ANY":
+            return Form(
+                field=field, calls=True, tools=list(map(str, wire.take(choice, "allowedFunctionNames", list, [])))
+            )
+        case mode:
+            raise wire.refuse(field, f"{mode!r} is none of AUTO, ANY, NONE, VALIDATED")
+
+
+def _json_form(config: Mapping[str, Any], body: Mapping[str, Any]) -> Form | None:
+    mime = config.get("responseMimeType", "text/plain")
+    if mime not in ("text/plain", "application/json"):
+        raise wire.refuse("generationConfig.responseMimeType", f"{mime!r} is none of text/plain, application/json")
+    schema = wire.take(config, "responseJsonSchema", dict) or _lowered(wire.take(config, "responseSchema", dict))
+    if mime == "text/plain" and not schema:
+        return None
+    field = "generationConfig.responseJsonSchema" if schema else "generationConfig.responseMimeType"
+    return wire.json_form({"type": "json_schema" if schema else "json_object", "schema": schema}, field, body)
+
+
+def _lowered(schema: Any) -> Any:
+    """Return a schema with the names of types as JSON Schema has them: Google's own are capitals."""
+    if isinstance(schema, list):
+        return [_lowered(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value.lower() if key == "type" and isinstance(value, str) else _lowered(value)
+        for key, value in schema.items()
+        if key != "propertyOrdering"
+    }
 
 
 def _said(content: Mapping[str, Any], at: str) -> Iterable[Said]:
     role = content.get("role") or "user"
     if role not in ("user", "model", "function"):
-        raise refuse(f"{at}.role", f"{role!r} is none of user, model, function")
+        raise wire.refuse(f"{at}.role", f"{role!r} is none of user, model, function")
     texts: list[str] = []
     thoughts: list[str] = []
     calls = []
     keys: list[object] = []
-    for index, part in enumerate(map(_named, objects(content.get("parts") or [], f"{at}.parts"))):
+    for index, part in enumerate(map(_named, wire.objects(content.get("parts") or [], f"{at}.parts"))):
         where = f"{at}.parts[{index}]"
         keys.append(_planted(part.get("thoughtSignature")))
-        called, result = part.get("functionCall"), part.get("functionResponse")
+        called = part.get("functionCall")
+        result = part.get("functionResponse")
         if isinstance(called, dict):
-            calls.append(said_call(called.get("name"), called.get("args"), called.get("id")))
+            calls.append(wire.said_call(called.get("name"), called.get("args"), called.get("id")))
             keys.append(called.get("id"))
         elif isinstance(result, dict):
             if texts:
@@ -122,9 +149,9 @@ def _said(content: Mapping[str, Any], at: str) -> Iterable[Said]:
         elif isinstance(part.get("text"), str):
             (thoughts if part.get("thought") else texts).append(part["text"])
         elif set(part) - {"thoughtSignature", "thought"}:
-            raise refuse(where, f"{', '.join(sorted(part))} has no place in a dialogue of text")
+            raise wire.refuse(where, f"{', '.join(sorted(part))} has no place in a dialogue of text")
     if role == "model":
-        yield Said("assistant", "".join(texts), "".join(thoughts), calls, key=key_of(*keys))
+        yield Said("assistant", "".join(texts), "".join(thoughts), calls, key=wire.key_of(*keys))
     elif texts:
         yield Said("user", "".join(texts))
 
@@ -143,7 +170,7 @@ def _result(response: object) -> str:
         (value,) = response.values()
         if isinstance(value, str):
             return value
-    return said_call("", response, "").arguments
+    return wire.said_call("", response, "").arguments
 
 
 def _parts(answer: Answer) -> list[dict[str, Any]]:
@@ -195,7 +222,7 @@ def keep_alive(asked: Asked) -> bytes:
 
 def events(answer: Answer, asked: Asked) -> bytes:
     """See `Dialect`."""
-    return event(whole(answer, asked))
+    return wire.event(whole(answer, asked))
 
 
 def problem(told: Problem) -> tuple[int, dict[str, Any]]:
@@ -217,4 +244,4 @@ def problem(told: Problem) -> tuple[int, dict[str, Any]]:
 def problem_event(told: Problem, asked: Asked) -> bytes:
     """See `Dialect`."""
     del asked
-    return event(problem(told)[1])
+    return wire.event(problem(told)[1])

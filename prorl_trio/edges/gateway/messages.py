@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from prorl_trio.agent.said import Question, Said, planted
-from prorl_trio.edges.gateway.wire import (
-    Asked,
-    Problem,
-    event,
-    function,
-    key_of,
-    limit_of,
-    new_id,
-    objects,
-    refuse,
-    said_call,
-    stops_of,
-    take,
-    text_of,
-)
+from prorl_trio.agent.said import Form, Question, Said, planted
+from prorl_trio.edges.gateway import wire
+from prorl_trio.edges.gateway.wire import Asked, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,19 +15,10 @@ if TYPE_CHECKING:
     from prorl_trio.edges.gateway.wire import ProblemKind
     from prorl_trio.types.models import SegmentReason, ToolSchema
 
-KNOWN: Final = frozenset(
-    [
-        "model",
-        "messages",
-        "system",
-        "tools",
-        "tool_choice",
-        "max_tokens",
-        "stream",
-        "context_management",
-        "stop_sequences",
-    ]
-)
+KNOWN: Final = frozenset({
+    "model", "messages", "system", "tools", "tool_choice", "max_tokens", "stream", "context_management",
+    "stop_sequences", "output_format"
+})  # fmt: skip
 _STOPS: Final = {"stop": "end_turn", "length": "max_tokens", "abort": "max_tokens", "tool_call": "end_turn"}
 _CLASSES: Final[dict[str, SegmentReason]] = {
     "subagent": "sub_agent",
@@ -65,55 +43,73 @@ _PROBLEMS: Final[dict[ProblemKind, tuple[int, str]]] = {
 
 def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -> Asked:
     """See `Dialect`."""
-    for edit in objects(take(body, "context_management", dict, {}).get("edits", []), "context_management.edits"):
+    for edit in wire.objects(
+        wire.take(body, "context_management", dict, {}).get("edits", []), "context_management.edits"
+    ):
         if edit.get("type") != _HARMLESS or edit.get("keep", "all") != "all":
-            raise refuse("context_management", "edits that change the history are the client's to make")
-    said = [Said("system", text_of(body["system"], "system"))] if body.get("system") else []
-    for index, message in enumerate(objects(body.get("messages"), "messages")):
+            raise wire.refuse("context_management", "edits that change the history are the client's to make")
+    wanted = wire.take(body, "output_format", dict) or wire.take(
+        wire.take(body, "output_config", dict, {}), "format", dict, {}
+    )
+    said = [Said("system", wire.text_of(body["system"], "system"))] if body.get("system") else []
+    for index, message in enumerate(wire.objects(body.get("messages"), "messages")):
         said += _said(message, f"messages[{index}]")
     return Asked(
         question=Question(
             messages=said,
             tools=_tools(body),
-            max_tokens=limit_of(body, "max_tokens"),
-            stops=stops_of(body.get("stop_sequences"), "stop_sequences"),
+            max_tokens=wire.limit_of(body, "max_tokens"),
+            stops=wire.stops_of(body.get("stop_sequences"), "stop_sequences"),
             agent=headers.get("x-claude-code-agent-id", ""),
             agent_type=headers.get("x-claude-code-agent-type", ""),
+            form=_chosen(wire.take(body, "tool_choice", dict, {}))
+            or wire.json_form(wanted, "output_config.format", body),
             kind=_CLASSES.get(headers.get("x-claude-code-request-class", "")),
         ),
-        model=take(body, "model", str, model),
-        stream=take(body, "stream", bool, False),
-        id=new_id("msg"),
+        model=wire.take(body, "model", str, model),
+        stream=wire.take(body, "stream", bool, False),
+        id=wire.new_id("msg"),
         ignored=sorted(set(body) - KNOWN),
     )
 
 
 def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
     tools = []
-    for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
+    for index, tool in enumerate(wire.objects(body.get("tools") or [], "tools")):
         kind = tool.get("type") or "custom"
         if kind != "custom":
-            raise refuse(f"tools[{index}]", f"a tool of type {kind!r} runs at its vendor's, and not here")
-        tools.append(function(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]"))
-    kind = take(body, "tool_choice", dict, {}).get("type", "auto")
-    if kind not in ("auto", "none"):
-        raise refuse("tool_choice", f"{kind!r} needs guided decoding, which is not offered; use 'auto'")
+            raise wire.refuse(f"tools[{index}]", f"a tool of type {kind!r} runs at its vendor's, and not here")
+        tools.append(
+            wire.function(tool.get("name"), tool.get("description"), tool.get("input_schema"), f"tools[{index}]")
+        )
     return tools
+
+
+def _chosen(choice: Mapping[str, Any]) -> Form | None:
+    match choice.get("type", "auto"):
+        case "auto" | "none":
+            return None
+        case "any":
+            return Form(field="tool_choice", calls=True, one=choice.get("disable_parallel_tool_use") is True)
+        case "tool":
+            return Form(field="tool_choice", calls=True, tools=[str(choice.get("name"))], one=True)
+        case kind:
+            raise wire.refuse("tool_choice", f"{kind!r} is none of auto, none, any, tool")
 
 
 def _said(message: Mapping[str, Any], at: str) -> Iterable[Said]:
     """Yield the messages in normal form that one of the API holds: results of tools are messages of their own."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise refuse(f"{at}.role", f"{role!r} is none of user, assistant, system")
+        raise wire.refuse(f"{at}.role", f"{role!r} is none of user, assistant, system")
     if isinstance(content, str) or role == "system":
-        yield Said(role, text_of(content, f"{at}.content"))
+        yield Said(role, wire.text_of(content, f"{at}.content"))
         return
     texts: list[str] = []
     thoughts: list[str] = []
     calls = []
     keys: list[object] = []
-    for index, block in enumerate(objects(content, f"{at}.content")):
+    for index, block in enumerate(wire.objects(content, f"{at}.content")):
         where = f"{at}.content[{index}]"
         match block.get("type", "text"):
             case "text":
@@ -124,18 +120,18 @@ def _said(message: Mapping[str, Any], at: str) -> Iterable[Said]:
             case "redacted_thinking" if role == "assistant":
                 keys.append(block.get("data"))
             case "tool_use" if role == "assistant":
-                calls.append(said_call(block.get("name"), _input(block.get("input")), block.get("id")))
+                calls.append(wire.said_call(block.get("name"), _input(block.get("input")), block.get("id")))
                 keys.append(block.get("id"))
             case "tool_result" if role == "user":
                 if texts:
                     yield Said(role, "\n".join(texts))
                     texts.clear()
-                result = text_of(block.get("content"), f"{where}.content", ("text", "tool_reference"))
+                result = wire.text_of(block.get("content"), f"{where}.content", ("text", "tool_reference"))
                 yield Said("tool", result, call_id=str(block.get("tool_use_id") or ""))
             case kind:
-                raise refuse(where, f"a block of type {kind!r} has no place in a dialogue of text")
+                raise wire.refuse(where, f"a block of type {kind!r} has no place in a dialogue of text")
     if role == "assistant":
-        yield Said(role, "\n".join(texts), "\n".join(thoughts), calls, key=key_of(*keys))
+        yield Said(role, "\n".join(texts), "\n".join(thoughts), calls, key=wire.key_of(*keys))
     elif texts:
         yield Said(role, "\n".join(texts))
 
@@ -200,13 +196,13 @@ def whole(answer: Answer, asked: Asked) -> dict[str, Any]:
 
 def opening(asked: Asked) -> bytes:
     """See `Dialect`. The usage is told at the end, where it replaces this one."""
-    return event({"type": "message_start", "message": _message(asked)}, "message_start")
+    return wire.event({"type": "message_start", "message": _message(asked)}, "message_start")
 
 
 def keep_alive(asked: Asked) -> bytes:
     """See `Dialect`."""
     del asked
-    return event({"type": "ping"}, "ping")
+    return wire.event({"type": "ping"}, "ping")
 
 
 def events(answer: Answer, asked: Asked) -> bytes:
@@ -232,7 +228,7 @@ def events(answer: Answer, asked: Asked) -> bytes:
         sent.append({"type": "content_block_stop", "index": index})
     stop = {"stop_reason": _stop(answer), "stop_sequence": answer.stopped_at or None}
     sent += [{"type": "message_delta", "delta": stop, "usage": _usage(answer)}, {"type": "message_stop"}]
-    return b"".join(event(each, str(each["type"])) for each in sent)
+    return b"".join(wire.event(each, str(each["type"])) for each in sent)
 
 
 def problem(told: Problem) -> tuple[int, dict[str, Any]]:
@@ -247,4 +243,4 @@ def problem(told: Problem) -> tuple[int, dict[str, Any]]:
 def problem_event(told: Problem, asked: Asked) -> bytes:
     """See `Dialect`."""
     del asked
-    return event(problem(told)[1], "error")
+    return wire.event(problem(told)[1], "error")

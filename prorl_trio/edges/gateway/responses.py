@@ -5,22 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from prorl_trio.agent.said import Question, Said, planted
-from prorl_trio.edges.gateway import chat
-from prorl_trio.edges.gateway.wire import (
-    Asked,
-    Problem,
-    event,
-    function,
-    key_of,
-    limit_of,
-    new_id,
-    now_s,
-    objects,
-    refuse,
-    said_call,
-    take,
-    text_of,
-)
+from prorl_trio.edges.gateway import chat, wire
+from prorl_trio.edges.gateway.wire import Asked, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -28,22 +14,10 @@ if TYPE_CHECKING:
     from prorl_trio.agent.said import Answer, SaidCall
     from prorl_trio.types.models import SegmentReason, ToolSchema
 
-KNOWN: Final = frozenset(
-    [
-        "model",
-        "instructions",
-        "input",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "max_output_tokens",
-        "stream",
-        "store",
-        "include",
-        "previous_response_id",
-        "text",
-    ]
-)
+KNOWN: Final = frozenset({
+    "model", "instructions", "input", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "stream",
+    "store", "include", "previous_response_id", "text"
+})  # fmt: skip
 DROPPED_TOOLS: Final = frozenset({"web_search", "web_search_preview", "image_generation"})
 """Tools that run at the vendor's: a policy that is not offered them does without."""
 JOINED: Final = "__"
@@ -58,15 +32,12 @@ _STATUS: Final = {"stop": "completed", "tool_call": "completed", "length": "inco
 def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -> Asked:
     """See `Dialect`."""
     if body.get("previous_response_id"):
-        raise refuse("previous_response_id", "responses are not stored: send the whole input")
-    form = take(take(body, "text", dict, {}), "format", dict, {}).get("type", "text")
-    if form != "text":
-        raise refuse("text.format", f"{form!r} needs guided decoding, which is not offered")
-    chat.check_choice(body.get("tool_choice"))
-    said = [Said("system", take(body, "instructions", str, ""))] if body.get("instructions") else []
+        raise wire.refuse("previous_response_id", "responses are not stored: send the whole input")
+    wanted = wire.json_form(wire.take(wire.take(body, "text", dict, {}), "format", dict, {}), "text.format", body)
+    said = [Said("system", wire.take(body, "instructions", str, ""))] if body.get("instructions") else []
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    for index, item in enumerate(objects(items, "input")):
+    for index, item in enumerate(wire.objects(items, "input")):
         said += _said(item, f"input[{index}]")
     tools, namespaces = _tools(body)
     is_child = bool(headers.get("x-openai-subagent"))
@@ -76,14 +47,15 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
         question=Question(
             messages=said,
             tools=tools,
-            max_tokens=limit_of(body, "max_output_tokens"),
+            max_tokens=wire.limit_of(body, "max_output_tokens"),
+            form=chat.chosen(body) or wanted,
             agent=headers.get("thread-id", "") if is_child else "",
             agent_type=headers.get("x-openai-subagent", ""),
             kind=kind,
         ),
-        model=take(body, "model", str, model),
-        stream=take(body, "stream", bool, False),
-        id=new_id("resp"),
+        model=wire.take(body, "model", str, model),
+        stream=wire.take(body, "stream", bool, False),
+        id=wire.new_id("resp"),
         ignored=sorted(set(body) - KNOWN),
         extra={"sequence": 0, "namespaces": namespaces, "is_codex": "x-codex-turn-metadata" in headers},
     )
@@ -93,22 +65,22 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[ToolSchema], dict[str, tuple[s
     """Return the functions that are offered, and of those in a namespace its name and their own."""
     tools: list[ToolSchema] = []
     namespaces: dict[str, tuple[str, str]] = {}
-    for index, tool in enumerate(objects(body.get("tools") or [], "tools")):
+    for index, tool in enumerate(wire.objects(body.get("tools") or [], "tools")):
         at, kind = f"tools[{index}]", str(tool.get("type"))
         if kind == "function":
-            tools.append(function(tool.get("name"), tool.get("description"), tool.get("parameters"), at))
+            tools.append(wire.function(tool.get("name"), tool.get("description"), tool.get("parameters"), at))
         elif kind == "namespace":
             space = str(tool.get("name") or "")
-            for each in objects(tool.get("tools") or [], f"{at}.tools"):
+            for each in wire.objects(tool.get("tools") or [], f"{at}.tools"):
                 joined = f"{space}{JOINED}{each.get('name')}"
                 namespaces[joined] = (space, str(each.get("name")))
-                tools.append(function(joined, each.get("description"), each.get("parameters"), at))
+                tools.append(wire.function(joined, each.get("description"), each.get("parameters"), at))
         elif kind == "custom":
             schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-            tools.append(function(tool.get("name"), tool.get("description"), schema, at))
+            tools.append(wire.function(tool.get("name"), tool.get("description"), schema, at))
             namespaces[str(tool.get("name"))] = ("", "custom")
         elif kind not in DROPPED_TOOLS:
-            raise refuse(at, f"a tool of type {kind!r} is no function, and runs at its vendor's")
+            raise wire.refuse(at, f"a tool of type {kind!r} is no wire.function, and runs at its vendor's")
     return tools, namespaces
 
 
@@ -118,26 +90,26 @@ def _said(item: Mapping[str, Any], at: str) -> Iterable[Said]:
         case "message":
             role = _ROLES.get(given := str(item.get("role")))
             if role is None:
-                raise refuse(f"{at}.role", f"{given!r} is none of {', '.join(_ROLES)}")
-            text = text_of(item.get("content"), f"{at}.content", _PARTS)
-            yield Said(role, text, key=key_of(item.get("id")) if role == "assistant" else "")
+                raise wire.refuse(f"{at}.role", f"{given!r} is none of {', '.join(_ROLES)}")
+            text = wire.text_of(item.get("content"), f"{at}.content", _PARTS)
+            yield Said(role, text, key=wire.key_of(item.get("id")) if role == "assistant" else "")
         case "reasoning":
-            text = text_of(item.get("content"), f"{at}.content", _PARTS)
-            text = text or text_of(item.get("summary"), f"{at}.summary", _PARTS)
-            yield Said("assistant", reasoning=text, key=key_of(item.get("encrypted_content"), item.get("id")))
+            text = wire.text_of(item.get("content"), f"{at}.content", _PARTS)
+            text = text or wire.text_of(item.get("summary"), f"{at}.summary", _PARTS)
+            yield Said("assistant", reasoning=text, key=wire.key_of(item.get("encrypted_content"), item.get("id")))
         case "function_call":
             space = item.get("namespace")
             name = f"{space}{JOINED}{item.get('name')}" if space else item.get("name")
-            call = said_call(name, item.get("arguments"), item.get("call_id"))
-            yield Said("assistant", calls=[call], key=key_of(call.id, item.get("id")))
+            call = wire.said_call(name, item.get("arguments"), item.get("call_id"))
+            yield Said("assistant", calls=[call], key=wire.key_of(call.id, item.get("id")))
         case "custom_tool_call":
-            call = said_call(item.get("name"), {"input": item.get("input")}, item.get("call_id"))
-            yield Said("assistant", calls=[call], key=key_of(call.id, item.get("id")))
+            call = wire.said_call(item.get("name"), {"input": item.get("input")}, item.get("call_id"))
+            yield Said("assistant", calls=[call], key=wire.key_of(call.id, item.get("id")))
         case "function_call_output" | "custom_tool_call_output":
-            text = text_of(item.get("output"), f"{at}.output", _PARTS)
+            text = wire.text_of(item.get("output"), f"{at}.output", _PARTS)
             yield Said("tool", text, call_id=str(item.get("call_id") or ""))
         case kind:
-            raise refuse(at, f"an item of type {kind!r} needs what the vendor has stored, or a tool of its own")
+            raise wire.refuse(at, f"an item of type {kind!r} needs what the vendor has stored, or a tool of its own")
 
 
 def _items(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
@@ -172,7 +144,7 @@ def _response(asked: Asked, status: str, output: list[dict[str, Any]], answer: A
     return {
         "id": asked.id,
         "object": "response",
-        "created_at": now_s(),
+        "created_at": wire.now_s(),
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -208,7 +180,7 @@ def whole(answer: Answer, asked: Asked) -> dict[str, Any]:
 def _event(asked: Asked, kind: str, **fields: Any) -> bytes:
     number = asked.extra["sequence"]
     asked.extra["sequence"] += 1
-    return event({"type": kind, "sequence_number": number, **fields}, kind)
+    return wire.event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
 def opening(asked: Asked) -> bytes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
-from prorl_trio.agent.said import SaidCall, planted_key
+from prorl_trio.agent.said import Form, SaidCall, planted_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -177,6 +177,25 @@ def said_call(name: object, arguments: object, call_id: object) -> SaidCall:
     """Return a call of an assistant's message."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
     return SaidCall(str(name or ""), text, str(call_id or ""))
+
+
+def json_form(wanted: Mapping[str, Any], name: str, body: Mapping[str, Any]) -> Form | None:
+    """Return the form that a field describes as OpenAI's APIs and Anthropic's do; None: text. Raises Problem.
+
+    Where the request offers tools, they may be called instead.
+    """
+    match wanted.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            schema: Any = {"type": "object", "additionalProperties": True}
+        case "json_schema":
+            schema = take(wanted, "json_schema", dict, wanted).get("schema")
+        case kind:
+            raise refuse(name, f"{kind!r} is none of text, json_object, json_schema")
+    if not isinstance(schema, dict):
+        raise refuse(name, "json_schema needs a schema")
+    return Form(field=name, schema=schema, calls=bool(body.get("tools")))
 
 
 def key_of(*fields: object) -> str:

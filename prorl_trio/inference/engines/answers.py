@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from prorl_trio.inference.engines.protocol import Completion, EngineInfo, TokenSink
-from prorl_trio.types.models import PolicySpan, SamplingParams
+from prorl_trio.inference.engines.protocol import Completion, EngineInfo, Guide, TokenSink, span_of
+from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,9 @@ HOT_TOLERANCE = 0.15
 """Between two runs of a bfloat16 engine. Twice the temperature moves an uncertain token by more."""
 
 MAX_ERROR_CHARS = 1000
+
+REFUSED_STATUSES = frozenset({400, 413, 422})
+"""What was asked for is no valid request: it says nothing of the engine's health."""
 
 UNNAMED = "0"
 """The version of weights that nobody gave a name. vLLM and SGLang call it `default`."""
@@ -126,6 +129,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 60.0
     cache_salt: str = ""
     sink: TokenSink | None = None
+    guide: Guide | None = None
     probing: bool = False
     adapter: str = ""
 
@@ -159,22 +163,13 @@ def checked_completion(
         raise ContractBroken(f"unknown finish_reason {finish_reason!r}")
     if sampled > wanted.max_tokens or (sampled == 0 and reason != "abort"):
         raise ContractBroken(f"asked for 1 to {wanted.max_tokens} tokens, it sampled {sampled} ({reason})")
-    info, sampling, told = wanted.info, wanted.sampling, bool(versions)
+    info, told = wanted.info, bool(versions)
     if not versions:
         versions = [(info.policy_version, 0, sampled)] if sampled else []
     elif [start for _, start, _ in versions] + [sampled] != [0] + [end for _, _, end in versions]:
         raise ContractBroken(f"its weight versions do not cover {sampled} tokens one after the other: {versions}")
     spans = [
-        PolicySpan(
-            start=start,
-            end=end,
-            policy_version=version,
-            engine=info.engine,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            logprob_kind=info.logprob_kind,
-        )
+        span_of(info, wanted.sampling, wanted.guide, start, end, version)
         for version, start, end in versions
         if start < end
     ]
@@ -214,6 +209,15 @@ def error_message(body: bytes) -> str:
     except msgspec.MsgspecError:
         message = body[: 4 * MAX_ERROR_CHARS].decode("utf-8", "replace")
     return message[:MAX_ERROR_CHARS].strip() or "no message"
+
+
+def is_refusal(error: bytes) -> bool:
+    """Return whether an error that came inside a stream is one of the request, and not of the engine."""
+    try:
+        told = msgspec.json.decode(error)
+        return told.get("error", told).get("code") in REFUSED_STATUSES
+    except (msgspec.DecodeError, AttributeError, TypeError):
+        return False
 
 
 def context_limit(message: str) -> int | None:

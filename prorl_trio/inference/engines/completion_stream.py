@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from prorl_trio.inference.engines.answers import ContractBroken, NotStreamed, Wanted, checked_completion
+from prorl_trio.inference.engines.answers import ContractBroken, NotStreamed, Wanted, checked_completion, is_refusal
+from prorl_trio.inference.engines.protocol import RequestRefused
 from prorl_trio.types.errors import BackendError
 
 if TYPE_CHECKING:
@@ -129,10 +130,10 @@ class CompletionStream:
             self._done = True
             return False
         if data.startswith(_ERRORS):
-            words = data.decode("utf-8", "replace")
-            raise BackendError(
-                f"{self._wanted.info.url}: the engine failed in the middle of an answer: {words}", retryable=True
-            )
+            url, words = self._wanted.info.url, data.decode("utf-8", "replace")
+            if not self._token_ids and is_refusal(data):
+                raise RequestRefused(f"{url}: the engine refused what it was asked for: {words}")
+            raise BackendError(f"{url}: the engine failed in the middle of an answer: {words}", retryable=True)
         part = self._read(data, self._wanted, len(self._token_ids))
         token_ids, logprobs = part.token_ids, part.logprobs
         if len(token_ids) != len(logprobs):

@@ -23,6 +23,7 @@ from prorl_trio.http.connection import (
     ResponseTooLarge,
 )
 from prorl_trio.inference.engines.answers import (
+    REFUSED_STATUSES,
     ContractBroken,
     NotStreamed,
     Prompt,
@@ -53,8 +54,6 @@ MAX_REQUEST_ID_CHARS = 200
 MISSING_STATUSES = frozenset({403, 404, 405, 501})
 """An endpoint that a server does not have, or has switched off."""
 METHOD_NOT_ALLOWED = 405
-REFUSED_STATUSES = frozenset({400, 413, 422})
-"""For what is in the request."""
 PROBE_PROMPT = [1, 2, 3]
 PROBE_TOKENS = 2
 
@@ -169,6 +168,8 @@ class HttpEngineClient(EngineClient):
         if not request.prompt_token_ids or request.max_tokens < 1:
             asked = f"{len(request.prompt_token_ids)} ids and {request.max_tokens}"
             raise ValueError(f"need a prompt and max_tokens >= 1, got {asked}")
+        if request.guide is not None and not info.guides:
+            raise RequestRefused(f"{self.url}: {info.engine} cannot keep a completion to a form")
         prompt = Prompt.of(request.prompt_token_ids)
         room = info.max_model_len - prompt.tokens
         if room < 1:
@@ -182,6 +183,7 @@ class HttpEngineClient(EngineClient):
             timeout_s=request.timeout_s,
             cache_salt=request.cache_salt,
             sink=request.sink,
+            guide=request.guide,
             adapter=self._adapter,
         )
         started_s, result = trio.current_time(), "cancelled"

@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from prorl_trio.types.errors import BackendError
-from prorl_trio.types.models import FinishReason, LogprobKind, PolicySpan, SamplingParams
+from prorl_trio.types.models import Constraint, FinishReason, LogprobKind, PolicySpan, SamplingParams
 
 if TYPE_CHECKING:
     from prorl_trio.inference.engines.load_report import LoadReport
@@ -50,6 +50,18 @@ class RequestRefused(BackendError):
         super().__init__(message, retryable=False)
 
 
+class Guide(msgspec.Struct, frozen=True):
+    """A form that an engine is to keep a completion to.
+
+    Attributes:
+        constraint: as spans name it.
+        structural_tag: the form, as JSON text in the format of xgrammar's structural tags.
+    """
+
+    constraint: Constraint
+    structural_tag: str
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The findings of a probe of a backend.
 
@@ -68,6 +80,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         prefix_caching: it reuses prefixes; None where it does not say.
         weights: what it can load them from again (see `EngineClient.load_weights`); empty: it does not say.
         model_folder: what it was started with, a folder as it sees it or a public name; empty: it does not say.
+        guides: it can keep a completion to a form.
     """
 
     url: str
@@ -82,6 +95,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool | None = None
     weights: str = ""
     model_folder: str = ""
+    guides: bool = False
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +108,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: for the answer, with all that is sent again.
         cache_salt: prefixes are shared only among requests of the same one.
         sink: is given the tokens as they come, and may end the completion. A client that cannot stream never calls it.
+        guide: the form that it is to have. An engine that cannot keep to it refuses.
     """
 
     prompt_token_ids: Sequence[int]
@@ -103,6 +118,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     cache_salt: str = ""
     sink: TokenSink | None = None
+    guide: Guide | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +161,23 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
                     raise BackendError(
                         f"the backend returned a token id or logprob that is none: {exc}", retryable=False
                     ) from exc
+
+
+def span_of(
+    info: EngineInfo, sampling: SamplingParams, guide: Guide | None, start: int, end: int, version: str
+) -> PolicySpan:
+    """Return a span of tokens that `info`'s engine sampled so, under that version of the weights."""
+    return PolicySpan(
+        start=start,
+        end=end,
+        policy_version=version,
+        engine=info.engine,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        logprob_kind=info.logprob_kind,
+        constraint=None if guide is None else guide.constraint,
+    )
 
 
 class EngineClient(abc.ABC):

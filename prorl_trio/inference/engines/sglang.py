@@ -11,6 +11,7 @@ import msgspec
 
 from prorl_trio.http.client import RETRYABLE_STATUSES
 from prorl_trio.inference.engines.answers import (
+    REFUSED_STATUSES,
     UNNAMED,
     ContractBroken,
     Logprob,
@@ -25,7 +26,6 @@ from prorl_trio.inference.engines.completion_stream import StreamPart
 from prorl_trio.inference.engines.http_engine import (
     PROBE_PROMPT,
     PROBE_TOKENS,
-    REFUSED_STATUSES,
     ControlCall,
     HttpEngineClient,
 )
@@ -58,6 +58,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     skip_special_tokens: bool = False
     no_stop_trim: bool = True
+    structural_tag: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +191,7 @@ class SglangClient(HttpEngineClient):
             pausable=True,
             prefix_caching=None if server.disable_radix_cache is None else not server.disable_radix_cache,
             model_folder=model.model_path,
+            guides=True,
         )
 
     async def _first(self, paths: tuple[str, ...], kind: type[Any], timeout_s: float) -> Any:
@@ -214,6 +216,7 @@ def _request(wanted: Wanted) -> bytes:
                 top_k=sampling.top_k or -1,
                 stop_token_ids=sampling.stop_token_ids,
                 ignore_eos=wanted.probing,
+                structural_tag=msgspec.UNSET if wanted.guide is None else wanted.guide.structural_tag,
             ),
             stream=wanted.sink is not None,
             extra_key=wanted.cache_salt or msgspec.UNSET,

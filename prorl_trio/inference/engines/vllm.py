@@ -114,6 +114,7 @@ class VllmClient(HttpEngineClient):
             prefix_caching=None if metrics is None else prefix_caching(metrics),
             weights=origin,
             model_folder=card.root or "",
+            guides=True,
         )
         # Only a request that is valid tells: routers refuse others themselves, and pass this on to servers without it.
         # Servers of other versions have it in another form.

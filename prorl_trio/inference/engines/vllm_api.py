@@ -25,6 +25,12 @@ weights."""
 _PREFIX_CACHING = re.compile(rb'vllm:cache_config_info\{[^}]*enable_prefix_caching="(True|False)"')
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """The form that a completion is kept to, one of those that vLLM knows."""
+
+    structural_tag: str
+
+
 class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """The sampling parameters, as both endpoints name them.
 
@@ -47,6 +53,7 @@ class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     logprobs: int = 0
     skip_special_tokens: bool = False
+    structured_outputs: StructuredOutputs | msgspec.UnsetType = msgspec.UNSET
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -195,6 +202,8 @@ def completion_request(wanted: Wanted) -> bytes:
         "stop_token_ids": sampling.stop_token_ids,
         "ignore_eos": wanted.probing,
     }
+    if wanted.guide is not None:
+        how["structured_outputs"] = StructuredOutputs(wanted.guide.structural_tag)
     rest: dict[str, Any] = {"stream": wanted.sink is not None}
     if wanted.sink is not None:
         rest["stream_options"] = StreamOptions()

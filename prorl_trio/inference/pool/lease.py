@@ -123,6 +123,7 @@ class Attempt:
                     timeout_s=partial.request.timeout_s,
                     cache_salt=call.known.policy_version,
                     sink=receive if call.streams else None,
+                    guide=partial.request.guide,
                 )
             )
 

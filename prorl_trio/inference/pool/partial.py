@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from prorl_trio.inference.engines.protocol import Completion
-from prorl_trio.types.models import PolicySpan
+from prorl_trio.inference.engines.protocol import Completion, span_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from prorl_trio.inference.engines.protocol import CompletionRequest, EngineInfo
-    from prorl_trio.types.models import FinishReason
+    from prorl_trio.types.models import FinishReason, PolicySpan
 
 
 class PartialCompletion:
@@ -29,7 +28,8 @@ class PartialCompletion:
         stop: asked, after each token that came, with all ids so far, whether it is enough; None: never stop early.
         stream: have tokens sent as they are sampled, so that those of an attempt that fails are kept.
         slice_tokens: have it answered in slices where it is not streamed, the first of so many tokens, each further one
-            as long as all before it, so that no more than half of it is lost at once; 0: in one piece.
+            as long as all before it, so that no more than half of it is lost at once; 0: in one piece. One that is kept
+            to a form is never continued: what is sampled of it when an attempt ends is all.
         admit: told, before an attempt, which version it would sample under, and those of the tokens so far; what it
             raises ends the completion.
     """
@@ -88,7 +88,8 @@ class PartialCompletion:
     @property
     def next_tokens(self) -> int:
         """The number of tokens to ask the next attempt for, where it is answered in one piece."""
-        return min(self.room, max(self.slice_tokens, len(self))) if self.slice_tokens else self.room
+        slices = self.slice_tokens if self.request.guide is None else 0
+        return min(self.room, max(slices, len(self))) if slices else self.room
 
     def begin_attempt(self, info: Callable[[], EngineInfo]) -> Completion | None:
         """Return the completion, if what was sampled before is all of it already. Otherwise an attempt may begin.
@@ -105,6 +106,8 @@ class PartialCompletion:
             return self.whole("stop")
         if self._token_ids and self.stop is not None and self.stop(self._token_ids):
             return self.whole("tool_call")
+        if self._token_ids and self.request.guide is not None:  # it would begin with its form anew
+            return self.whole("abort")
         if self.room < 1 or (self._token_ids and self.prompt_tokens >= self._before.max_model_len):
             return self.whole("length")
         if self.admit is not None:
@@ -176,17 +179,7 @@ class PartialCompletion:
         ]
 
     def _span(self, start: int, end: int, version: str) -> PolicySpan:
-        info, sampling = self._engine(), self.request.sampling
-        return PolicySpan(
-            start=start,
-            end=end,
-            policy_version=version,
-            engine=info.engine,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            logprob_kind=info.logprob_kind,
-        )
+        return span_of(self._engine(), self.request.sampling, self.request.guide, start, end, version)
 
     def _append(self, token_ids: array[int], logprobs: array[float], spans: Sequence[PolicySpan]) -> None:
         offset = len(self)

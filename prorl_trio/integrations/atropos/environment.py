@@ -115,20 +115,20 @@ def _segments(outcome: Outcome) -> list[Segment]:
 
 
 def _masks(segment: Segment, *, trained: bool) -> list[int]:
-    masks: list[int] = np.where((segment.loss_mask == 1) & trained, segment.token_ids, MASKED).tolist()
+    masks: list[int] = np.where((segment.free_mask == 1) & trained, segment.token_ids, MASKED).tolist()
     return masks
 
 
 def _logprobs(segment: Segment, *, trained: bool) -> list[float]:
     logprobs: list[float] = np.where(
-        (segment.loss_mask == 1) & trained, segment.logprobs, np.float32(NOT_SAMPLED)
+        (segment.free_mask == 1) & trained, segment.logprobs, np.float32(NOT_SAMPLED)
     ).tolist()
     return logprobs
 
 
 def _temperature(group_id: str, segments: list[Segment]) -> float:
     """Return the one temperature of all spans, whose log-probabilities are those of the distribution sampled from."""
-    spans = [span for segment in segments for span in segment.spans]
+    spans = [span for segment in segments for span in segment.spans if span.constraint is None]
     for span in spans:
         changed = span.temperature != 1.0 or span.top_p != 1.0 or span.top_k > 0
         if changed and span.logprob_kind != "processed":

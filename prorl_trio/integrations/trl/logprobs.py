@@ -54,7 +54,7 @@ def check_recorded(outcome: Outcome) -> None:
         LogprobsRefused: the engine's log-probabilities are not those of the policy's own distribution, or nobody knows.
     """
     for index, segment in enumerate(outcome.trajectory.segments if outcome.trajectory is not None else []):
-        for span in segment.spans:
+        for span in (each for each in segment.spans if each.constraint is None):  # the others are not trained on
             why = _bent(span.temperature, span.top_p, span.top_k)
             if not why and span.logprob_kind != "raw":
                 why = f"{span.logprob_kind} log-probabilities (of {span.engine}; vLLM: --logprobs-mode raw_logprobs)"

@@ -58,7 +58,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
     return [
         Row(
             token_ids=segment.token_ids.astype(np.int64),
-            mask=segment.loss_mask.astype(np.int64),
+            mask=segment.free_mask.astype(np.int64),
             logprobs=segment.logprobs.astype(np.float32, copy=True),
             versions=tuple(dict.fromkeys(span.policy_version for span in segment.spans)),
         )
@@ -93,14 +93,14 @@ def completion_of(outcome: Outcome, filler_id: int) -> Completion:
     if not segments or outcome.trajectory is None:
         return Completion([filler_id], [filler_id], [0], [0.0], 0)
     own = [outcome.trajectory.segments[index] for index in outcome.trajectory.own_segments]
-    last = [*segments, *(segment for segment in own if segment.loss_mask.any())][-1]
-    start = int(last.loss_mask.argmax())
+    last = [*segments, *(segment for segment in own if segment.free_mask.any())][-1]
+    start = int(last.free_mask.argmax())
     return Completion(
         prompt_ids=last.token_ids[:start].tolist(),
         completion_ids=last.token_ids[start:].tolist(),
-        mask=last.loss_mask[start:].tolist(),
+        mask=last.free_mask[start:].tolist(),
         logprobs=last.logprobs[start:].tolist(),
-        left_out=sum(int(segment.loss_mask.sum()) for segment in segments) - int(last.loss_mask.sum()),
+        left_out=sum(int(segment.free_mask.sum()) for segment in segments) - int(last.free_mask.sum()),
     )
 
 
@@ -118,4 +118,4 @@ def advantages_of(rewards: npt.NDArray[np.float32], *, scale: bool) -> npt.NDArr
 
 def _sampled(outcome: Outcome) -> list[Segment]:
     segments = outcome.trajectory.segments if outcome.trajectory is not None else []
-    return [segment for segment in segments if segment.loss_mask.any()]
+    return [segment for segment in segments if segment.free_mask.any()]

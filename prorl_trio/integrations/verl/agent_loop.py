@@ -144,7 +144,7 @@ class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
         segments = [] if outcome.trajectory is None else outcome.trajectory.segments
         for row in rows:
             for span in segments[row.segment].spans:
-                if not self._trained.tells(span):
+                if span.constraint is None and not self._trained.tells(span):
                     raise ConfigError(
                         f"job {outcome.job_id!r}: {span.engine} tells {span.logprob_kind} log-probabilities of tokens "
                         f"sampled at temperature {span.temperature}, and verl compares them with its own, at "

@@ -70,7 +70,7 @@ def rows_of(outcome: Outcome, limits: RowLimits) -> list[Row]:
 
 def sampled_row(segment: Segment, index: int, limits: RowLimits) -> Row:
     """Return the row of one segment, which may be left without a sampled token."""
-    mask = segment.loss_mask
+    mask = segment.free_mask
     sampled = np.flatnonzero(mask)
     first = int(sampled[0]) if len(sampled) else len(segment)
     # A response needs a token, and so does a prompt: a segment has at least one of each where anything was sampled.

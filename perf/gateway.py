@@ -1,0 +1,330 @@
+"""The gateway for programs that ask a model's API: calls a second, latency, memory, tokens beside the rules of others.
+
+    python -m perf.peers setup gateway                 # once: the peer's environment
+    python -m perf.gateway [--quick] [--json FILE]
+
+The gateway is a process of its own; its engine is a script in it, and then a fake one over HTTP. Programs are callers
+in this process; each holds dialogues of ten turns by Chat Completions, in short messages, and again after a document of
+2,000 tokens. The peer, rllm-model-gateway, carries prompts that are token ids already, to the fake engine. Rules of
+others are in `perf.gateway_rules`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import trio
+
+from perf.chat_families import write_family_model
+from perf.gateway_rules import ScriptedEngine, new_context, scores
+from perf.harness import (
+    CAPTIONS,
+    Bar,
+    Bars,
+    Case,
+    Lines,
+    Options,
+    Report,
+    Rows,
+    measure_interleaved,
+    run_benchmark,
+    tell,
+)
+from perf.node import measure_calls
+from perf.node import open_gateway as open_peer_gateway
+from perf.peers.environments import PeerUnavailable
+from perf.processes import Child, open_child
+from prorl_ipc.nursery import open_single_nursery
+from prorl_trio.agent.gateway import open_gateway
+from prorl_trio.agent.said import Question, Said
+from prorl_trio.chat.format import ChatFormat
+from prorl_trio.config import ListenConfig
+from prorl_trio.edges.gateway.app import GatewayApp, GatewayTable
+from prorl_trio.edges.gateway.serve import serve_gateway
+from prorl_trio.http.client import HttpClient
+from prorl_trio.http.connection import HttpLimits
+from prorl_trio.inference.engines.protocol import made_by
+from prorl_trio.inference.engines.vllm import VllmClient
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from perf.gateway_rules import Score
+
+CALLERS: Final = 32
+TURNS: Final = 10
+OPEN_SESSIONS, OPEN_TURNS = 1_000, 20
+DOCUMENT_TOKENS: Final = 2_000
+TURN_TEXT: Final = "I have looked at it, and shall look at more of it."
+SECRET: Final = "secret"
+MAX_MODEL_LEN: Final = 100_000
+MIB: Final = 2**20
+BYTES_PER_TOKEN: Final = 9
+CALL_TIMEOUT_S: Final = 60.0
+AT_LEAST: Final = {"scripted.short.calls_per_cpu_s": 1000.0, "scripted.document.calls_per_cpu_s": 300.0}
+AT_MOST: Final = {"latency.added_p50_ms": 2.0, "memory.sessions_mib": 300.0, "memory.growth": 2.5} | {
+    f"tokens.ours.{what}": 0.0 for what in ("false_context", "lost", "doubled")
+}
+HEADERS: Final = [("Content-Type", "application/json"), ("Authorization", f"Bearer {SECRET}")]
+
+
+class Scale(msgspec.Struct, frozen=True):
+    """The amounts of everything. `dialogues`: of each caller, in the measured part."""
+
+    dialogues: int
+    singles: int
+    peer_calls: int
+    sessions: int
+
+
+QUICK: Final = Scale(dialogues=2, singles=40, peer_calls=320, sessions=10)
+FULL: Final = Scale(dialogues=20, singles=400, peer_calls=3_200, sessions=200)
+
+
+# ---------------------------------------------------------------- the process that is measured
+
+
+@asynccontextmanager
+async def serve_sessions(folder: str, engine_url: str, sessions: int) -> AsyncIterator[str]:
+    """Serve the gateways of so many rollouts, by their numbers, at one port; yield its URL.
+
+    Without `engine_url` the engine is a script in this process.
+    """
+    chat = await trio.to_thread.run_sync(ChatFormat.load, Path(folder))
+    backends, table = Backends(made_by(VllmClient)), GatewayTable()
+    ids = [*chat.codec.encode(TURN_TEXT), chat.end_of_turn_id]
+    engine: Any = backends if engine_url else ScriptedEngine(lambda _: ids)
+    if engine_url:
+        await backends.add(engine_url)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(backends.aclose)
+        for number in range(sessions):
+            gateway = await stack.enter_async_context(open_gateway(new_context(chat, engine, str(number))))
+            table.add(str(number), gateway, SECRET)
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        nursery = await stack.enter_async_context(open_single_nursery())
+        nursery.start_soon(serve_gateway, GatewayApp(table, "policy", table.tally), listener, ListenConfig())
+        gc.freeze()
+        yield f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
+        nursery.cancel_scope.cancel("measured")
+
+
+@asynccontextmanager
+async def hold_sessions(folder: str) -> AsyncIterator[list[float]]:
+    """Hold dialogues in `OPEN_SESSIONS` rollouts at once; yield MiB beside their tokens, at each half of their turns.
+
+    All clients say the same, and share their messages: they are not counted.
+    """
+    chat = await trio.to_thread.run_sync(ChatFormat.load, Path(folder))
+    engine = ScriptedEngine(lambda text: [*chat.codec.encode(text), chat.end_of_turn_id])
+    history = [Said("system", "You are a careful software engineer."), Said("user", "Look at this.")]
+    used: list[float] = []
+    async with AsyncExitStack() as stack:
+        before = _rss_bytes()
+        contexts = [new_context(chat, engine, str(number)) for number in range(OPEN_SESSIONS)]
+        gateways = [await stack.enter_async_context(open_gateway(context)) for context in contexts]
+        for turn in range(1, OPEN_TURNS + 1):
+            for gateway in gateways:
+                answer = await gateway.ask(Question(messages=history))
+            history = [*history, Said("assistant", answer.text), Said("user", f"And now at number {turn}.")]
+            if turn % (OPEN_TURNS // 2) == 0:
+                gc.collect()
+                tokens = sum(len(context.conversation) for context in contexts if context.conversation is not None)
+                used.append((_rss_bytes() - before - BYTES_PER_TOKEN * tokens) / MIB)
+        yield used
+
+
+def _rss_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---------------------------------------------------------------- its callers
+
+
+class Caller:
+    """A program with a session of its own."""
+
+    def __init__(self, http: HttpClient, number: int, opening: str) -> None:
+        self._http, self._path, self._opening = http, f"/s/{number}/v1/chat/completions", opening
+        self._dialogues = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin another dialogue."""
+        self._dialogues += 1
+        self._messages = [{"role": "user", "content": f"Task {self._dialogues}. {self._opening}"}]
+
+    async def ask(self) -> None:
+        """Ask for the next turn, and answer it."""
+        body = msgspec.json.encode({"model": "m", "messages": self._messages})
+        response = await self._http.request("POST", self._path, body=body, headers=HEADERS, timeout_s=CALL_TIMEOUT_S)
+        assert response.status == 200, response.body
+        self._messages.append(msgspec.json.decode(response.body)["choices"][0]["message"])
+        self._messages.append({"role": "user", "content": f"And now at number {len(self._messages)}."})
+
+
+async def call_rate(http: HttpClient, child: Child, first: int, opening: str, dialogues: int) -> dict[str, float]:
+    """Have `CALLERS` sessions from number `first` on hold dialogues, after one each that is not counted."""
+    callers = [Caller(http, first + number, opening) for number in range(CALLERS)]
+
+    async def work(caller: Caller, times: int) -> None:
+        for _ in range(times):
+            for _ in range(TURNS):
+                await caller.ask()
+            caller.begin()
+
+    for times in (1, dialogues):
+        cpu_s, started_s = child.cpu_s(), time.perf_counter()
+        async with open_single_nursery() as nursery:
+            for caller in callers:
+                nursery.start_soon(work, caller, times)
+    calls = CALLERS * TURNS * dialogues
+    cpu_s, wall_s = child.cpu_s() - cpu_s, time.perf_counter() - started_s
+    return {"calls_per_cpu_s": calls / cpu_s, "cpu_ms": 1e3 * cpu_s / calls, "calls_per_s": calls / wall_s}
+
+
+async def latencies(http: HttpClient, engine_url: str, session: int, rounds: int) -> list[Any]:
+    """Time one call at a time: through the gateway, and of the engine alone."""
+    caller, turns = Caller(http, session, "Look."), iter(range(10**9))
+    engine = HttpClient(engine_url)
+    body = msgspec.json.encode(
+        {"model": "fake-model", "prompt": [65] * 100, "max_tokens": 200, "logprobs": 0, "return_token_ids": True}
+    )
+
+    async def through() -> None:
+        if next(turns) % TURNS == 0:
+            caller.begin()
+        await caller.ask()
+
+    async def straight() -> None:
+        headers = HEADERS[:1]
+        await engine.request("POST", "/v1/completions", body=body, headers=headers, timeout_s=CALL_TIMEOUT_S)
+
+    cases = [
+        Case(name="latency.gateway", run=through, floor="latency.engine"),
+        Case(name="latency.engine", run=straight),
+    ]
+    try:
+        return await measure_interleaved(cases, rounds=rounds, warm_up_rounds=5)
+    finally:
+        engine.close()
+
+
+# ---------------------------------------------------------------- the benchmark
+
+
+async def benchmark(options: Options) -> Report:
+    """Measure all of it."""
+    scale = QUICK if options.quick else FULL
+    with tempfile.TemporaryDirectory(prefix="perf-gateway-") as name:
+        folder = Path(name)
+        model = write_family_model(folder / "model", "qwen2.5")
+        chat = await trio.to_thread.run_sync(ChatFormat.load, model)
+        tell("programs at the gateway")
+        metrics, series, engine_notes = await _served(folder, chat, scale)
+        tell(f"{OPEN_SESSIONS} open sessions")
+        async with open_child(hold_sessions, str(model), ready=list[float], timeout_s=600) as (_, used):
+            half, whole = used
+        metrics |= {"memory.sessions_mib": whole, "memory.growth": whole / half}
+        tell("tokens, by our gateway and by the rules of others")
+        found = await scores(chat, scale.sessions, requests=30)
+    metrics |= {f"tokens.{who}.{what}": float(value) for who, each in found.items() for what, value in _named(each)}
+    return Report(
+        title="The gateway",
+        series=series,
+        more_metrics={name: value for name, value in metrics.items() if not name.startswith("tokens.")},
+        detail_metrics={name: value for name, value in metrics.items() if name.startswith("tokens.")},
+        at_least=AT_LEAST,
+        at_most=AT_MOST,
+        tables=[_table(found)],
+        figures=_figures(metrics),
+        notes=[*CAPTIONS["gateway"], *engine_notes],
+    )
+
+
+async def _served(folder: Path, chat: ChatFormat, scale: Scale) -> tuple[dict[str, float], list[Any], list[str]]:
+    """Return rates and latencies, and a note for the peer if it is left out."""
+    metrics: dict[str, float] = {}
+    model, series = str(folder / "model"), list[Any]()
+    async with open_child(serve_engine, model, ready=str) as (_, engine):
+        for kind, engine_url in (("scripted", ""), ("http", engine)):
+            sessions = 2 * CALLERS + 1
+            async with open_child(serve_sessions, model, engine_url, sessions, ready=str) as (child, url):
+                http = HttpClient(url, limits=HttpLimits(max_connections=CALLERS))
+                try:
+                    for number, (name, opening) in enumerate({"short": "Look.", "document": document(chat)}.items()):
+                        rates = await call_rate(http, child, number * CALLERS, opening, scale.dialogues)
+                        metrics |= {f"{kind}.{name}.{what}": value for what, value in rates.items()}
+                    if engine_url:
+                        series = await latencies(http, engine, 2 * CALLERS, scale.singles)
+                        metrics["memory.process_mib"] = child.rss_bytes() / MIB
+                finally:
+                    http.close()
+        through, straight = (each.percentile(50) for each in series)
+        metrics["latency.added_p50_ms"] = through - straight
+        tell("the same engine through rllm-model-gateway")
+        try:
+            async with open_peer_gateway(engine, folder) as (peer_url, peer):
+                carried = await measure_calls(peer_url, "/sessions/{caller}", peer, scale.peer_calls)
+        except PeerUnavailable as exc:
+            return metrics, series, [f"rllm-model-gateway is left out: {exc}"]
+        metrics |= {"rllm.calls_per_cpu_s": 1e3 / carried.cpu_ms, "rllm.cpu_ms": carried.cpu_ms}
+        metrics["rllm.calls_per_s"] = carried.calls_per_s
+    return metrics, series, []
+
+
+@asynccontextmanager
+async def serve_engine(folder: str) -> AsyncIterator[str]:
+    """Serve a fake engine of that model, which says the same each time."""
+    chat = await trio.to_thread.run_sync(ChatFormat.load, Path(folder))
+    ids = [*chat.codec.encode(TURN_TEXT), chat.end_of_turn_id]
+    config = FakeEngineConfig(
+        vocab_size=chat.vocab_size, end_of_turn_id=chat.end_of_turn_id, max_model_len=MAX_MODEL_LEN
+    )
+    async with open_fake_engine(script=lambda _: (ids, [-0.5] * len(ids), "stop"), config=config) as engine:
+        yield engine.url
+
+
+def document(chat: ChatFormat) -> str:
+    """Return a text of `DOCUMENT_TOKENS` tokens."""
+    words = (
+        "The parser reads a line of the file and returns its value, or None where a test has failed in src/lexer.py. "
+    )
+    each = len(chat.codec.encode(words))
+    return words * (DOCUMENT_TOKENS // each)
+
+
+def _named(found: Score) -> list[tuple[str, int]]:
+    return list(zip(found._fields, found, strict=True))
+
+
+def _table(found: dict[str, Score]) -> Rows:
+    rows = [[who, *(f"{value:,}" for value in each)] for who, each in found.items()]
+    headings = ["rule", "sampled tokens", "trained in a false context", "lost", "trained twice", "rows"]
+    return Rows(title="Tokens of sessions with edited histories", headings=headings, rows=rows)
+
+
+def _figures(metrics: dict[str, float]) -> list[Bars | Lines]:
+    kinds = [(kind, name) for kind in ("scripted", "http") for name in ("short", "document")]
+    bars = [
+        Bar(label=f"ours, {kind} engine, {name}", value=metrics[f"{kind}.{name}.calls_per_cpu_s"])
+        for kind, name in kinds
+    ]
+    if "rllm.calls_per_cpu_s" in metrics:
+        bars.append(Bar(label="rllm-model-gateway, token ids", value=metrics["rllm.calls_per_cpu_s"], role="peer"))
+    return [Bars(title="Calls of programs in a second of a core", unit="calls", bars=bars)]
+
+
+if __name__ == "__main__":
+    sys.exit(run_benchmark(benchmark))

@@ -1,0 +1,163 @@
+"""The form of a turn (JSON, calls of tools) is asked of the engine, in four dialects, and recorded with its tokens."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+
+from prorl_trio.inference.engines.protocol import made_by
+from prorl_trio.inference.engines.trainer_engine import TrainerEngineClient
+from prorl_trio.inference.pool.pool import Backends
+from prorl_trio.testing.fake_engine import FakeEngineConfig
+from prorl_trio.testing.fake_trainer_engine import open_fake_trainer_engine
+from support.gateway_client import PARAMETERS, PATHS, TOOLS, serving
+
+pytestmark = pytest.mark.timeout(30)
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+JSON = [
+    ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+    ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+    ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}}),
+    ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+    ("/v1beta/models/m:generateContent", {"generationConfig": {"responseMimeType": "application/json"}}),
+    (
+        "/v1beta/models/m:generateContent",
+        {"generationConfig": {"responseSchema": json.loads(json.dumps(SCHEMA).replace('"object"', '"OBJECT"'))}},
+    ),
+]
+CALLS = [
+    ("/v1/chat/completions", {"tool_choice": "required"}),
+    ("/v1/chat/completions", {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
+    ("/v1/responses", {"tool_choice": {"type": "function", "name": "look"}}),
+    (
+        "/v1/responses",
+        {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]}},
+    ),
+    ("/v1/messages", {"tool_choice": {"type": "any"}}),
+    ("/v1/messages", {"tool_choice": {"type": "tool", "name": "look"}}),
+    ("/v1beta/models/m:generateContent", {"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}),
+    (
+        "/v1beta/models/m:generateContent",
+        {"toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["look"]}}},
+    ),
+]
+
+
+def formats(rig):
+    """What the engine was asked to keep its completions to."""
+    asked = [request.structured_outputs for request in rig.engine.requests]
+    return [json.loads(each.structural_tag)["format"] for each in asked if each is not None]
+
+
+@pytest.mark.parametrize(("path", "fields"), JSON)
+async def test_json_is_asked_of_the_engine(rig, path, fields):
+    async with rig.open(), serving(rig, '{"a": 1}', "Free.") as (gateway, tally, client):
+        answer = await client.post(path, json={**PATHS[path], **fields})
+        assert answer.status_code == 200, answer.text
+        assert json.dumps('{"a": 1}') in answer.text
+        free = await client.post(path, json=PATHS[path])
+        assert "Free." in free.text, "the same history without a form is another question"
+        (form,) = formats(rig)
+        assert form["type"] == "json_schema"
+        assert form["json_schema"]["type"] == "object"
+        trajectory = gateway.context.trajectory()
+        assert not {"response_format", "text", "generationConfig"} & tally.ignored.keys()
+    spans = [span for segment in trajectory.segments for span in segment.spans]
+    assert [span.constraint for span in spans] == ["json", None]
+    constrained, unconstrained = trajectory.segments
+    assert constrained.loss_mask.sum() == len('{"a": 1}') + 1
+    assert not constrained.free_mask.any(), "built-in trainers leave it out"
+    assert (unconstrained.free_mask == unconstrained.loss_mask).all()
+
+
+@pytest.mark.parametrize(("path", "fields"), CALLS)
+async def test_calls_are_asked_of_the_engine(rig, path, fields):
+    said = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    async with rig.open(), serving(rig, said) as (gateway, _tally, client):
+        answer = await client.post(path, json={**PATHS[path], "tools": TOOLS[path], **fields})
+        assert answer.status_code == 200, answer.text
+        assert '"look"' in answer.text
+        (form,) = formats(rig)
+        (tag,) = form["tags"]
+        assert (tag["begin"], tag["end"]) == ('<tool_call>\n{"name": "look", "arguments": ', "}\n</tool_call>")
+        assert tag["content"]["json_schema"] == PARAMETERS
+        assert form["stop_after_first"] is ("look" in json.dumps(fields) and "llowed" not in json.dumps(fields))
+        ((span,),) = [segment.spans for segment in gateway.context.trajectory().segments]
+    assert span.constraint == "calls"
+
+
+async def test_where_tools_are_offered_json_or_a_call_may_come(rig):
+    path = "/v1/chat/completions"
+    async with rig.open(), serving(rig, "{}") as (_gateway, _tally, client):
+        body = {**PATHS[path], "tools": TOOLS[path], "response_format": {"type": "json_object"}}
+        assert (await client.post(path, json=body)).status_code == 200
+        (form,) = formats(rig)
+    assert [each["type"] for each in form["elements"]] == ["json_schema", "tags_with_separator"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field", "remedy"),
+    [
+        ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice", "there is none"),
+        ("/v1/messages", {"tool_choice": {"type": "tool", "name": "no"}}, "tool_choice", "not offered: no"),
+        ("/v1/responses", {"tool_choice": {"type": "mcp"}}, "tool_choice", "use 'auto'"),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format", "needs a schema"),
+        (
+            "/v1beta/models/m:generateContent",
+            {"generationConfig": {"responseMimeType": "text/x.enum"}},
+            "generationConfig.responseMimeType",
+            "application/json",
+        ),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": {"title": "x" * 70_000}}}},
+            "output_config.format",
+            "shorten",
+        ),
+    ],
+)
+async def test_a_form_that_cannot_be_is_refused_by_name(rig, path, fields, field, remedy):
+    async with rig.open(), serving(rig, "Free.") as (_gateway, _tally, client):
+        told = await client.post(path, json={**PATHS[path], **fields})
+        assert (told.status_code, field in told.text, remedy in told.text) == (400, True, True), told.text
+        assert (await client.post(path, json=PATHS[path])).status_code == 200
+
+
+async def test_a_form_that_the_engine_refuses_is_a_bad_request_and_the_rollout_goes_on(rig, monkeypatch):
+    path, fields = JSON[0]
+    async with rig.open(), serving(rig, "Free.") as (gateway, _tally, client):
+        refusal = partial(rig.engine._refusal)
+        refused = rig.engine._refusal.__globals__["error_answer"](400, "the grammar is bad")
+        monkeypatch.setattr(
+            rig.engine, "_refusal", lambda request: refused if request.structured_outputs else refusal(request)
+        )
+        told = await client.post(path, json={**PATHS[path], **fields})
+        assert (told.status_code, told.json()["error"]["param"]) == (400, "response_format")
+        assert "the grammar is bad" in told.text
+        assert (await client.post(path, json=PATHS[path])).status_code == 200
+        assert gateway.failure is None
+
+
+async def test_an_engine_without_forms_is_named_with_the_remedy(rig):
+    path, fields = JSON[0]
+    config = FakeEngineConfig(vocab_size=259, end_of_turn_id=rig.tiny.end_of_turn_id, max_model_len=4000)
+    async with rig.open(), open_fake_trainer_engine(config=config) as engine:
+        rig.resources.backends = Backends(made_by(lambda url: TrainerEngineClient(url, context_tokens=4000)))
+        await rig.resources.backends.add(engine.url)
+        async with serving(rig) as (_gateway, _tally, client):
+            told = await client.post(path, json={**PATHS[path], **fields})
+            assert told.status_code == 400
+            assert "vLLM or SGLang" in told.text
+        await rig.resources.backends.aclose()
+
+
+async def test_a_family_without_a_grammar_is_named_with_the_remedy(rig, monkeypatch):
+    async with rig.open(), serving(rig) as (gateway, _tally, client):
+        monkeypatch.setattr(type(gateway.context.resources.chat_format), "call_syntaxes", ())
+        path, fields = CALLS[0]
+        told = await client.post(path, json={**PATHS[path], "tools": TOOLS[path], **fields})
+        assert told.status_code == 400
+        assert "'auto'" in told.text
