@@ -9,6 +9,7 @@ export PRORL_ENGINE := $(ENGINE)
 VENV := .venv/bin
 # Set-up runs before anything is installed: it finds the packages by their folders.
 SOURCES := PYTHONPATH=$(CURDIR):$(CURDIR)/ipc:$(CURDIR)/launch
+AGENTS := claude-code codex gemini-cli mini-swe-agent pi
 PACKAGES := prorl_trio sandbox_daemon ipc launch perf examples
 
 # The first Python that is new enough makes every environment; `make PYTHON=/path/to/python3.12 setup` overrules.
@@ -16,7 +17,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine trainers lock apptainer apptainer-if-possible slurm-if-possible demo learn doctor check quick hosted test e2e soak mutants docs format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock agents check-beside-agents apptainer apptainer-if-possible slurm-if-possible demo learn doctor check quick hosted test e2e soak mutants docs format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +45,13 @@ python:
 		echo "prorl-trio needs Python 3.11 or newer; found: $$(python3 --version 2>&1 | head -n 1)" >&2; \
 		echo "On Debian 12, Ubuntu 24.04 and later: sudo apt-get install python3 python3-venv" >&2; \
 		echo "On Ubuntu 22.04: sudo apt-get install python3.11 python3.11-venv" >&2; exit 1; fi
+
+agents: setup ## install the agents of others that tests let work, in the cache folder (1.4 GB)
+	@$(VENV)/prorl-trio agents install --if-possible $(AGENTS)
+
+# Downloads beside what takes the processors.
+check-beside-agents: setup
+	@$(MAKE) agents & agents=$$!; $(MAKE) check; code=$$?; wait $$agents && exit $$code
 
 apptainer: ## install Apptainer on Debian/Ubuntu (root or sudo; names the system packages first)
 	@launch/prorl_launch/apptainer.sh
@@ -100,10 +108,10 @@ hosted: setup-dev ## the unit and component tests, as hosted CI runs them: no en
 	$(VENV)/python -m pytest tests/unit tests/component -m "not slow and not soak and not alone" \
 		-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup trainers apptainer-if-possible check ## check, then the whole suite but for the slow marks
+test: setup trainers apptainer-if-possible check-beside-agents ## check, then the whole suite but for the slow marks
 	$(call pytest,not slow and not soak)
 
-e2e: setup trainers apptainer-if-possible slurm-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
+e2e: setup trainers agents apptainer-if-possible slurm-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
 	$(call pytest,slow and not soak)
 
 soak: setup apptainer-if-possible slurm-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)
@@ -118,4 +126,4 @@ clean: ## remove what was made in the checkout
 
 clean-cache: python ## remove what was made in the cache folder: engine and trainer environments, the model, tokenizers, peers, images, logs
 	cd "$$($(SOURCES) $(PYTHON) -c 'from prorl_launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf engine-* train-* verl-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs
+		rm -rf agents engine-* train-* verl-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs

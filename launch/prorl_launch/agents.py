@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import shutil
 import sys
 import tempfile
@@ -12,6 +14,7 @@ import click
 from rich.table import Table
 
 from prorl_launch.bundle import fill_python, find_interpreter
+from prorl_launch.locks import WHEELS_ONLY, agent_lock, is_made_for, serves
 from prorl_launch.progress import SetupError, run_step
 from prorl_launch.venv import exclusive
 from prorl_trio.agents.preset import INSIDE, INSTALLED, PACKAGES, presets
@@ -20,7 +23,8 @@ from prorl_trio.client.terminal import Console, say
 if TYPE_CHECKING:
     from prorl_trio.agents.preset import Preset
 
-INSTALL_TIMEOUT_S: Final = 900.0
+UNLOCKED: Final = frozenset({"openhands"})
+"""Agents of ours without a lock: a package that they need is published as source alone."""
 
 
 @click.group()
@@ -44,7 +48,10 @@ def list_agents() -> None:
 
 @agents.command()
 @click.argument("names", nargs=-1, required=True)
-def install(names: tuple[str, ...]) -> None:
+@click.option(
+    "--if-possible", is_flag=True, help="Warn about agents that cannot be installed, and go on with the next."
+)
+def install(names: tuple[str, ...], if_possible: bool) -> None:
     """Install agents from npm or PyPI into the cache, for sandboxes of this machine. Again: nothing happens."""
     known = presets()
     for name in names:
@@ -54,7 +61,9 @@ def install(names: tuple[str, ...]) -> None:
         try:
             say(f"{name}: {install_agent(known[name])}")
         except SetupError as exc:
-            raise click.ClickException(f"{name}: {exc}") from exc
+            if not if_possible:
+                raise click.ClickException(f"{name}: {exc}") from exc
+            say(f"WARNING: {name} cannot be installed: {exc}")
 
 
 def install_agent(preset: Preset) -> Path:
@@ -86,25 +95,56 @@ def install_agent(preset: Preset) -> Path:
     return folder
 
 
-def _packages(preset: Preset) -> list[str]:
+def packages(preset: Preset) -> list[str]:
+    """Return the packages that an agent is made of, with their versions."""
     return [source.format(version=preset.versions[0]) for source in preset.source]
 
 
+def described() -> list[dict[str, object]]:
+    """Return what the locks of our own presets are made for, as JSON can have it; see `prorl_launch.relock`."""
+    ours = [each for each in presets().values() if each.start.__module__.startswith("prorl_trio.agents.")]
+    return [
+        {
+            "name": each.name,
+            "index": each.index,
+            "python": each.python,
+            "packages": packages(each),
+            "manifest": npm_manifest(each) if each.index == "npm" else "",
+        }
+        for each in ours
+        if each.name not in UNLOCKED
+    ]
+
+
+def npm_manifest(preset: Preset) -> str:
+    """Return the `package.json` of a folder that has an agent of npm's."""
+    wanted = dict(each.rpartition("@")[::2] for each in packages(preset) if "@npm:" not in each)
+    wanted |= dict(each.split("@", 1) for each in packages(preset) if "@npm:" in each)
+    return json.dumps({"name": preset.name, "dependencies": wanted})
+
+
 def _npm(preset: Preset, folder: Path) -> list[str]:
+    """Return the command that fills a folder from npm; where a lock pins all packages, by that one's hashes."""
     npm = shutil.which("npm")
     if npm is None:
         raise SetupError("npm is not installed: install Node.js, 20 or later, with its npm")
-    return [
-        npm, "install", "--prefix", str(folder), "--ignore-scripts", "--no-audit", "--no-fund", "--force",
-        *_packages(preset),
-    ]  # fmt: skip
+    (folder / "package.json").write_text(npm_manifest(preset))
+    lock = agent_lock(preset.name, preset.index)
+    if lock.exists():
+        shutil.copyfile(lock, folder / "package-lock.json")
+    how = ("--ignore-scripts", "--no-audit", "--no-fund", "--force")
+    return [npm, "ci" if lock.exists() else "install", "--prefix", str(folder), *how]
 
 
 def _install_python(preset: Preset, folder: Path, log_file: Path) -> None:
-    """Fill a folder with packages of PyPI and a Python for them. What they depend on is the newest that they take."""
+    """Fill a folder with packages of PyPI and a Python for them: those of the lock, or the newest that they take."""
     python = find_interpreter(preset.python)
     pip = [sys.executable, "-m", "pip", "--python", str(python.program), "install", "--no-input", "--no-compile"]
-    packages = str(folder / PACKAGES)
-    run_step(f"agent {preset.name}", [*pip, "--target", packages, *_packages(preset)], log_file=log_file)
+    lock, wanted = agent_lock(preset.name, preset.index), packages(preset)
+    if lock.exists() and serves(lock.read_text(), python.version, (platform.system(), platform.machine())):
+        if not is_made_for(lock.read_text(), wanted):
+            raise SetupError(f"{lock} was made for other packages than the preset names; run: make lock")
+        wanted = [*WHEELS_ONLY, "--no-deps", "--require-hashes", "--requirement", str(lock)]
+    run_step(f"agent {preset.name}", [*pip, "--target", str(folder / PACKAGES), *wanted], log_file=log_file)
     inside = f"{INSIDE}/{preset.name}"
     fill_python(folder, inside, python, [f"{inside}/{PACKAGES}"])

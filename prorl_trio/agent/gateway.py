@@ -28,6 +28,7 @@ from prorl_trio.agent.said import (
     cut,
     digest,
     normal,
+    rest_of,
     served_calls,
 )
 from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
@@ -109,6 +110,7 @@ class _Line:
     """A dialogue.
 
     Attributes:
+        system: digest of the messages of the system at its beginning.
         after: the dialogue whose work it goes on with, in other words; None: it is nobody's.
         tip: the last turn in it.
         last: what the policy said in the last that was sampled, and the number of that among the rollout's.
@@ -201,7 +203,7 @@ class Gateway:
         with self._reading():
             messages = normal(question.messages)
             if not messages or messages[-1].role == "assistant":
-                raise BadQuestion("the last message is an assistant's: a turn cannot be begun for the policy")
+                return self._rest(messages, question)
             self._check_form(question)
             place = self._find(messages, question)
             turn = self._asked_before(place, question)
@@ -325,6 +327,19 @@ class Gateway:
             return turn
         return None
 
+    def _rest(self, messages: Sequence[Said], question: Question) -> Answer:
+        """Return what a client lacks of a turn whose stream broke off, where it goes on from the part that it has.
+
+        Raises:
+            BadQuestion: the last message is the beginning of no turn of the policy.
+        """
+        place = self._find(messages[:-1], question)
+        for turn in place.turn.following.get(place.key, ()) if messages and place.continues else ():
+            if turn.answer is not None and (rest := rest_of(turn.answer, messages[-1])) is not None:
+                self.joined += 1
+                return rest
+        raise BadQuestion("the last message is an assistant's: a turn cannot be begun for the policy")
+
     # ------------------------------------------------------------ dialogues
 
     async def _answer(self, turn: _Turn, place: _Place, question: Question, messages: Sequence[Said]) -> None:
@@ -427,8 +442,8 @@ class Gateway:
         turns = Turns(self.context, self._lease, self.budget, conversation, self._as_messages(messages), keeps_cut=True)
         if turns.room < MIN_TURN_TOKENS:
             raise ContextLengthExceeded(len(conversation), turns.limit)
-        system = context_digest([message for message in messages if message.role == "system"])
-        line = _Line(turns, digest(question.tools), system)
+        begun = next((at for at, each in enumerate(messages) if each.role != "system"), len(messages))
+        line = _Line(turns, digest(question.tools), context_digest(messages[:begun]))
         # Some programs ask for a title before they begin with the task: that has no tools, and is nobody's parent.
         is_own = line.tools != NO_TOOLS and all(each.tools == NO_TOOLS for each in self._lines)
         if self._lines and not is_own:

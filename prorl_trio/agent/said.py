@@ -21,10 +21,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from prorl_trio.chat.conversation import ParsedTurn
+    from prorl_trio.types.models import ToolCall
 
 KEY_DIGITS = 16
 _KEY = re.compile(rf"prorl([0-9a-f]{{{KEY_DIGITS}}})(?:c([0-9]+))?")
 """A key as it is planted: of a turn, or of a call of it, which has a number."""
+
+_ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
+_CLOSED = re.compile(r"\s*</\w+>\s*$")
+"""What ends a call, where its arguments do not end."""
 
 
 def planted(key: str, call: int | None = None) -> str:
@@ -154,6 +159,21 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
 
 
+def _spelled(call: ToolCall) -> str:
+    """Return the arguments of a call that could not be read as they were sampled; where no JSON names them, all of it.
+
+    A client reads them as a prefix of JSON, or finds only now that it has no such tool.
+    """
+    found = _ARGUMENTS.search(call.raw)
+    if found is None:
+        return call.raw
+    rest = call.raw[found.end() :]
+    try:
+        return rest[: json.JSONDecoder().raw_decode(rest)[1]]
+    except (ValueError, RecursionError):
+        return _CLOSED.sub("", rest)
+
+
 def served_calls(turn: ParsedTurn, key: str) -> tuple[str, list[SaidCall]]:
     """Return the text of a turn as it is served, and its calls."""
     text, calls = turn.content, list[SaidCall]()
@@ -161,7 +181,7 @@ def served_calls(turn: ParsedTurn, key: str) -> tuple[str, list[SaidCall]]:
         if call.error and not call.name:
             text += call.raw
             continue
-        arguments = call.raw if call.error else json.dumps(call.arguments, ensure_ascii=False)
+        arguments = _spelled(call) if call.error else json.dumps(call.arguments, ensure_ascii=False)
         calls.append(SaidCall(call.name, arguments, planted(key, len(calls))))
     return text, calls
 
@@ -171,6 +191,21 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
     found = [(at, stop) for stop in stops if stop and (at := text.find(stop)) >= 0]
     at, stop = min(found, default=(len(text), ""))
     return text[:at], stop
+
+
+def rest_of(answer: Answer, has: Said) -> Answer | None:
+    """Return what of an answer comes after the part that a client has; None if that part is not its beginning."""
+    had = [call.says() for call in has.calls]
+    if not answer.text.startswith(has.text) or [call.says() for call in answer.calls[: len(had)]] != had:
+        return None
+    if has.reasoning.split() not in ([], answer.reasoning.split()):
+        return None
+    return msgspec.structs.replace(
+        answer,
+        text=answer.text.removeprefix(has.text),
+        reasoning="" if has.reasoning else answer.reasoning,
+        calls=answer.calls[len(had) :],
+    )
 
 
 def normal(messages: Iterable[Said]) -> list[Said]:

@@ -269,7 +269,7 @@ async def test_limits_are_told_and_end_nothing_that_was_recorded(rig):
                     await ask(gateway, *said)
             assert await gateway.count_tokens(Question(messages=[endless], tools=[])) > long.value.max_model_len
             with pytest.raises(BadQuestion, match="assistant"):
-                await ask(gateway, TASK, echo(first))
+                await ask(gateway, TASK, echo(first), Said("user", "More."), Said("assistant", "I"))
             await ask(gateway, TASK, echo(first), Said("user", "More."))
             with pytest.raises(RolloutOver, match="2 turns"):
                 await ask(gateway, Said("user", "Once more."))
@@ -300,6 +300,41 @@ async def test_what_a_client_left_while_it_was_sampled_is_recorded_and_served(ri
             answer = await ask(gateway, TASK)
             assert (answer.text, gateway.joined) == ("One.", 1)
         check_exact(rig, context.trajectory())
+
+
+async def test_a_client_whose_stream_broke_off_gets_what_it_lacks_of_the_turn(rig):
+    says = f"I look.\n{call('look', at='a')}\n{call('look', at='b')}"
+    async with rig.open():
+        context, gateway = opened(rig, says, "A fox.")
+        async with gateway as gateway:
+            whole = await ask(gateway, TASK)
+            for has in (
+                Said("assistant", "I look."),
+                Said("assistant", "I look.", calls=whole.calls[:1], key=whole.key),
+                Said("assistant", "I l"),
+                echo(whole),
+            ):
+                rest = await ask(gateway, TASK, has)
+                assert has.text + rest.text == whole.text
+                assert [*has.calls, *rest.calls] == whole.calls
+            for other in (Said("assistant", "You look."), Said("assistant", "I look.", calls=whole.calls[1:])):
+                with pytest.raises(BadQuestion, match="assistant"):
+                    await ask(gateway, TASK, other)
+            last = await ask(gateway, TASK, echo(whole), *results(whole, "dark", "light"))
+            assert last.text == "A fox."
+        check_exact(rig, context.trajectory())
+    assert lineage(context.trajectory()) == [(None, None, 0)]
+    assert context.trajectory().echoes == {"exact": 1}
+
+
+async def test_a_new_beginning_with_other_notes_of_the_clients_is_a_compaction_and_no_other_agent(rig):
+    async with rig.open():
+        context, gateway = opened(rig, call("look"), "A fox.")
+        async with gateway as gateway:
+            await ask(gateway, SYSTEM, TASK, Said("system", "It is Monday."))
+            await ask(gateway, SYSTEM, Said("user", "So far: nothing."), Said("system", "It is Tuesday."))
+        trajectory = context.trajectory()
+    assert [(parent, reason) for parent, reason, _ in lineage(trajectory)] == [(None, None), (0, "compaction")]
 
 
 async def test_a_turn_ends_where_the_client_wants_it_to(rig):

@@ -14,6 +14,7 @@ from prorl_trio.client import BlockingClient, connect
 from prorl_trio.types.errors import MalformedJob, NoAgentWanted, UnknownJob
 from prorl_trio.types.models import AgentProgram, Budgets, RetryPolicy, TaskInstance
 from prorl_trio.types.programs import FinishAgent, OpenAgent
+from support.sdks import SDKS
 from support.whole_node import TOKEN, job, open_service
 
 pytestmark = pytest.mark.timeout(90)
@@ -131,6 +132,23 @@ async def test_an_error_of_its_own_cancels_the_job(service):
             raise ZeroDivisionError
     outcome = await only_outcome(client)
     assert (outcome.status, outcome.error) == ("cancelled", "its agent has failed")
+
+
+async def test_sdks_find_the_nodes_own_port_by_the_variables_that_they_read(service, monkeypatch):
+    client, _ = service
+    for name, sdk in SDKS.items():
+        async with client.open_agent(job(name)) as agent:
+            for variable, value in agent.env.items():
+                monkeypatch.setenv(variable, value)
+
+            def work(sdk=sdk, agent=agent):
+                with sdk() as model:
+                    return model.ask([model.user(agent.instruction)], stream=True).text
+
+            agent.answer = await trio.to_thread.run_sync(work)
+        outcome = await only_outcome(client)
+        assert (outcome.job_id, outcome.trajectory.stop_reason) == (name, "finished"), outcome.error
+        assert agent.answer in outcome.trajectory.turns[0].text
 
 
 async def test_over_rest(service):

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from prorl_trio.agents.preset import presets
 from prorl_trio.types.models import SamplingParams
-from support.skips import because
+from support.agents import installed
 from support.whole_node import job, open_service, outcome_of, usable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -50,8 +49,7 @@ def provider():
 
 @pytest.mark.parametrize("name", CALLS)
 async def test_an_agent_works_on_a_task_with_its_own_tools(tmp_path, provider, name):
-    if not presets()[name].is_installed:
-        pytest.skip(because(f"the agent {name} is not installed", f"prorl-trio agents install {name}"))
+    installed(name)
 
     def policy(prompt):
         if name == "opencode" and "title" in prompt[-2000:]:

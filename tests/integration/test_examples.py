@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from prorl_trio.agents.preset import presets
 from prorl_trio.sandbox.providers.registry import probe_providers
+from support.agents import installed
 from support.skips import because
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -107,8 +107,7 @@ def test_a_trainers_loop_with_a_weight_update(provider):
 def test_agents_that_people_have():
     names = ["mini-swe-agent", "pi"]
     for name in names:
-        if not presets()[name].is_installed:
-            pytest.skip(because(f"the agent {name} is not installed", f"prorl-trio agents install {name}"))
+        installed(name)
     lines = run("blackbox_agent.py", *names).splitlines()
     assert [line for line in lines if ": completed, reward 1.0" in line] == lines[:1] + lines[5:6]
     assert sum(line.startswith("  segment 0 (the task): ") for line in lines) == len(names)

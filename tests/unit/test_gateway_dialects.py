@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+from types import SimpleNamespace
 
 import pytest
 
-from prorl_trio.agent.said import Answer, Said, SaidCall, planted
+from prorl_trio.agent.said import Answer, Said, SaidCall, planted, served_calls
 from prorl_trio.edges.gateway import chat, google, messages, responses
 from prorl_trio.edges.gateway.wire import Problem
+from prorl_trio.types.models import ToolCall
 
 KEY = "0123456789abcdef"
 CALL = SaidCall("look", '{"at":  "x"}', planted(KEY, 0))
@@ -243,3 +246,37 @@ def test_what_cannot_be_honoured_is_refused_by_name(dialect, body):
     assert told.value.kind == "bad_request"
     assert told.value.message
     assert dialect.problem(told.value)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("raw", "arguments"),
+    [
+        ('<tool_call>\n{"name": "sing", "arguments": { "a" : 1 }}\n</tool_call>', '{ "a" : 1 }'),
+        ('<tool_call>\n{"name": "look", "arguments": {"at": "x\n</tool_call>', '{"at": "x'),
+        ('{"name": "look", "parameters": {"at": ', '{"at": '),
+        ("<function=look><parameter=at>x", "<function=look><parameter=at>x"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_served_as_they_were_sampled(raw, arguments):
+    call = ToolCall(name="look", arguments={}, raw=raw, error="!")
+    turn = SimpleNamespace(content="", tool_calls=[call])
+    assert served_calls(turn, KEY) == ("", [SaidCall("look", arguments, planted(KEY, 0))])
+
+
+def test_googles_fields_may_be_written_in_either_way():
+    camel = of_google(True)
+    contents = re.sub("functionCall|functionResponse|thoughtSignature", _snake, json.dumps(camel["contents"]))
+    declared = {"name": "look", "description": "Look.", "parameters_json_schema": SCHEMA}
+    snake = {
+        "system_instruction": camel["systemInstruction"],
+        "contents": json.loads(contents),
+        "tools": [{"function_declarations": [declared]}],
+        "generation_config": {"max_output_tokens": 9},
+        "cached_content": "x",
+    }
+    assert asked(google, snake).question == asked(google, camel).question
+    assert asked(google, snake).ignored == ["cachedContent"]
+
+
+def _snake(found):
+    return re.sub("([A-Z])", lambda letter: "_" + letter[1].lower(), found[0])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 
-from prorl_launch import environments, locks
+from prorl_launch import agents, environments, locks
 from prorl_launch.environments import ENVIRONMENTS
 from prorl_launch.locks import lock_path, locked_pip, requirements_key, serves
 from prorl_launch.paths import checkout_dir
@@ -118,9 +119,8 @@ def test_a_lock_of_other_requirements_is_refused():
 
 
 def test_one_lock_is_made_again_alone(monkeypatch, tmp_path):
-    made = {"dev": lambda: "a==1\n", "model": lambda: "b==2\n"}
+    made = {"dev": (tmp_path / "dev", lambda: "a==1\n"), "model": (tmp_path / "model", lambda: "b==2\n")}
     monkeypatch.setattr(resolve, "_makers", lambda _uv, _checkout: made)
-    monkeypatch.setattr(resolve, "lock_path", lambda name: tmp_path / name)
     for names, code, written in [(["nothing"], 1, []), (["model"], 0, ["model"]), ([], 0, ["dev", "model"])]:
         monkeypatch.setattr(resolve.sys, "argv", ["resolve", "uv", *names])
         assert resolve.main() == code
@@ -175,3 +175,22 @@ def test_two_versions_are_told_apart_by_the_python_that_each_is_for():
     assert "a==1 ; python_version == '3.11' \\" in lock
     assert "a==2 ; python_version == '3.12' or python_version == '3.13' or python_version == '3.14' \\" in lock
     assert "c==1" not in lock
+
+
+AGENTS = {each["name"]: each for each in agents.described()}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_are_installed_from_locks_with_hashes_that_are_made_for_their_presets(name):
+    agent = AGENTS[name]
+    text = locks.agent_lock(name, agent["index"]).read_text()
+    assert "://" not in text
+    if agent["index"] == "pypi":
+        assert locks.is_made_for(text, agent["packages"])
+        assert serves(text, (3, 12), locks.MACHINE)
+        assert serves(text, (3, 11), locks.MACHINE) == (agent["python"] <= (3, 11))
+        assert text.count("==") <= text.count("--hash=sha256:")
+        return
+    packages = json.loads(text)["packages"]
+    assert packages.pop("")["dependencies"] == json.loads(agent["manifest"])["dependencies"]
+    assert {path for path, each in packages.items() if "integrity" not in each and not each.get("inBundle")} == set()

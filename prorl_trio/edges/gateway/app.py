@@ -22,7 +22,7 @@ from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.agent.gateway import BadQuestion, RolloutOver
 from prorl_trio.agent.program import MODEL
 from prorl_trio.edges.gateway import chat, google, messages, responses
-from prorl_trio.edges.gateway.wire import Problem, now_s
+from prorl_trio.edges.gateway.wire import Problem
 from prorl_trio.edges.http1 import ConnectionEnded
 from prorl_trio.edges.responses import Response
 from prorl_trio.types.errors import ContextLengthExceeded
@@ -76,6 +76,7 @@ _ROUTES: Final = [
         ("GET", r"/?", chat, "models"),
     )
 ]
+_SIGNS: Final = {"anthropic-version": messages, "x-goog-api-key": google, "x-goog-api-client": google}
 _COUNTED: Final = {responses: "input_tokens", messages: "input_tokens", google: "totalTokens"}
 
 
@@ -197,11 +198,12 @@ class GatewayApp:
             route, model = _route(scope["method"], path)
             dialect = route.dialect
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            if dialect is chat and "anthropic-version" in headers:
-                dialect = messages
+            if route.operation in ("models", "model"):  # these paths are those of several APIs
+                dialect = next((each for name, each in _SIGNS.items() if name in headers), dialect)
             gateway = self._gateway(scope, headers)
             if route.operation in ("models", "model"):
-                response = Response(msgspec.json.encode(self._models(dialect, route.operation)), 200, {}, _JSON)
+                models = self._models(dialect, route.operation, gateway.context_tokens)
+                response = Response(msgspec.json.encode(models), 200, {}, _JSON)
             else:
                 body = await _body(receive, headers)
                 await self._answer(route, dialect.question(body, headers, model or self._model), gateway, receive, send)
@@ -270,15 +272,22 @@ class GatewayApp:
                 await _part(send, dialect.keep_alive(asked))
             await send({"type": "http.response.body", "body": b""})
 
-    def _models(self, dialect: ModuleType, operation: str) -> dict[str, Any]:
+    def _models(self, dialect: ModuleType, operation: str, context_tokens: int) -> dict[str, Any]:
         """Return the description of the one model that there is."""
+        name = self._model
         if dialect is google:
-            model = {"name": f"models/{self._model}", "displayName": self._model}
+            model = {
+                "name": f"models/{name}",
+                "displayName": name,
+                "inputTokenLimit": context_tokens,
+                "supportedGenerationMethods": ["generateContent", "countTokens"],
+            }
             return model if operation == "model" else {"models": [model]}
         if dialect is messages:
-            model = {"type": "model", "id": self._model, "display_name": self._model}
+            born = {"created_at": "1970-01-01T00:00:00Z", "lifecycle": "active", "max_input_tokens": context_tokens}
+            model = {"type": "model", "id": name, "display_name": name, **born}
             return model if operation == "model" else {"data": [model], "has_more": False}
-        described = {"id": self._model, "object": "model", "created": now_s(), "owned_by": "prorl-trio"}
+        described = {"id": name, "object": "model", "created": 0, "owned_by": "prorl-trio"}
         return described if operation == "model" else {"object": "list", "data": [described]}
 
 

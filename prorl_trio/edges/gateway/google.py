@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from prorl_trio.agent.said import Form, Question, Said, planted
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import ToolSchema
 
 KNOWN: Final = frozenset({
-    "contents", "systemInstruction", "system_instruction", "tools", "toolConfig", "generationConfig", "model"
+    "contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model"
 })  # fmt: skip
 _FINISH: Final = {"stop": "STOP", "length": "MAX_TOKENS", "abort": "MAX_TOKENS", "tool_call": "STOP"}
 _PROBLEMS: Final[dict[ProblemKind, tuple[int, str]]] = {
@@ -34,10 +35,11 @@ _PROBLEMS: Final[dict[ProblemKind, tuple[int, str]]] = {
 def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -> Asked:
     """See `Dialect`."""
     del headers
-    config = wire.take(body, "generationConfig", dict, {})
+    body = _named(body)
+    config = _named(wire.take(body, "generationConfig", dict, {}))
     if wire.take(config, "candidateCount", int, 1) != 1:
         raise wire.refuse("generationConfig.candidateCount", "one answer is sampled for a request")
-    system = body.get("systemInstruction") or body.get("system_instruction")
+    system = body.get("systemInstruction")
     said = []
     if system is not None:
         said += [Said("system", each.text) for each in _said({"role": "user", **_content(system)}, "systemInstruction")]
@@ -57,6 +59,11 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     )
 
 
+def _named(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the names of its fields in camel case: the API takes both spellings."""
+    return {re.sub("_(.)", lambda found: found[1].upper(), name): value for name, value in message.items()}
+
+
 def _content(value: object) -> dict[str, Any]:
     if isinstance(value, str):
         return {"parts": [{"text": value}]}
@@ -66,12 +73,12 @@ def _content(value: object) -> dict[str, Any]:
 def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
     tools = []
     for index, tool in enumerate(wire.objects(body.get("tools") or [], "tools")):
-        declared = tool.get("functionDeclarations") or tool.get("function_declarations")
+        declared = _named(tool).get("functionDeclarations")
         if declared is None:
             raise wire.refuse(
                 f"tools[{index}]", f"{', '.join(tool) or 'nothing'} runs at its vendor's, and is no function"
             )
-        for each in wire.objects(declared, f"tools[{index}].functionDeclarations"):
+        for each in map(_named, wire.objects(declared, f"tools[{index}].functionDeclarations")):
             schema = each.get("parametersJsonSchema") or each.get("parameters")
             tools.append(wire.function(each.get("name"), each.get("description"), schema, f"tools[{index}]"))
     return tools
@@ -79,7 +86,7 @@ def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
 
 def _chosen(body: Mapping[str, Any]) -> Form | None:
     field = "toolConfig.functionCallingConfig"
-    choice = wire.take(wire.take(body, "toolConfig", dict, {}), "functionCallingConfig", dict, {})
+    choice = wire.take(_named(wire.take(body, "toolConfig", dict, {})), "functionCallingConfig", dict, {})
     match choice.get("mode", "AUTO"):
         case "AUTO" | "NONE" | "VALIDATED":
             return None
@@ -123,11 +130,11 @@ def _said(content: Mapping[str, Any], at: str) -> Iterable[Said]:
     thoughts: list[str] = []
     calls = []
     keys: list[object] = []
-    for index, part in enumerate(wire.objects(content.get("parts") or [], f"{at}.parts")):
+    for index, part in enumerate(map(_named, wire.objects(content.get("parts") or [], f"{at}.parts"))):
         where = f"{at}.parts[{index}]"
-        keys.append(_planted(part.get("thoughtSignature") or part.get("thought_signature")))
-        called = part.get("functionCall") or part.get("function_call")
-        result = part.get("functionResponse") or part.get("function_response")
+        keys.append(_planted(part.get("thoughtSignature")))
+        called = part.get("functionCall")
+        result = part.get("functionResponse")
         if isinstance(called, dict):
             calls.append(wire.said_call(called.get("name"), called.get("args"), called.get("id")))
             keys.append(called.get("id"))
@@ -141,7 +148,7 @@ def _said(content: Mapping[str, Any], at: str) -> Iterable[Said]:
             )  # fmt: skip
         elif isinstance(part.get("text"), str):
             (thoughts if part.get("thought") else texts).append(part["text"])
-        elif set(part) - {"thoughtSignature", "thought_signature", "thought"}:
+        elif set(part) - {"thoughtSignature", "thought"}:
             raise wire.refuse(where, f"{', '.join(sorted(part))} has no place in a dialogue of text")
     if role == "model":
         yield Said("assistant", "".join(texts), "".join(thoughts), calls, key=wire.key_of(*keys))

@@ -199,19 +199,16 @@ def events(answer: Answer, asked: Asked) -> bytes:
     for index, item in enumerate(items):
         at = {"item_id": item["id"], "output_index": index}
         match item["type"]:
-            case "reasoning":
-                text, inside = item["content"][0]["text"], {**at, "content_index": 0}
-                sent += _event(asked, "response.output_item.added", output_index=index, item={**item, "content": []})
-                sent += _event(asked, "response.reasoning_text.delta", **inside, delta=text)
-                sent += _event(asked, "response.reasoning_text.done", **inside, text=text)
-            case "message":
+            case "reasoning" | "message":
                 part, inside = item["content"][0], {**at, "content_index": 0}
-                begun = {**item, "status": "in_progress", "content": []}
+                kind = part["type"]
+                more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+                begun = {**item, **({"status": "in_progress"} if more else {}), "content": []}
                 sent += _event(asked, "response.output_item.added", output_index=index, item=begun)
                 sent += _event(asked, "response.content_part.added", **inside, part={**part, "text": ""})
                 if part["text"]:
-                    sent += _event(asked, "response.output_text.delta", **inside, delta=part["text"], logprobs=[])
-                sent += _event(asked, "response.output_text.done", **inside, text=part["text"], logprobs=[])
+                    sent += _event(asked, f"response.{kind}.delta", **inside, delta=part["text"], **more)
+                sent += _event(asked, f"response.{kind}.done", **inside, text=part["text"], **more)
                 sent += _event(asked, "response.content_part.done", **inside, part=part)
             case kind:
                 field, name = ("input", "custom_tool_call_input") if kind == "custom_tool_call" else (
