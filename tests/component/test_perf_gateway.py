@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from perf.chat_families import write_family_model
-
 from perf.gateway import DOCUMENT_TOKENS, document, hold_sessions
 from perf.gateway_rules import Call, Trained, score, scores
 from prorl_trio.chat.format import ChatFormat
