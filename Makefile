@@ -78,7 +78,7 @@ check: setup-dev ## format, lint, types, async rules, import direction
 	@# mypy is one process, beside which flake8 has the other cores. The rules of that are about async code: files without
 	@# any are left out, for it takes a quarter of a second for each
 	$(VENV)/mypy & types=$$!; \
-	grep -rlwE --include='*.py' 'async|await|trio' $(PACKAGES) tests | xargs $(VENV)/python -m flake8; code=$$?; \
+	grep -rlE --include='*.py' '^ *async (def|with|for) |\bawait ' $(PACKAGES) tests | xargs $(VENV)/python -m flake8; code=$$?; \
 	wait $$types && exit $$code
 	$(VENV)/lint-imports
 	$(VENV)/shellcheck launch/*/*.sh launch/*/*/*.sh .ci/run
