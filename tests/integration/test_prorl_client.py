@@ -112,7 +112,10 @@ async def test_a_batch_as_its_trainers_run_one(tmp_path, served):
             status = await call("GET", "/status")
             assert (status["running"], status["jobs"]) == (True, 0)
             await call("POST", "/stop")
-            os.kill(os.getpid(), signal.SIGTERM)
+            if served == "fleet":  # a signal would reach but one of the two servers of this process
+                nursery.cancel_scope.cancel()
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
     for result in results:
         assert (result["resolved"], result["filter"], result["critical_error"]) == (True, False, None), result
         messages = result["messages"]
