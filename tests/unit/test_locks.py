@@ -62,6 +62,24 @@ def test_they_are_made_for_the_requirements_of_today(name):
 
 
 @pytest.mark.parametrize("name", REQUIREMENTS)
+def test_what_a_python_is_promised_is_pinned_for_it(name):
+    """A lock that lacks one for some Python would leave it out there: nothing is resolved."""
+    text = lock_path(name).read_text()
+    promised = set(re.search(r"^# python: (.*)$", text, re.MULTILINE)[1].split())
+    pinned = {}
+    for package, condition in re.findall(r"^([a-z0-9.-]+)==[^ ]+(?: ; (.*?))? \\$", text, re.MULTILINE):
+        pinned.setdefault(package, set()).update(re.findall(r"'(3\.\d+)'", condition) or promised)
+    for requirement in map(Requirement, REQUIREMENTS[name]):
+        if requirement.name not in LEFT_OUT.get(name, ()):
+            wanted = {
+                each
+                for each in promised
+                if requirement.marker is None or requirement.marker.evaluate({"python_version": each})
+            }
+            assert wanted <= pinned[re.sub(r"[._]", "-", requirement.name.lower())], requirement
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
 @pytest.mark.parametrize("minor", [11, 12, 13, 14])
 def test_they_serve_the_pythons_that_are_promised(name, minor):
     promised = NEWEST.get(name) is None or (3, minor) <= NEWEST[name]
