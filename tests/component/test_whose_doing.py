@@ -29,6 +29,7 @@ from prorl_trio.testing.fake_sandbox import FakeProvider
 from prorl_trio.tools import BashTool, EditorTool, FinishTool, IpythonTool, ToolSet
 from prorl_trio.types.errors import BackendError, SandboxLost, SandboxUnavailable
 from prorl_trio.types.models import Budgets, ChatMessage, RetryPolicy, TaskInstance
+from support.processes import command_line, is_first, parent_of
 
 TOOL_TIMEOUT_S = 3.0
 TEST_TIMEOUT_S = 170.0
@@ -535,17 +536,6 @@ async def test_time_spent_waiting_for_inference_is_not_the_policys(rig):
     assert (outcome.status, outcome.cause, outcome.reward) == ("timed_out", "inference", None)
 
 
-def first_of_its_namespace(pid):
-    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-        pids = re.search(r"NSpid:(.*)", file.read())[1].split()
-    return len(pids) > 1 and pids[-1] == "1"
-
-
-def parent_of(pid):
-    with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
-
-
 @pytest.mark.parametrize(
     ("victim", "number"),
     [
@@ -563,15 +553,11 @@ async def test_what_is_killed_or_stopped_from_outside_has_no_reward(rig, provide
         while not (working := [p for p in descendants(os.getpid()) - before if is_sleep(p.pid)]):
             await trio.sleep(0.01)
         tree = descendants(os.getpid()) - before - set(working)
-        daemon = next(p.pid for p in tree if first_of_its_namespace(p.pid))
+        daemon = next(p.pid for p in tree if is_first(p.pid))
         os.kill(daemon if victim == "daemon" else parent_of(daemon), number)
 
     def is_sleep(pid):
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                return file.read().startswith(b"sleep\x0060.25\0")
-        except OSError:
-            return False
+        return command_line(pid).startswith(b"sleep\x0060.25\0")
 
     with trio.fail_after(60):
         async with open_bench(rig, provider) as play, trio.open_nursery() as nursery:

@@ -31,6 +31,7 @@ from prorl_trio.sandbox.warm_pool import WarmLimits
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
 from support.cancel_sweep import cancel_sweep
 from support.leaks import descriptors
+from support.processes import command_line, parent_of
 
 pytestmark = pytest.mark.usefixtures("quick_gc")
 
@@ -174,7 +175,7 @@ class Machine:
         }
 
     def assert_nothing_left(self, when):
-        alive = [(p, Path(f"/proc/{p.pid}/cmdline").read_bytes()) for p in self.seen if is_alive(p)]
+        alive = [(p, command_line(p.pid)) for p in self.seen if is_alive(p)]
         assert not alive, when
         assert self._look() == self.before, when
 
@@ -202,27 +203,13 @@ async def measure(host, files, machine):
 
 def _starters(found):
     """Children of ours."""
-    return {process for process in found if _parent(process) == os.getpid()}
+    return {process for process in found if parent_of(process.pid) == os.getpid()}
 
 
 def _daemons(found):
     """Whoever runs the daemon's code: it, and its helpers; who has started one, and waits for it, is none."""
-    running = {process for process in found if b"prorl_daemon" in _command_line(process)}
-    return running - {starter for starter in _starters(running) if b"--guard" in _command_line(starter)}
-
-
-def _parent(process):
-    try:
-        return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def _command_line(process):
-    try:
-        return Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    running = {process for process in found if b"prorl_daemon" in command_line(process.pid)}
+    return running - {starter for starter in _starters(running) if b"--guard" in command_line(starter.pid)}
 
 
 @cuts
@@ -273,7 +260,7 @@ async def test_warm_ones_that_were_killed_reach_nobody(provider_name, tmp_path):
         async with open_sandbox_host(PROVIDERS[provider_name](tmp_path), warm=WarmLimits(max_warm=2)) as host:
             await (await host.open(SPEC)).aclose()
             await host.wait_stocked()
-            own = {p for p in descendants(os.getpid()) if b"reaper.py" in _command_line(p)}
+            own = {p for p in descendants(os.getpid()) if b"reaper.py" in command_line(p.pid)}
             warm = descendants(os.getpid()) - own
             assert host.statistics()["warm"] >= 1
             kill(warm)

@@ -21,6 +21,7 @@ import trio
 from prorl_trio.client import connect
 from prorl_trio.sandbox.reaper import descendants
 from prorl_trio.types.models import Budgets, JobSpec, SamplingParams, TaskInstance
+from support.processes import command_line, is_first
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
 
@@ -40,16 +41,7 @@ STAGES = {
 
 
 def is_marked(pid):
-    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        return MARK.encode() in file.read().split(b"\0")
-    return False
-
-
-def is_first(pid):
-    with suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-        pids = next((line.split()[1:] for line in file if line.startswith("NSpid:")), [])
-        return len(pids) > 1 and pids[-1] == "1"
-    return False
+    return MARK.encode() in command_line(pid).split(b"\0")
 
 
 class Node:

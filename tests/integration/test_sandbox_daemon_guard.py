@@ -18,6 +18,7 @@ from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import descendants
 from prorl_trio.types.errors import SandboxLost
 from support.forking import ForkingProvider
+from support.processes import is_first
 
 TEST_TIMEOUT_S = 120
 ACTION_TIMEOUT_S = 60
@@ -149,11 +150,8 @@ def handled_signals(daemon):
 
 
 def daemon_in(before):
-    for process in descendants(os.getpid()) - before:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        if re.search(r"NSpid:\s+\d+\s+1$", status, re.M):
-            return process.pid
-    raise AssertionError("there is no daemon")
+    (daemon,) = (process.pid for process in descendants(os.getpid()) - before if is_first(process.pid))
+    return daemon
 
 
 async def attack(provider, by):

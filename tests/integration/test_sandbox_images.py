@@ -21,6 +21,7 @@ from prorl_trio.testing import sandbox_contract as sandbox_isolation_checks
 from prorl_trio.testing import sandbox_process_checks
 from prorl_trio.testing.sandbox_contract import Contract
 from prorl_trio.types.errors import SandboxLost, SandboxUnavailable
+from support.processes import parent_of
 from support.programs import find_busybox
 from support.skips import because
 
@@ -210,8 +211,7 @@ async def test_killed_launcher_of_a_sif_leaves_no_fuse_process(image_of, tmp_pat
             before = descendants(os.getpid())
             async with provider.open_sandbox(SandboxSpec(image=str(sif))) as sandbox:
                 started = descendants(os.getpid()) - before
-                ours = f"PPid:\t{os.getpid()}\n"
-                (launcher,) = (p for p in started if ours in Path(f"/proc/{p.pid}/status").read_text())
+                (launcher,) = (process for process in started if parent_of(process.pid) == os.getpid())
                 os.kill(launcher.pid, signal.SIGKILL)
                 with pytest.raises(SandboxLost):
                     await sandbox.bash("sleep 100", timeout_s=200)

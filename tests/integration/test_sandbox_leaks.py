@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import trio
@@ -16,6 +15,7 @@ from prorl_trio.sandbox.providers.registry import PROVIDERS
 from prorl_trio.sandbox.reaper import RECORD_NAME, descendants, is_alive, kill
 from prorl_trio.sandbox.run_dir import open_run_dir
 from prorl_trio.testing.sandbox_check import mounts_of_sandboxes
+from support.processes import command_line
 from support.skips import because
 
 NODE = """
@@ -96,7 +96,7 @@ async def test_kill_9_of_a_node_and_its_reaper(provider_name, tmp_path):
     with trio.fail_after(60):
         node, _ = await _start_node(provider_name, tmp_path)
         family = descendants(node.pid)
-        kill(process for process in family if b"reaper.py" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        kill(process for process in family if b"reaper.py" in command_line(process.pid))
         node.kill()
         await node.wait()
         assert list(tmp_path.glob(f"*/*/{RECORD_NAME}"))

@@ -92,9 +92,9 @@ class Rig:
         """Kill it, and start it again with what is on its disk; return when it is observed again."""
         self.process.kill()
         await self.process.wait()
-        self.engine.release()
         await self.start()
         await self._observer.status()
+        self.engine.release()  # not before: what ends unobserved is told to no observer
 
     async def observe(self, *, task_status):
         file = self.folder / "endpoint.json"

@@ -11,6 +11,7 @@ import trio.testing
 
 from prorl_ipc.errors import CallFailed
 from prorl_ipc.sandbox_calls import Exec, ExecInput, ExecInputTaken, ExecResult, Ping, Pong
+from support.processes import command_line
 
 CALLS = 8
 """A call that leaks a file descriptor is told by so many of them: a young daemon's own number varies by a few."""
@@ -95,13 +96,8 @@ async def test_another_user_has_its_own_home_groups_and_the_limits_of_all(start_
             sandbox, "sh", "-c", "setsid -f sleep 3700; echo $HOME", user="nobody", env={"HOME": "/"}, cwd="/"
         )
         assert result.stdout == b"/\n"
-        assert not [entry for entry in daemon.descendants() if b"sleep" in _command(entry.pid)]
+        assert not [entry for entry in daemon.descendants() if b"sleep" in command_line(entry.pid)]
     assert await daemon.wait_ended() == (0, "")
-
-
-def _command(pid):
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read()
 
 
 async def test_environment_and_directory_are_as_told(sandbox, tmp_path):
