@@ -72,8 +72,9 @@ async def _no_engine(url: str, _timeout_s: float) -> EngineClient:
 class _Node:
     """A `NodeApi` whose jobs end inside `take`."""
 
-    def __init__(self, node_id: str) -> None:
+    def __init__(self, node_id: str, tokens: int) -> None:
         self.node_id = node_id
+        self.tokens = tokens
         self.backends = Backends(_no_engine)
 
     async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
@@ -93,7 +94,7 @@ class _Node:
         """It examines nothing."""
 
     def take(self, spec: JobSpec, sink: SessionSink, attempt: int) -> None:
-        sink.deliver(_outcome(spec))
+        sink.deliver(_outcome(spec, self.tokens))
 
     def room(self, session_id: str, ahead: int) -> Room:
         return Room(room=PLACES - ahead, free=PLACES - ahead, run_workers=PLACES)
@@ -125,12 +126,12 @@ class _Node:
         return str(token_ids), []
 
 
-def _outcome(spec: JobSpec) -> Outcome:
+def _outcome(spec: JobSpec, tokens: int) -> Outcome:
     segment = Segment.from_arrays(
-        np.arange(TOKENS, dtype="<i4"),
-        np.full(TOKENS, -0.5, dtype="<f4"),
-        np.ones(TOKENS, dtype="u1"),
-        [PolicySpan(start=0, end=TOKENS, policy_version="0", engine="none")],
+        np.arange(tokens, dtype="<i4"),
+        np.full(tokens, -0.5, dtype="<f4"),
+        np.ones(tokens, dtype="u1"),
+        [PolicySpan(start=0, end=tokens, policy_version="0", engine="none")],
     )
     return Outcome(
         job_id=spec.job_id,
@@ -147,10 +148,10 @@ def _outcome(spec: JobSpec) -> Outcome:
 
 
 async def _serve(
-    folder: Path, number: int, nursery: trio.Nursery, *, task_status: trio.TaskStatus[NodeEntry]
+    folder: Path, number: int, tokens: int, nursery: trio.Nursery, *, task_status: trio.TaskStatus[NodeEntry]
 ) -> NoReturn:
     """Serve a node, and keep its entry fresh."""
-    node = _Node(f"node-{number:02d}")
+    node = _Node(f"node-{number:02d}", tokens)
     sessions = SessionTable(Journal(MemoryLedger(), nursery, sys.maxsize), SessionLimits())
     serve = partial(serve_edges, node, ListenConfig(port=0), Door(TOKEN.encode()), sessions=sessions)
     host, port = await nursery.start(serve)
@@ -174,14 +175,14 @@ async def _serve(
 
 
 @asynccontextmanager
-async def serve_fakes(path: str, count: int) -> AsyncIterator[At]:
+async def serve_fakes(path: str, count: int, tokens: int = TOKENS) -> AsyncIterator[At]:
     """Serve nodes without agents, whose jobs end as soon as they are taken, in a process of their own.
 
     Each has a real WebSocket edge, sessions in memory, and an entry in the folder of its fleet.
     """
     folder = claim_folder(Path(path))
     async with open_single_nursery() as nursery:
-        entries = [await nursery.start(_serve, folder, number, nursery) for number in range(count)]
+        entries = [await nursery.start(_serve, folder, number, tokens, nursery) for number in range(count)]
         yield At(entries[0].url)
         nursery.cancel_scope.cancel()
 
@@ -197,6 +198,37 @@ async def serve_head(folder: str) -> AsyncIterator[At]:
         host, port = await nursery.start(serve_fleet, config)
         yield At(f"ws://{host}:{port}")
         nursery.cancel_scope.cancel()
+
+
+LONG_TOKENS: Final = 32 * 1024
+
+
+class Hop(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds of CPU for an outcome of `LONG_TOKENS` tokens."""
+
+    head_ms: float
+    client_ms: float
+
+
+async def measure_hop(*, rounds: int) -> dict[str, Hop]:
+    """Have a trainer on the machine of a head take long outcomes, and read each token.
+
+    Returns:
+        By way: "by reference", where the trainer maps the head's arena, and "as frames".
+    """
+    tell(f"{rounds * BATCH} outcomes of {LONG_TOKENS} tokens through the head of one node, for what they cost it")
+    with tempfile.TemporaryDirectory(prefix="prorl-perf-") as name:
+        folder, hops = Path(name) / "fleet", {}
+        async with (
+            open_child(serve_fakes, str(folder), 1, LONG_TOKENS, ready=At),
+            open_child(serve_head, str(folder), ready=At) as (head, _),
+        ):
+            for way, shared_memory in (("by reference", True), ("as frames", False)):
+                async with connect(fleet=folder, shared_memory=shared_memory) as client:
+                    await _wait_members(client, 1)
+                    head_s, client_s, _ = await _measure_jobs(client, rounds, head.cpu_s)
+                hops[way] = Hop(head_ms=1e3 * head_s, client_ms=1e3 * client_s)
+    return hops
 
 
 READS: Final = 50
@@ -280,8 +312,9 @@ async def _batch(client: RolloutClient, name: str, *, jobs: int = BATCH) -> None
         for job_id in [f"{name}-{number}" for number in range(jobs)]
     ]
     await submit_all(client, specs)
-    async for _ in client.results(jobs):
-        pass
+    async for outcome in client.results(jobs):
+        assert outcome.trajectory is not None
+        outcome.trajectory.segments[0].token_ids.sum()
 
 
 def time_reads(folder: Path) -> float:

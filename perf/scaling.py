@@ -23,7 +23,7 @@ import msgspec
 import trio
 
 from perf.batch import HEAVY, TOKENS
-from perf.fleet_head import measure_fleet_cost
+from perf.fleet_head import LONG_TOKENS, Hop, measure_fleet_cost, measure_hop
 from perf.harness import Line, Lines, Report, Rows, caption_of, rows_of, run_benchmark, tell
 from perf.node_rig import measure_crowd, open_node_rig
 from perf.rollouts import run_span, steady_rate
@@ -312,6 +312,7 @@ async def measure_scaling(options: Options) -> Report:
     rollouts, rounds, idle_s = (100, 10, 2.0) if options.quick else (500, 40, 10.0)
     costs = await measure_costs(rollouts=rollouts, turns=5)
     heads = {nodes: await measure_fleet_cost(nodes, rounds=rounds, idle_s=idle_s) for nodes in MEASURED}
+    hops = await measure_hop(rounds=max(2, rounds // 4))
     sizes = {
         (work, nodes): FleetSize(
             nodes=nodes,
@@ -323,7 +324,7 @@ async def measure_scaling(options: Options) -> Report:
         for work in WORKERS
         for nodes in NODES
     }
-    return scaling_report(costs, heads, await simulate_all(simulate_fleet, sizes), rollouts=rollouts)
+    return scaling_report(costs, heads, hops, await simulate_all(simulate_fleet, sizes), rollouts=rollouts)
 
 
 def at(costs: Mapping[int, float], nodes: int) -> float:
@@ -350,9 +351,20 @@ HEAD_COLUMNS: Final[dict[str, Callable[[int], str] | str]] = {
 }
 
 
+HOP_TITLE: Final = f"An outcome of {LONG_TOKENS} tokens through the head, measured: CPU"
+
+
+def _hop_columns(hops: Mapping[str, Hop]) -> dict[str, Callable[[str], str]]:
+    return {
+        "of the head": lambda way: f"{hops[way].head_ms:.2f} ms",
+        "of the trainer's client": lambda way: f"{hops[way].client_ms:.2f} ms",
+    }
+
+
 def scaling_report(
     costs: Mapping[str, float],
     heads: Mapping[int, Mapping[str, float]],
+    hops: Mapping[str, Hop],
     runs: Mapping[tuple[Work, int], FleetRun],
     *,
     rollouts: int,
@@ -362,12 +374,15 @@ def scaling_report(
     Args:
         costs: see `measure_costs`.
         heads: see `measure_fleet_cost`, by the number of nodes.
+        hops: see `measure_hop`.
         runs: by work and nodes.
         rollouts: that the costs are of.
     """
     metrics = {f"scaling.{name}": value for name, value in costs.items()}
     for nodes, head in heads.items():
         metrics |= {f"scaling.head.{nodes}.{name}": value for name, value in head.items()}
+    for way, hop in hops.items():
+        metrics |= {f"scaling.hop.{way.replace(' ', '_')}.{k}": v for k, v in msgspec.structs.asdict(hop).items()}
     for (work, nodes), run in runs.items():
         times = run.jobs_per_s / runs[work, 1].jobs_per_s
         of_run = {"rollouts_per_s": run.jobs_per_s, "times": times, "efficiency": times / nodes}
@@ -377,7 +392,11 @@ def scaling_report(
     points = {words: {n: metrics[f"scaling.{work}.{n}.times"] for n in counts} for work, words in WORDS.items()}
     return Report(
         title="Figure 5, simulated",
-        tables=[_rows(counts, metrics), rows_of(HEAD_TITLE, heads, HEAD_COLUMNS, metrics=metrics, of="scaling.head")],
+        tables=[
+            _rows(counts, metrics),
+            rows_of(HEAD_TITLE, heads, HEAD_COLUMNS, metrics=metrics, of="scaling.head"),
+            rows_of(HOP_TITLE, hops, {"to a trainer beside it": str, **_hop_columns(hops)}),
+        ],
         figures=[throughput_lines(counts, points)],
         notes=_caption(costs, heads, runs, metrics, rollouts),
         detail_metrics=metrics,

@@ -207,6 +207,12 @@ class TokenBuffer:
         loss_mask[start:end] = logprobs is not None
         self._length = end
 
+    def fill(self, arrays: TokenArrays) -> None:
+        """Copy arrays of at most its present capacity into a buffer without tokens, and seal it."""
+        self._length = len(arrays.token_ids)
+        self._copy_from(arrays)
+        self.seal()
+
     def seal(self) -> ArenaRef:
         """End the writing and shrink to the blocks that are needed; returns what names the tokens. Idempotent.
 
@@ -355,6 +361,16 @@ class Arena:
         """
         buffer = TokenBuffer(self, self.blocks_for(tokens), reserved=reserve)
         self._open.add(buffer)
+        return buffer
+
+    def copy_nowait(self, arrays: TokenArrays) -> TokenBuffer:
+        """Return a sealed buffer with a copy of these arrays.
+
+        Raises:
+            ArenaFull: there is no such room now.
+        """
+        buffer = self.open_nowait(len(arrays.token_ids))
+        buffer.fill(arrays)
         return buffer
 
     async def wait_room(self, tokens: int) -> None:

@@ -33,6 +33,7 @@ from prorl_ipc.errors import ChannelBroken, HandshakeRefused, IpcError, Protocol
 from prorl_ipc.framing import FrameDecoder, encode_frame
 from prorl_ipc.handshake import HANDSHAKE_TIMEOUT_S
 from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.wire import UNDECODABLE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -127,7 +128,7 @@ def _refuse_user(stream: trio.SocketStream) -> ArenaRefused | None:
 def _refusal_of(payload: bytes, admits: Callable[[str], bool]) -> ArenaRefused | None:
     try:
         hello = _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         return ArenaRefused(code="protocol", message=f"not a frame of this protocol: {exc}")
     if not isinstance(hello, ArenaHello):
         return ArenaRefused(code="protocol", message=f"a reader begins with ArenaHello, not {type(hello).__name__}")
@@ -252,7 +253,7 @@ async def _receive_answer(stream: trio.SocketStream, fds: array.array[int]) -> A
         decoder.feed(chunk)
     try:
         return _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise ProtocolViolation(f"the answer is not a frame of this protocol: {exc}") from None
 
 

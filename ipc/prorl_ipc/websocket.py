@@ -23,6 +23,7 @@ import wsproto.utilities
 from prorl_ipc.errors import ChannelBroken, ProtocolViolation
 from prorl_ipc.nursery import single_exception
 from prorl_ipc.session import MAX_MESSAGE_BYTES, HeartbeatPing, HeartbeatPong
+from prorl_ipc.wire import UNDECODABLE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -308,7 +309,7 @@ class WebSocketLink(Generic[FrameT]):
             raise ProtocolViolation(f"{announced} frames in one message, more than the {BATCH_FRAMES} allowed")
         try:
             frames = self._decode(message)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        except UNDECODABLE as exc:
             raise ProtocolViolation(f"message of {len(message)} bytes is not a frame: {exc}") from None
         if isinstance(frames, list):
             self._received.extend(frames)

@@ -21,7 +21,7 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 """Default maximum of one frame's payload."""
 
-UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+UNDECODABLE = (msgspec.DecodeError, ValueError, RecursionError)
 """Exceptions of msgspec for bytes that are not what they should be: also text that is not UTF-8, and endless
 nesting."""
 

@@ -50,7 +50,7 @@ def head_tables(common: Mapping[str, Any], own: Mapping[str, Any], *, fleet_dir:
     listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
     return {
         **own,
-        "listen": {**listen, "port": 0, "unix_socket": "", **own.get("listen", {})},
+        "listen": {**listen, "port": 0, "unix_socket": "auto", **own.get("listen", {})},
         "fleet": {**common.get("fleet", {}), **own.get("fleet", {}), "dir": fleet_dir},
         "ledger": {**common.get("ledger", {}), "dir": ledger, **own.get("ledger", {})},
     }

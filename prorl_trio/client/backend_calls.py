@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, ParamSpec, Self, cast, ov
 import msgspec
 
 from prorl_ipc.session import BackendsAnswer, CallBackends
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.types.backends import (
     AddBackend,
     AnswerT,
@@ -132,7 +133,7 @@ class BackendCalls(_BackendVerbs, abc.ABC):
             raise _error_of(answer)
         try:
             return cast("AnswerT", msgspec.msgpack.decode(answer.answer, type=request.answer))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        except UNDECODABLE as exc:
             raise ProtocolError(f"the answer to {request.operation!r} cannot be read: {exc}") from None
 
 

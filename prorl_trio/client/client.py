@@ -37,6 +37,7 @@ from prorl_ipc.session import (
 )
 from prorl_ipc.tls import client_context
 from prorl_ipc.websocket import LinkLimits
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.client.address import Address, EndpointFile, HeadFile
 from prorl_trio.client.agents import open_agent
 from prorl_trio.client.backend_calls import BackendCalls
@@ -121,7 +122,7 @@ class ObservedStream:
             return Observed(frame.session_id, frame.job_id, frame.status, frame.detail)
         try:
             outcome = _decode_outcome(frame.outcome)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        except UNDECODABLE as exc:
             raise ProtocolError(f"the observed outcome of job {frame.job_id!r} cannot be read: {exc}") from None
         return Observed(frame.session_id, frame.job_id, outcome.status, outcome.error, outcome)
 

@@ -10,6 +10,7 @@ import trio
 
 from prorl_ipc.errors import IpcError, StaleReference
 from prorl_ipc.session import OutcomeFrame, OutcomeRefFrame
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Outcome
 from prorl_trio.types.outcome_refs import join_outcome
@@ -173,7 +174,7 @@ class ResultCalls:
             return join_outcome(frame, self._state.arenas)
         except StaleReference:
             raise
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IpcError) as exc:
+        except (*UNDECODABLE, IpcError) as exc:
             raise _unreadable(frame, exc) from None
 
 

@@ -10,6 +10,7 @@ from prorl_trio.config.listen import ListenConfig, RestConfig
 from prorl_trio.config.node import (
     NODE_ID,
     AdmissionConfig,
+    ArenaConfig,
     FleetConfig,
     LedgerConfig,
     ModelConfig,
@@ -33,6 +34,8 @@ class HeadConfig(Table, frozen=True):
         model: of the fleet. Only the ProRL endpoints need it (`rest.prorl_compat`).
         allowed_engines: addresses of engines that may be added by those endpoints, as `backends.allowed` of a node;
             empty: those of this machine.
+        arena: memory for outcomes of trainers on the same machine. All of it may hold outcomes that wait
+            (`shared_bytes`), as nothing is recorded here; so `room_timeout_s` has no effect.
         ledger: `dir` should be on a disk that the head's next start finds, which `auto` is on the same machine.
         drain_timeout_s: time after the first SIGTERM for live jobs to end by themselves. What is left then is the next
             start's, if the ledger is on a disk; else it is cancelled.
@@ -52,6 +55,7 @@ class HeadConfig(Table, frozen=True):
     fleet: FleetConfig = FleetConfig()
     model: ModelConfig | None = None
     allowed_engines: list[str] = msgspec.field(default_factory=list)
+    arena: ArenaConfig = ArenaConfig()
     ledger: LedgerConfig = LedgerConfig()
     admission: AdmissionConfig = AdmissionConfig(max_live=200_000, max_live_per_session=200_000)
     monitoring: MonitoringConfig = MonitoringConfig()

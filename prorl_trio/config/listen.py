@@ -53,7 +53,8 @@ class ListenConfig(Table, frozen=True):
         endpoint_file: written once the node listens: `{"url": "ws://...", "rest_url": "http://..."}`; empty: none.
         unix_socket: path of one more listener, for trainers on the same host (`unix://PATH`), never with TLS; through
             the socket beside it they map the arena. Its folder must have mode 0700, and is made so if it is missing.
-            `auto`: in a folder beside the endpoint file, if there is one; empty: none.
+            `auto`: in a folder beside the endpoint file, if there is one, and for the head of a fleet without, in the
+            machine's temporary folder; empty: none.
         hosts: host names by which proxies and clients without the token address this node, as
             `["rollouts.example.com"]`, and whose pages may use it from a browser. IP addresses, `localhost`, the
             machine's name and the names in `listen.host` and `fleet.advertise` need not be listed. Requests that have
@@ -101,12 +102,15 @@ class ListenConfig(Table, frozen=True):
     heartbeat_interval_s: Seconds = 10.0
     heartbeat_timeout_s: Seconds = 30.0
 
-    def unix_path(self) -> Path | None:
-        """Return the path of the Unix socket, or None if there is none."""
+    def unix_path(self, default: Path | None = None) -> Path | None:
+        """Return the path of the Unix socket, or None if there is none.
+
+        `default` is that of `auto` where there is no endpoint file.
+        """
         if self.unix_socket != "auto":
             return Path(self.unix_socket) if self.unix_socket else None
         if not self.endpoint_file:
-            return None
+            return default
         endpoint = Path(self.endpoint_file)
         return endpoint.with_name(f".{endpoint.stem}") / "node"
 

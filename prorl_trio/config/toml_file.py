@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.file_systems import read_regular
 from prorl_trio.types.errors import ConfigError, field_error
 
@@ -40,7 +41,7 @@ def read_toml(path: Path, table: type[_T], moved: Mapping[str, str] | None = Non
         raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
     except msgspec.ValidationError as exc:
         raise ConfigError(f"{path}: {exc}{_advice(field_error(exc), table, moved or {})}") from exc
-    except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # a number of too many digits; endless nesting
+    except UNDECODABLE as exc:  # a number of too many digits; endless nesting
         raise ConfigError(f"{path}: not TOML that can be read: {exc}") from exc
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.types.errors import (
     AdmissionRejected,
     BackendError,
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     _Encoded = bytes | msgspec.Raw
 
 BACKEND_RETRY_AFTER_S: Final = 5.0
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions that msgspec raises for bytes that do not decode to the requested type."""
 
 _T = TypeVar("_T")
 
@@ -72,7 +71,7 @@ def read(decode: Callable[[_Encoded], _T], body: _Encoded, *, prefix: str = "$")
     """
     try:
         return decode(body)
-    except UNREADABLE as exc:
+    except UNDECODABLE as exc:
         raise malformed_job(exc, prefix=prefix) from None
 
 
@@ -80,5 +79,5 @@ def job_id_of(decode: Callable[[msgspec.Raw], JobId], raw: msgspec.Raw) -> str |
     """Return the id of a job that cannot be decoded as a whole; None if its id cannot be decoded either."""
     try:
         return decode(raw).job_id
-    except UNREADABLE:
+    except UNDECODABLE:
         return None

@@ -13,6 +13,7 @@ import trio
 
 from prorl_ipc.nursery import open_single_nursery
 from prorl_ipc.session import Accepted, OutcomeFrame
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.fleet import events as on
 from prorl_trio.fleet.checks import JobChecks
 from prorl_trio.fleet.dispatch import Dispatch
@@ -60,7 +61,6 @@ MEMBER_LOOK_S: Final = 0.25
 MAX_SHOWN_JOBS: Final = 1_000
 RECOVERY_POLL_S: Final = 0.1
 WITHDRAWN: Final = "it runs on another node now"
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)
 RELAYED: Final = frozenset({"ready", "run", "ran", "eval"})
 """Stages on a member that are passed on. The head reports `queued` and `init` itself, and an end by the outcome."""
 
@@ -418,7 +418,7 @@ class Fleet:
         if self.observers:
             try:
                 self._show_end(live, outcome.decode())
-            except UNREADABLE as exc:  # its node may be of a later version
+            except UNDECODABLE as exc:  # its node may be of a later version
                 logger.warning("job %s has ended as %s, and its outcome is not shown: %s", job_id, outcome.status, exc)
         live.finished.set()
 
@@ -682,7 +682,7 @@ def _read(frame: OutcomeFrame, attempt: int) -> EncodedOutcome:
     data = bytes(frame.outcome)
     try:
         return EncodedOutcome.read(data)
-    except UNREADABLE as exc:
+    except UNDECODABLE as exc:
         lost = lost_outcome(frame.job_id, f"its node has sent what cannot be read: {exc}", max(1, attempt))
         return EncodedOutcome.of(lost, msgspec.msgpack.encode(lost))
 

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 import time
 import uuid
 from contextlib import asynccontextmanager
@@ -38,11 +39,13 @@ from prorl_trio.node.drain import drain, open_end_signals, until_started
 from prorl_trio.node.edges import check_listen, open_edges
 from prorl_trio.node.membership import Endpoints, advertised_host
 from prorl_trio.node.monitoring import open_monitoring
+from prorl_trio.node.parts import open_node_arena
 from prorl_trio.node.sessions import open_stored_journal
 from prorl_trio.rendezvous.entry import this_process
 from prorl_trio.rendezvous.folder import claim_folder
 from prorl_trio.rendezvous.head import HeadClaim, HeadEntry, HeadReplaced, remove_head, renew_head
 from prorl_trio.rendezvous.watch import FleetWatch
+from prorl_trio.sessions.encoding import SharedOutcomes
 from prorl_trio.sessions.limits import SessionLimits
 from prorl_trio.sessions.session_table import SessionTable
 from prorl_trio.supervision import service_task
@@ -52,6 +55,7 @@ from prorl_trio.types.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from prorl_ipc.arena import Arena
     from prorl_trio.config import HeadConfig, ListenConfig
     from prorl_trio.edges.auth import Door
     from prorl_trio.fleet.head import Fleet
@@ -156,54 +160,71 @@ async def _open_whole(
     folder = await run_sync(lambda: claim_folder(config.fleet.dir))
     await _wait_free(folder, trio.CapacityLimiter(1))  # before the ledger: on a shared disk it may be that head's
     ledger = ledger_folder(config, dict(os.environ))
-    async with open_monitoring(config) as monitoring, open_stored_journal(config.ledger, ledger) as journal:
-        limits = SessionLimits(
-            max_sessions=config.listen.max_sessions,
-            max_undelivered=config.max_undelivered,
-            max_message_bytes=config.listen.max_message_bytes,
-        )
-        sessions = SessionTable(journal, limits)
-        identity = await run_sync(lambda: _read_identity(ledger))
-        async with open_fleet_head(
-            _without_limit_of_attempts(config),
-            FleetWatch(folder),
-            sessions,
-            session_id=identity.session_id,
-            is_durable=ledger is not None,
-            model=identity.model,
-            observers=[*monitoring.observers, feed],
-            options={
-                "max_message_bytes": config.listen.max_message_bytes,
-                "reconnect_timeout_s": config.member_timeout_s,
-                "heartbeat_interval_s": config.listen.heartbeat_interval_s,
-                "heartbeat_timeout_s": config.listen.heartbeat_timeout_s,
-            },
-        ) as fleet:
-            if config.rest.prorl_compat and config.model is not None:
-                load = partial(load_chat_format, config.model, proven=False)  # it writes no prompts
-                fleet.chat_format = await trio.to_thread.run_sync(load)
-            starting.cancel("the head is there")
-            monitoring.watch_sessions(fleet, sessions)
-            monitoring.metrics.watch(
-                "member",
-                partial(_member_figures, fleet),
-                "A node of the fleet: the head's jobs there, and its places.",
-                label="member",
-            )
+    async with open_monitoring(config) as monitoring:
+        with open_node_arena(config.arena) as arena:
+            async with open_stored_journal(config.ledger, ledger) as journal:
+                limits = SessionLimits(
+                    max_sessions=config.listen.max_sessions,
+                    max_undelivered=config.max_undelivered,
+                    max_message_bytes=config.listen.max_message_bytes,
+                )
+                shared = None if arena is None else SharedOutcomes(arena, config.arena.shared_bytes or arena.size_bytes)
+                sessions = SessionTable(journal, limits, shared)
+                identity = await run_sync(lambda: _read_identity(ledger))
+                async with open_fleet_head(
+                    _without_limit_of_attempts(config),
+                    FleetWatch(folder),
+                    sessions,
+                    session_id=identity.session_id,
+                    is_durable=ledger is not None,
+                    model=identity.model,
+                    observers=[*monitoring.observers, feed],
+                    options={
+                        "max_message_bytes": config.listen.max_message_bytes,
+                        "reconnect_timeout_s": config.member_timeout_s,
+                        "heartbeat_interval_s": config.listen.heartbeat_interval_s,
+                        "heartbeat_timeout_s": config.listen.heartbeat_timeout_s,
+                    },
+                ) as fleet:
+                    if config.rest.prorl_compat and config.model is not None:
+                        load = partial(load_chat_format, config.model, proven=False)  # it writes no prompts
+                        fleet.chat_format = await trio.to_thread.run_sync(load)
+                    starting.cancel("the head is there")
+                    monitoring.watch_sessions(fleet, sessions)
+                    if arena is not None and shared is not None:
+                        figures = partial(_arena_figures, arena, shared)
+                        fleet.describe("arena", figures)
+                        monitoring.metrics.watch("arena", figures, "The shared memory of outcomes for trainers here.")
+                    monitoring.metrics.watch(
+                        "member",
+                        partial(_member_figures, fleet),
+                        "A node of the fleet: the head's jobs there, and its places.",
+                        label="member",
+                    )
 
-            @asynccontextmanager
-            async def membership(found_at: Endpoints) -> AsyncIterator[None]:
-                async with (
-                    _open_entry(config, edges.door, folder, found_at, stays=ledger is not None),
-                    open_single_nursery() as tasks,
-                ):
-                    fleet.start_members(config.recovery_timeout_s)
-                    tasks.start_soon(service_task(_keep_model, "fleet model"), fleet, ledger, identity)
-                    yield
-                    tasks.cancel_scope.cancel("shutdown")
+                    @asynccontextmanager
+                    async def membership(found_at: Endpoints) -> AsyncIterator[None]:
+                        async with (
+                            _open_entry(config, edges.door, folder, found_at, stays=ledger is not None),
+                            open_single_nursery() as tasks,
+                        ):
+                            fleet.start_members(config.recovery_timeout_s)
+                            tasks.start_soon(service_task(_keep_model, "fleet model"), fleet, ledger, identity)
+                            yield
+                            tasks.cancel_scope.cancel("shutdown")
 
-            async with open_edges(fleet, edges, sessions, None, feed, monitoring, membership) as address:
-                yield fleet, sessions, address
+                    edges_of_head = open_edges(
+                        fleet,
+                        edges,
+                        sessions,
+                        arena,
+                        feed,
+                        monitoring,
+                        membership,
+                        default_socket=_local_socket(config),
+                    )
+                    async with edges_of_head as address:
+                        yield fleet, sessions, address
 
 
 def _without_limit_of_attempts(config: HeadConfig) -> HeadConfig:
@@ -222,8 +243,16 @@ def ledger_folder(config: HeadConfig, environ: dict[str, str]) -> Path | None:
     """
     if config.ledger.dir != "auto":
         return Path(config.ledger.dir) if config.ledger.dir else None
-    name = hashlib.sha256(str(Path(config.fleet.dir).resolve()).encode()).hexdigest()[:16]
-    return config.ledger.folder(f"head-{name}", environ)
+    return config.ledger.folder(f"head-{_hash_of(config)}", environ)
+
+
+def _local_socket(config: HeadConfig) -> Path:
+    """Return the path of the head's Unix socket: of its user, its fleet and this machine."""
+    return Path(tempfile.gettempdir()) / f"prorl-head-{os.geteuid()}-{_hash_of(config)}" / "head"
+
+
+def _hash_of(config: HeadConfig) -> str:
+    return hashlib.sha256(str(Path(config.fleet.dir).resolve()).encode()).hexdigest()[:16]
 
 
 def _read_identity(ledger: Path | None) -> _Identity:
@@ -264,6 +293,10 @@ async def _keep_model(fleet: Fleet, ledger: Path | None, identity: _Identity) ->
             known = msgspec.structs.replace(identity, model=model)
             await run_sync(partial(_write_identity, ledger, known))
             written = model
+
+
+def _arena_figures(arena: Arena, shared: SharedOutcomes) -> dict[str, object]:
+    return {**msgspec.structs.asdict(arena.statistics()), "shared": shared.statistics()}
 
 
 def _member_figures(fleet: Fleet) -> dict[str, dict[str, float]]:

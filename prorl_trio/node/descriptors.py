@@ -38,6 +38,7 @@ def check_descriptors(config: NodeConfig | HeadConfig) -> None:
         "listen.max_sessions": listen.max_sessions + LEAVING,
         "listen.max_connections": listen.max_connections,
         "listen.max_unauthenticated": listen.max_unauthenticated,
+        "arena.max_readers": config.arena.max_readers if config.arena.enabled else 0,
     }
     if isinstance(config, NodeConfig):
         needs |= _needs_of_rollouts(config)
@@ -62,5 +63,4 @@ def _needs_of_rollouts(config: NodeConfig) -> dict[str, int]:
         "stages.eval_workers": stages.eval_workers * (PER_ROLLOUT + PER_SCORER),
         "sandbox.max_warm": sandbox.max_warm * PER_ROLLOUT,
         "sandbox.max_concurrent_starts": sandbox.max_concurrent_starts * PER_START,
-        "arena.max_readers": config.arena.max_readers if config.arena.enabled else 0,
     }

@@ -12,7 +12,6 @@ import trio
 
 from prorl_ipc.arena_socket import serve_arena
 from prorl_ipc.nursery import open_single_nursery
-from prorl_trio.config import NodeConfig
 from prorl_trio.config.secrets import load_token
 from prorl_trio.edges.auth import Door
 from prorl_trio.edges.endpoints import announce, check_endpoint_file, endpoint_url, rest_url
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from prorl_ipc.arena import Arena
-    from prorl_trio.config import HeadConfig
+    from prorl_trio.config import ArenaConfig, HeadConfig, NodeConfig
     from prorl_trio.edges.rest.call import Endpoint
     from prorl_trio.edges.rest.events import EventFeed
     from prorl_trio.node.monitoring import Monitoring
@@ -116,11 +115,13 @@ async def open_edges(
     feed: EventFeed,
     monitoring: Monitoring,
     membership: Callable[[Endpoints], AbstractAsyncContextManager[None]],
+    *,
+    default_socket: Path | None = None,
 ) -> AsyncIterator[tuple[str, int]]:
     """Bind all addresses, restore the sessions of a former process, then let trainers in; yield the (host, port).
 
     `feed` is the source of REST's event streams. `membership` is opened with the addresses, so that others find them.
-    On leaving, all listeners and connections close.
+    `default_socket`: see `ListenConfig.unix_path`. On leaving, all listeners and connections close.
 
     Raises:
         ConfigError: an address cannot be bound, or a file not be read or written; says what to do.
@@ -134,12 +135,12 @@ async def open_edges(
         for listener in listeners:
             stack.push_async_exit(listener)
         await recover_sessions(sessions, node, config.ledger)
-        local = await trio.to_thread.run_sync(claim_local_sockets, listen)
+        local = await trio.to_thread.run_sync(claim_local_sockets, listen, default_socket)
         if local is not None:
             stack.callback(release_local_sockets, listen, local)
         accept = await stack.enter_async_context(open_single_nursery())
-        if local is not None and arena is not None and isinstance(config, NodeConfig):
-            await _open_arena_socket(config, edges.door, arena, local.arena, accept)
+        if local is not None and arena is not None:
+            await _open_arena_socket(config.arena, edges.door, arena, local.arena, accept)
         serve = partial(
             serve_edges,
             node,
@@ -173,14 +174,14 @@ async def open_edges(
         accept.cancel_scope.cancel("shutdown")
 
 
-async def _open_arena_socket(config: NodeConfig, door: Door, arena: Arena, path: Path, accept: trio.Nursery) -> None:
+async def _open_arena_socket(config: ArenaConfig, door: Door, arena: Arena, path: Path, accept: trio.Nursery) -> None:
     """Serve the arena's socket in `accept`, so that trainers on this host can map the arena; return once it listens.
 
     Raises:
         ConfigError: the socket cannot be bound.
     """
     try:
-        serve = partial(serve_arena, arena, path, admits=door.admits, max_readers=config.arena.max_readers)
+        serve = partial(serve_arena, arena, path, admits=door.admits, max_readers=config.max_readers)
         await accept.start(service_task(serve, "arena", restarts=False))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"listen.unix_socket: {exc}") from exc

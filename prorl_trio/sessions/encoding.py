@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from prorl_ipc.arena_memory import TOKEN_BYTES
+from prorl_ipc.arena_memory import TOKEN_BYTES, TokenArrays
+from prorl_ipc.errors import ArenaFull
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.types.errors import MalformedJob
 from prorl_trio.types.models import EncodedOutcome, JobSpec, Outcome, TaskInstance, Timing
 from prorl_trio.types.outcome_refs import refs_of, split_outcome
 
 if TYPE_CHECKING:
-    from prorl_ipc.arena import Arena
+    from collections.abc import Sequence
+
+    from prorl_ipc.arena import Arena, TokenBuffer
+    from prorl_ipc.arena_memory import ArenaRef
     from prorl_ipc.session import OutcomeRefFrame
     from prorl_trio.types.errors import FailureCause
 
@@ -83,16 +88,49 @@ class SharedOutcomes:
         refs = refs_of(outcome)
         if refs is None or not all(map(self._arena.has, refs)):
             return
+        if not self._pin(session_id, outcome, refs):
+            self._no_room_total += 1
+
+    def add_copy(self, session_id: str, outcome: EncodedOutcome) -> None:
+        """Copy the tokens of an outcome that came from another process into the arena, and pin them.
+
+        Do nothing if it cannot be read, or they do not fit: what no present reader was sent is dropped for them first.
+        """
+        try:
+            whole = outcome.decode()
+        except UNDECODABLE:  # it is sent as it is
+            return
+        if self._pin_copy(session_id, whole):
+            return
+        self.make_room()
+        if not self._pin_copy(session_id, whole):
+            self._no_room_total += 1
+
+    def _pin_copy(self, session_id: str, outcome: Outcome) -> bool:
+        buffers: list[TokenBuffer] = []
+        try:
+            for segment in [] if outcome.trajectory is None else outcome.trajectory.segments:
+                arrays = TokenArrays(segment.token_ids, segment.logprobs, segment.loss_mask)
+                buffers.append(self._arena.copy_nowait(arrays))
+            return self._pin(session_id, outcome, [buffer.seal() for buffer in buffers])
+        except ArenaFull:
+            return False
+        finally:
+            for buffer in buffers:
+                buffer.release()
+
+    def _pin(self, session_id: str, outcome: Outcome, refs: Sequence[ArenaRef]) -> bool:
+        """Pin tokens that are in the arena; return False if they would be too many."""
         frame = split_outcome(0, outcome, refs)
         size_bytes = memoryview(frame.outcome).nbytes + sum(ref.capacity for ref in refs) * TOKEN_BYTES
         if self._size_bytes + size_bytes > self._max_bytes:
-            self._no_room_total += 1
-            return
+            return False
         self.remove(session_id, outcome.job_id)
         for ref in refs:
             self._arena.hold(ref, _holder(session_id))
         self._shared[session_id, outcome.job_id] = _Shared(frame, size_bytes)
         self._size_bytes += size_bytes
+        return True
 
     def frame(self, session_id: str, job_id: str, cursor: int, reader_id: str) -> bytes | None:
         """Return the encoded `OutcomeRefFrame` of an outcome for a reader, and pin its tokens for that reader.

@@ -273,7 +273,7 @@ class Session:
             return
         outcome, data = encode_outcome(outcome, self._limits.max_message_bytes)
         effects = job.apply(self._ended(EncodedOutcome.of(outcome, data)))
-        if effects.store and self.shared is not None and self._listener is not None and self._listener.reader_id:
+        if effects.store and self.shared is not None and self._maps_arena:
             self.shared.add(self.session_id, outcome)
         self._carry_out(job, effects)
 
@@ -284,7 +284,15 @@ class Session:
             stored(True)
             return
         job.senders.append(stored)
-        self._apply(job, self._ended(fit_outcome(outcome, self._limits.max_message_bytes), elsewhere=True))
+        outcome = fit_outcome(outcome, self._limits.max_message_bytes)
+        effects = job.apply(self._ended(outcome, elsewhere=True))
+        if effects.store and self.shared is not None and self._maps_arena:
+            self.shared.add_copy(self.session_id, outcome)
+        self._carry_out(job, effects)
+
+    @property
+    def _maps_arena(self) -> bool:
+        return self._listener is not None and bool(self._listener.reader_id)
 
     def _ended(self, outcome: EncodedOutcome, *, elsewhere: bool = False) -> Ended:
         requeue = outcome.error_code == "shutdown" and not self.journal.ends_cut_jobs

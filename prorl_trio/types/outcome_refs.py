@@ -8,6 +8,7 @@ import msgspec
 
 from prorl_ipc.arena_memory import SealedArray
 from prorl_ipc.session import OutcomeRefFrame
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.types.errors import ProtocolError
 from prorl_trio.types.models import Outcome, Segment, Trajectory
 
@@ -78,7 +79,7 @@ def join_outcome(frame: OutcomeRefFrame, mapped: Mapped) -> Outcome:
     """
     try:
         outcome = _decode_outcome(frame.outcome)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise ProtocolError(f"outcome {frame.cursor} of job {frame.job_id!r} cannot be read: {exc}") from None
     trajectory = outcome.trajectory
     segments = [] if trajectory is None else trajectory.segments

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.types.model_facts import architecture_of, differing_field
 from prorl_trio.weights.errors import WeightsRefused
 from prorl_trio.weights.safetensors import read_header
@@ -149,5 +150,5 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     except OSError as exc:
         raise WeightsRefused(f"{path}: it cannot be read: {exc.strerror}") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise WeightsRefused(f"{path}: it is no JSON object: {exc}") from exc

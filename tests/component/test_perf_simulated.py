@@ -11,7 +11,7 @@ import pytest
 
 from perf.ablation import BASE, GOALS, PAPER, VARIANTS, ablation_report
 from perf.dapo import POLICIES, dapo_report
-from perf.fleet_head import measure_fleet_cost
+from perf.fleet_head import Hop, measure_fleet_cost, measure_hop
 from perf.scaling import WORKERS, FleetSize, at, scaling_report, simulate_fleet
 from perf.training import Conditions, lognormal, mean_of, simulate_steps
 from support.quiet_clock import wait_until
@@ -121,7 +121,7 @@ def test_work_that_grows_scales_and_a_fixed_batch_does_not():
         (work, nodes): {1: one, 3: three if work == "growing" else fixed}[nodes] for work in WORKERS for nodes in (1, 3)
     }
     heads = {1: head_of(1.0), 64: head_of(64.0)}
-    report = scaling_report({"client_ms": 1.0, "turn_ms": 1.0}, heads, runs, rollouts=4)
+    report = scaling_report({"client_ms": 1.0, "turn_ms": 1.0}, heads, HOPS, runs, rollouts=4)
     assert report.detail_metrics["scaling.head.64.job_ms"] == 64
     assert report.detail_metrics["scaling.head.64.folder_read_ms"] == 5
     assert [row[0] for row in report.tables[1].rows] == ["1", "64"]
@@ -144,6 +144,9 @@ def head_of(job_ms):
     }
 
 
+HOPS = {way: Hop(head_ms=1.0, client_ms=0.5) for way in ("by reference", "as frames")}
+
+
 def test_the_cost_of_a_head_has_a_part_that_is_fixed_and_one_for_each_node():
     assert [round(at({1: 4.0, 8: 900.0, 64: 67.0}, nodes)) for nodes in (1, 32, 64)] == [4, 35, 67]
     assert at({1: 4.0, 64: 0.0}, 128) == 0
@@ -154,6 +157,12 @@ async def test_the_head_of_a_fleet_is_measured_over_real_connections():
     assert cost.keys() == head_of(1.0).keys()
     assert min(cost[name] for name in cost if name != "idle_busy") > 0
     assert cost["idle_busy"] >= 0
+
+
+async def test_long_outcomes_cross_a_head_by_reference_and_as_frames():
+    hops = await measure_hop(rounds=1)
+    assert hops.keys() == HOPS.keys()
+    assert all(hop.head_ms > 0 and hop.client_ms > 0 for hop in hops.values())
 
 
 def test_a_gain_below_the_papers_is_shown_as_missed(steps):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from contextlib import asynccontextmanager, contextmanager
@@ -269,16 +271,17 @@ async def open_fleet_of_one(folder: Path, sessions: SessionTable) -> AsyncIterat
 async def head_process(folder: Path, ledger: Path, log: Path) -> AsyncIterator[trio.Process]:
     """Run `prorl-trio fleet`; yield the process when it says READY, and kill it."""
     command = [sys.executable, "-m", "prorl_trio.cli", "fleet", f"--dir={folder}", f"--ledger={ledger}"]
-    with log.open("ab") as errors:
-        process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE, stderr=errors)
-    assert process.stdout is not None
-    try:
-        said = b""
-        while b"READY" not in said:
-            said += await process.stdout.receive_some() or pytest.fail(f"it has ended: {log.read_text()[-2000:]}")
-        yield process
-    finally:
-        process.kill()
-        with trio.CancelScope(shield=True):
-            await process.wait()
-            await process.stdout.aclose()
+    with tempfile.TemporaryDirectory(prefix="head-") as local, log.open("ab") as errors:
+        env = {**os.environ, "TMPDIR": local}
+        process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE, stderr=errors, env=env)
+        assert process.stdout is not None
+        try:
+            said = b""
+            while b"READY" not in said:
+                said += await process.stdout.receive_some() or pytest.fail(f"it has ended: {log.read_text()[-2000:]}")
+            yield process
+        finally:
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+                await process.stdout.aclose()

@@ -89,7 +89,7 @@ def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[s
     made = {
         **common,
         "node_id": f"{name}-{env.get('SLURM_NODEID', '0')}",
-        "listen": {"port": 0, **_listen(common, machine.address)},
+        "listen": {"port": 0, **_listen(common, machine.address), "unix_socket": ""},
         "fleet": fleet,
     }
     if machine.drain_s is not None:
@@ -115,8 +115,7 @@ def head_config(common: Mapping[str, Any], own: Mapping[str, Any], machine: Mach
 
 
 def _listen(common: Mapping[str, Any], address: str) -> dict[str, Any]:
-    listen = {**common.get("listen", {}), "unix_socket": ""}
-    listen.pop("endpoint_file", None)
+    listen = {key: value for key, value in common.get("listen", {}).items() if key != "endpoint_file"}
     if listen.get("host", _LOOPBACK[0]) in _LOOPBACK:
         listen["host"] = address
     return listen

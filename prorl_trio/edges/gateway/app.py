@@ -19,6 +19,7 @@ import msgspec
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.agent.gateway import BadQuestion, RolloutOver
 from prorl_trio.agent.program import MODEL
 from prorl_trio.edges.gateway import chat, google, messages, responses
@@ -362,7 +363,7 @@ async def _body(receive: Receive, headers: Mapping[str, str]) -> dict[str, Any]:
             raise Problem("too_large", f"a request has at most {MAX_BODY_BYTES} bytes")
     try:
         body = msgspec.json.decode(_unpacked(bytes(received), headers.get("content-encoding", "identity")))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNDECODABLE as exc:
         raise Problem("bad_request", f"the body is no JSON: {exc}") from exc
     if not isinstance(body, dict):
         raise Problem("bad_request", "the body is no JSON object")

@@ -28,16 +28,16 @@ class LocalSockets(NamedTuple):
     arena: Path
 
 
-def claim_local_sockets(listen: ListenConfig) -> LocalSockets | None:
+def claim_local_sockets(listen: ListenConfig, default: Path | None = None) -> LocalSockets | None:
     """Create the folder for the sockets if it is missing, and remove sockets that a killed node left there.
 
     Returns their paths; None if none are configured, or if `auto` is and they cannot be had, which is logged. The
-    listener unlinks the sockets at its end. Blocks on the disk.
+    listener unlinks the sockets at its end. `default`: see `ListenConfig.unix_path`. Blocks on the disk.
 
     Raises:
         ConfigError: a configured path is too long, its folder is not ours alone, or a node listens there.
     """
-    node = listen.unix_path()
+    node = listen.unix_path(default)
     if node is None:
         return None
     sockets = LocalSockets(node, node.with_name(node.name + ".arena"))
@@ -62,7 +62,7 @@ def check_local_sockets(listen: ListenConfig) -> None:
 
 
 def release_local_sockets(listen: ListenConfig, sockets: LocalSockets) -> None:
-    """Remove the folder that `auto` creates beside the endpoint file, if it is empty. A configured folder is kept."""
+    """Remove the folder that `auto` creates, if it is empty. A configured folder is kept."""
     if listen.unix_socket == "auto":
         with suppress(OSError):
             sockets.node.parent.rmdir()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.tasks.sets.fields import RowError, kind_of
 from prorl_trio.types.errors import ConfigError
 
@@ -72,7 +73,7 @@ def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any]
     if first.lstrip()[:1] in (b"[", b"{") and not _is_json(first):
         try:
             whole = msgspec.json.decode(content)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNDECODABLE:
             if first.strip() in (b"[", b"{"):
                 raise ConfigError(f"{path} is one JSON value over several lines, and {_why(content)}") from None
             whole = None
@@ -95,7 +96,7 @@ def _json_rows(path: Path, content: bytes) -> Iterator[tuple[str, dict[str, Any]
 def _row_of(line: bytes) -> dict[str, Any] | RowError:
     try:
         row = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return RowError(_why(line))
     return _object(row, line)
 
@@ -137,7 +138,7 @@ def _name_given_twice(content: bytes) -> str:
 def _is_json(line: bytes) -> bool:
     try:
         msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return False
     return True
 
