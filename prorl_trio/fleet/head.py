@@ -464,9 +464,10 @@ class Fleet:
         logger.info("node %s has joined the fleet, with %d jobs", member.node_id, len(holds))
         self.apply(on.Joined(member.node_id, holds))
         self._pools.policy.joined(member)
-        self._nursery.start_soon(self._settle_policy)
+        self._nursery.start_soon(self._settle_policy, member)
 
-    async def _settle_policy(self) -> None:
+    async def _settle_policy(self, member: Member) -> None:
+        await self._pools.owners.adopt(member)
         await self._pools.policy.settle()
         await self._pools.owners.give_back()
 

@@ -313,7 +313,7 @@ class FleetPools:
 
 
 class _Placed(NamedTuple):
-    """A backend that this head gave to the node `node_id`; `host` is the machine that its engine is on."""
+    """A backend that the head gave to the node `node_id`; `host` is the machine that its engine is on."""
 
     node_id: str
     weight: float | None
@@ -321,7 +321,7 @@ class _Placed(NamedTuple):
 
 
 class _BackendOwners:
-    """The nodes that have the backends, as far as this head has seen to it.
+    """The nodes that have the backends, as far as the head has seen to it, at this start or before.
 
     A backend goes to a node on its own host if there is one, of several candidates to that with the fewest. Those of a
     lost node, by its configuration or because this head added them there, go to others in the same way, as long as
@@ -342,6 +342,19 @@ class _BackendOwners:
         node_id = await self._give(request, host)
         self._placed[url] = _Placed(node_id, request.weight, host)
         self._withheld.discard(url)
+
+    async def adopt(self, member: Member) -> None:
+        """Note the backends of a node that no configuration names: an earlier start of this head gave them to it."""
+        try:
+            listed = await member.client.list_backends()
+        except ServiceError as exc:
+            logger.info("node %s does not tell its backends: %s", member.node_id, exc)
+            return
+        configured = {url for each in self._members.values() for url in _own(each)}
+        for backend in cast("Sequence[Mapping[str, Any]]", listed.pool["backends"]):
+            url = backend["url"]
+            if _is_active(url, listed.pool) and url not in configured | self._placed.keys() | self._withheld:
+                self._placed[url] = _Placed(member.node_id, backend["weight"], _host_of(url, member.entry.host))
 
     def taken_out(self, request: DrainBackend | RemoveBackends) -> None:
         """Note that backends were drained or removed: that they are given to nobody when their node is lost."""

@@ -79,6 +79,22 @@ async def test_a_backend_that_was_added_goes_on_with_another_node_when_its_own_i
         assert fleet["b"].node.listed("http://more:1").weight == 3.0
 
 
+async def test_a_head_that_is_started_again_knows_who_was_given_which_backend(folder):
+    async with open_fake_fleet(folder, "a", "b", "c") as fleet:
+        async with open_client(folder) as (client, _head):
+            await client.add_backend("http://more:1", weight=3.0)
+            await fleet["b"].kill()
+            await until(moved(fleet, "http://b:8000", to="c"))
+        async with open_client(folder) as (client, _head):
+            await fleet["a"].kill()
+            await until(moved(fleet, "http://more:1", to="c"))
+            assert fleet["c"].node.listed("http://more:1").weight == 3.0
+            await fleet.restart("b")
+            await until(lambda: "http://b:8000" not in fleet.owners()["c"])
+            await client.drain_backend("http://more:1")
+            await until(moved(fleet, "http://a:8000", to="c"))
+
+
 async def test_each_engine_has_one_owner_again_when_its_node_is_back(folder):
     async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (client, _head):
         await update(client, "2")
