@@ -23,7 +23,7 @@ from prorl_ipc.clock import use_running_clock
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.chat.token_memory import TokenMemory
 from prorl_trio.config import NodeConfig
-from prorl_trio.config.live import is_live
+from prorl_trio.config.node import is_live
 from prorl_trio.config.secrets import load_token
 from prorl_trio.edges.rest.events import EventFeed
 from prorl_trio.edges.tcp import check_address

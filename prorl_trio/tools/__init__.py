@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from prorl_trio.tools.base import Observation, Tool, ToolSet
-from prorl_trio.tools.builtin import BashTool, FinishTool, IpythonTool, ThinkTool
-from prorl_trio.tools.editor import EditorTool
-from prorl_trio.tools.search import SearchTool
+from prorl_trio.tools.builtin import BashTool, EditorTool, FinishTool, IpythonTool, SearchTool, ThinkTool
 
 __all__ = [
     "BashTool",

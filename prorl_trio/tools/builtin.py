@@ -4,17 +4,153 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+import msgspec
+import trio
+
+from prorl_ipc.file_calls import EditFile
 from prorl_trio.sandbox.sandbox import ShellBusy, ShellIdle
+from prorl_trio.search.service import QueryRefused
 from prorl_trio.tools.arguments import read_arguments
 from prorl_trio.tools.base import Observation, Tool
-from prorl_trio.types.errors import HandlerError
+from prorl_trio.types.errors import HandlerError, field_error
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from prorl_ipc.sandbox_calls import BashResult, CellResult
     from prorl_trio.sandbox.sandbox import Sandbox
+    from prorl_trio.search.backend import Document
+    from prorl_trio.search.service import Search
     from prorl_trio.types.models import ToolOutcome
+
+DESCRIPTION = """\
+View, create and edit text files.
+* `view` shows a file with line numbers, as `cat -n` does, or lists a directory two levels deep without hidden items
+* `create` makes a new file; it does not overwrite an existing one
+* `str_replace` replaces `old_str` with `new_str`; `old_str` must match exactly one place of the file, whitespace \
+included, so give it enough lines of context to be unique
+* `insert` puts `new_str` after the line `insert_line`
+* `undo_edit` takes back the last edit made to the file
+Long output is clipped and marked with `<response clipped>`. Files keep their state between calls."""
+
+
+class EditorTool(Tool):
+    """A tool that views or edits one file by one command of the editor."""
+
+    name = "str_replace_editor"
+    description = DESCRIPTION
+    parameters: ClassVar[Mapping[str, Any]] = {
+        "type": "object",
+        "properties": {
+            "command": {
+                "type": "string",
+                "enum": ["view", "create", "str_replace", "insert", "undo_edit"],
+                "description": "The command to run.",
+            },
+            "path": {"type": "string", "description": "Absolute path to file or directory, e.g. `/repo/file.py`."},
+            "file_text": {"type": "string", "description": "Required by `create`: the content of the file."},
+            "old_str": {"type": "string", "description": "Required by `str_replace`: the text in `path` to replace."},
+            "new_str": {
+                "type": "string",
+                "description": "The new text of `str_replace` (nothing if left out); required by `insert`.",
+            },
+            "insert_line": {
+                "type": "integer",
+                "description": "Required by `insert`: `new_str` goes AFTER this line of `path`; 0 is the beginning.",
+            },
+            "view_range": {
+                "type": "array",
+                "items": {"type": "integer"},
+                "description": "For `view` of a file: the lines to show, e.g. [11, 12]; -1 is the last line.",
+            },
+        },
+        "required": ["command", "path"],
+    }
+
+    async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
+        """Raises SandboxLost when the sandbox is gone."""
+        if sandbox is None:
+            raise HandlerError(f"the tool {self.name!r} needs a sandbox, but this handler opens none")
+        arguments = read_arguments(arguments, self.parameters)
+        known = {key: arguments[key] for key in self.parameters["properties"] if key in arguments}
+        try:
+            edit = msgspec.convert({**known, "type": "EditFile"}, EditFile)
+        except msgspec.ValidationError as exc:
+            problem, path, _ = field_error(exc)
+            return Observation.refused(f"an argument is of the wrong type: {problem} - at `{path.removeprefix('$.')}`.")
+        edited = None
+        with trio.move_on_after(timeout_s):
+            edited = await sandbox.edit_file(edit)
+        if edited is None:
+            return Observation.refused(
+                f"not done within {timeout_s:g} s. Look at the file before you go on.", "timed_out"
+            )
+        return Observation(text=edited.output, outcome="ok" if edited.ok else "error")
+
+
+class SearchTool(Tool):
+    """Searches documents. Made for one rollout, whose calls it counts; what it finds is text, and nothing is fetched.
+
+    Args:
+        search: the node's.
+        asking: a block around each search, which sees to what its time is charged to (`agent.loop.asking_service`).
+    """
+
+    name = "search"
+    description = "Search documents for words and see the best excerpts. It finds text: it opens no address."
+    parameters: ClassVar[Mapping[str, Any]] = {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "description": "What to look for: words that the text will have."},
+            "max_results": {"type": "integer", "description": "The number of excerpts. Give it for fewer than usual."},
+        },
+        "required": ["query"],
+    }
+
+    def __init__(self, search: Search, asking: Callable[[], AbstractContextManager[None]]) -> None:
+        self._search = search
+        self._asking = asking
+        self.calls = 0
+        """Searches that were made; those that were refused for their form are not counted."""
+
+    async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
+        """Raises SearchUnavailable when the backend answers nobody. Its time-out is `search.search_timeout_s`."""
+        del sandbox, timeout_s
+        config = self._search.config
+        query, max_results = arguments["query"], arguments.get("max_results", config.max_results)
+        if not isinstance(query, str):
+            return Observation.refused("the argument 'query' must be a string.")
+        if isinstance(max_results, bool) or not isinstance(max_results, int) or max_results < 1:
+            return Observation.refused("the argument 'max_results' must be a positive whole number.")
+        if self.calls >= config.max_calls_per_rollout:
+            return Observation.refused(
+                f"no more searches: a task may make {config.max_calls_per_rollout}. Answer with what you know."
+            )
+        try:
+            self._search.check(query)
+            self.calls += 1
+            with self._asking():
+                documents = await self._search.find(query, max_results=max_results)
+        except QueryRefused as exc:
+            return Observation.refused(str(exc))
+        return Observation(text=render_documents(documents, config.max_result_chars))
+
+
+def render_documents(documents: list[Document], max_chars: int) -> str:
+    """Return what the policy sees of documents: number, title and source of each, and its text, cut at `max_chars`."""
+    return (
+        "\n\n".join(_render(number, each, max_chars) for number, each in enumerate(documents, 1)) or "[nothing found]"
+    )
+
+
+def _render(number: int, document: Document, max_chars: int) -> str:
+    source = document.url or document.document_id
+    title = f"{document.title} ({source})" if document.title else source
+    left_out = len(document.text) - max_chars
+    cut = f"\n[... {left_out} characters left out ...]" if left_out > 0 else ""
+    return f"[{number}] {title[:max_chars]}\n{document.text[:max_chars].strip()}{cut}"
+
 
 QUIET_TIMEOUT_S: Final = 30.0
 CONTROL_KEYS: Final = {"C-c": b"\x03", "C-d": b"\x04", "C-z": b"\x1a"}

@@ -24,7 +24,7 @@ from prorl_trio.config import (
     StagesConfig,
     load_config,
 )
-from prorl_trio.config.live import LIVE
+from prorl_trio.config.node import LIVE
 from prorl_trio.edges.auth import Door
 from prorl_trio.node import descriptors
 from prorl_trio.node import serve as reload_module

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import inspect as types
 
-from prorl_trio.config.live import is_live
+from prorl_trio.config.node import is_live
 from prorl_trio.config.quantities import YEAR_S
 from prorl_trio.edges.operations import TABLE
 

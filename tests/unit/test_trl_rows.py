@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from prorl_trio.integrations.trl.logprobs import LogprobsRefused
-from prorl_trio.integrations.trl.prompts import TaskLookup
+from prorl_trio.integrations.trl.rollout_func import TaskLookup
 from prorl_trio.integrations.trl.rows import advantages_of, completion_of, placeholder, rows_of
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import Outcome, PolicySpan, Segment, TaskInstance, Timing, Trajectory

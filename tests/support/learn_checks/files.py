@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from prorl_launch.learning.demonstrations import demonstrations
+from prorl_launch.learning.warm_up import demonstrations
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.learn.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from prorl_trio.learn.trainer import Recipe, Trainer
