@@ -34,7 +34,7 @@ from prorl_trio.agent.said import (
 from prorl_trio.agent.turns import MIN_TURN_TOKENS, Turns, lease_backend
 from prorl_trio.chat.conversation import Conversation, common_prefix
 from prorl_trio.chat.families.syntax import HERMES
-from prorl_trio.chat.guided import calls_format, json_format, structural_tag
+from prorl_trio.chat.guided import calls_format, excess, json_format, structural_tag
 from prorl_trio.inference.engines.protocol import Guide, RequestRefused
 from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ContextLengthExceeded, HandlerError, ProrlError, StaleTrajectory, TooManyDialogues
@@ -57,8 +57,6 @@ CALLS_FOR_A_TURN: Final = 4
 SPARE_CALLS: Final = 40
 THREAD_CHARS: Final = 20_000
 """A new dialogue of so many characters is rendered and encoded in a thread."""
-MAX_FORM_CHARS: Final = 64_000
-"""Of the schemas that a turn is kept to: an engine takes time to compile them."""
 NO_TOOLS: Final = digest([])
 
 
@@ -86,7 +84,7 @@ class _Turn:
         answer: None while it is sampled, and for one that the client gave.
         error: why it was not sampled.
         done: it was sampled, or that failed.
-        form: that it was asked for in.
+        wants: what it was asked to be.
         resent: its answer was sent a second time.
         seen: a later request had it in its history.
         following: turns after it, by the digest of what was said between.
@@ -99,7 +97,7 @@ class _Turn:
     answer: Answer | None = None
     error: Exception | None = None
     done: trio.Event = field(default_factory=trio.Event)
-    form: Form | None = None
+    wants: tuple[Form | None, bool] = (None, False)
     resent: bool = False
     seen: bool = False
     following: dict[bytes, list[_Turn]] = field(default_factory=dict)
@@ -111,6 +109,7 @@ class _Line:
 
     Attributes:
         system: digest of the messages of the system at its beginning.
+        opening: number and digest of all that was said before the first turn.
         after: the dialogue whose work it goes on with, in other words; None: it is nobody's.
         tip: the last turn in it.
         last: what the policy said in the last that was sampled, and the number of that among the rollout's.
@@ -120,6 +119,7 @@ class _Line:
     turns: Turns
     tools: bytes
     system: bytes
+    opening: tuple[int, bytes]
     origin: Origin | None = None
     after: _Line | None = None
     tip: _Turn | None = None
@@ -208,7 +208,7 @@ class Gateway:
             place = self._find(messages, question)
             turn = self._asked_before(place, question)
         if turn is None:
-            turn = _Turn(form=question.form)
+            turn = _Turn(wants=question.wants)
             if place.continues:
                 place.turn.following.setdefault(place.key, []).append(turn)
             self._nursery.start_soon(self._answer, turn, place, question, messages)
@@ -318,7 +318,7 @@ class Gateway:
         That is one that is being sampled; or one whose answer no later history has, once.
         """
         for turn in place.turn.following.get(place.key, ()) if place.continues else ():
-            if turn.form != question.form:
+            if turn.wants != question.wants:
                 continue
             if turn.done.is_set() and (turn.answer is None or turn.seen or turn.resent):
                 continue
@@ -434,7 +434,9 @@ class Gateway:
         )
         self.context.echoes["branch"] += 1
         turns = Turns(self.context, self._lease, self.budget, conversation, keeps_cut=True)
-        return _Line(turns, after.line.tools, after.line.system, origin, None if question.kind in ASIDE else after.line)
+        line = after.line
+        parent = None if question.kind in ASIDE else line
+        return _Line(turns, line.tools, line.system, line.opening, origin, parent)
 
     async def _new_line(self, place: _Place, question: Question, messages: Sequence[Said]) -> _Line:
         """Begin a dialogue with a history as the template renders it."""
@@ -443,7 +445,9 @@ class Gateway:
         if turns.room < MIN_TURN_TOKENS:
             raise ContextLengthExceeded(len(conversation), turns.limit)
         begun = next((at for at, each in enumerate(messages) if each.role != "system"), len(messages))
-        line = _Line(turns, digest(question.tools), context_digest(messages[:begun]))
+        opened = next((at for at, each in enumerate(messages) if each.role == "assistant"), len(messages))
+        opening = opened, context_digest(messages[:opened])
+        line = _Line(turns, digest(question.tools), context_digest(messages[:begun]), opening)
         # Some programs ask for a title before they begin with the task: that has no tools, and is nobody's parent.
         is_own = line.tools != NO_TOOLS and all(each.tools == NO_TOOLS for each in self._lines)
         if self._lines and not is_own:
@@ -468,7 +472,7 @@ class Gateway:
         elif beside is not None:
             reason = "branch" if place.continues else "rewrite"
         else:
-            reason = _reason(parent, near, place, messages, line)
+            reason = _reason(parent, near, place, messages, line, self._lines)
         line.after = None if reason in ASIDE else parent
         shared = common_prefix(of.token_ids_of(segment), line.turns.conversation.token_ids_of(0))
         return Origin(parent.turns.dialogue, segment, reason, shared, question.agent, question.agent_type)
@@ -525,8 +529,8 @@ class Gateway:
             why = (
                 f"the engine {info.engine} cannot keep a turn to a form; {remedy}, or serve the model by vLLM or SGLang"
             )
-        elif len(str(form.schema)) + len(str(question.tools)) > MAX_FORM_CHARS:
-            why = f"its schemas have more than {MAX_FORM_CHARS} characters; shorten them"
+        elif found := excess([form.schema, *(question.tools if form.calls else [])]):
+            why = f"its schemas are too much for an engine: {found}; make them simpler"
         elif form.calls and HERMES not in family.call_syntaxes:
             why = f"calls of the family {family.family.name!r} have no grammar here; {remedy}, with tool choice 'auto'"
         elif form.calls and (missing or not names):
@@ -569,7 +573,7 @@ class Gateway:
         turn.key = secrets.token_hex(KEY_DIGITS // 2)
         self._by_key[turn.key] = turn
         parsed, completion = sampled.parsed, sampled.completion
-        text, calls = served_calls(parsed, turn.key)
+        text, calls = served_calls(parsed, turn.key, no_calls=question.no_calls)
         text, stopped_at = cut(text, question.stops)
         turn.said = Said("assistant", text, parsed.reasoning, calls, key=turn.key)
         turns.check_staleness(completion.policy_version)
@@ -588,16 +592,37 @@ class Gateway:
         )
 
 
-def _reason(parent: _Line, near: _Turn | None, place: _Place, messages: Sequence[Said], line: _Line) -> SegmentReason:
-    """Return why a history that continues no turn is another one, as far as it shows."""
+def _reason(
+    parent: _Line,
+    near: _Turn | None,
+    place: _Place,
+    messages: Sequence[Said],
+    line: _Line,
+    lines: Sequence[_Line],
+) -> SegmentReason:
+    """Return why a history that continues no turn is another one, as far as it shows; `lines` are those so far."""
     if near is None:
         if line.tools == parent.tools and line.system == parent.system:
-            return "compaction"
+            return "branch" if _skips_turns(parent, lines, messages) else "compaction"
         return "side_call" if line.tools == NO_TOOLS else "sub_agent"
     if line.tools != parent.tools:
         return "side_call" if line.tools == NO_TOOLS else "tools_changed"
     said = sum(message.role == "assistant" for message in messages)
     return "compaction" if not place.depth and said <= near.index else "rewrite"
+
+
+def _skips_turns(parent: _Line, lines: Sequence[_Line], messages: Sequence[Said]) -> bool:
+    """Return whether a history goes on from the opening of a dialogue, with no summary in the place of its turns.
+
+    A summary is what the policy has said last in a dialogue, or said when it was asked for a compaction.
+    """
+    count, opening = parent.opening
+    if len(messages) <= count or context_digest(messages[:count]) != opening:
+        return False
+    if any(each.origin and each.origin.reason == "compaction" and each.tip and not each.tip.seen for each in lines):
+        return False
+    summaries = [each.last[1].content.strip() for each in lines if each.last is not None]
+    return not any(said in message.text for said in filter(None, summaries) for message in messages[count:])
 
 
 def _as_call(call: SaidCall) -> ToolCall:

@@ -120,6 +120,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         agent, agent_type: who asks, as the client calls it.
         kind: why a new segment begins, if one does, as the client says; None: it does not say.
         form: that the turn is to be kept to; None: it may be anything.
+        no_calls: whatever the turn says is served as text, also what would be a call.
     """
 
     messages: list[Said]
@@ -130,6 +131,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     agent_type: str = ""
     kind: SegmentReason | None = None
     form: Form | None = None
+    no_calls: bool = False
+
+    @property
+    def wants(self) -> tuple[Form | None, bool]:
+        """Return what a turn has to be, to answer this question too."""
+        return self.form, self.no_calls
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,11 +181,11 @@ def _spelled(call: ToolCall) -> str:
         return _CLOSED.sub("", rest)
 
 
-def served_calls(turn: ParsedTurn, key: str) -> tuple[str, list[SaidCall]]:
-    """Return the text of a turn as it is served, and its calls."""
+def served_calls(turn: ParsedTurn, key: str, *, no_calls: bool = False) -> tuple[str, list[SaidCall]]:
+    """Return the text of a turn as it is served, and its calls. See `Question.no_calls`."""
     text, calls = turn.content, list[SaidCall]()
     for call in turn.tool_calls:
-        if call.error and not call.name:
+        if no_calls or (call.error and not call.name):
             text += call.raw
             continue
         arguments = _spelled(call) if call.error else json.dumps(call.arguments, ensure_ascii=False)

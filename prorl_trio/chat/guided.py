@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prorl_trio.types.models import ToolSchema
+
+
+MAX_CHARS: Final = 64_000
+MAX_DEPTH: Final = 100
+MAX_PATTERN_CHARS: Final = 2_000
+"""Limits of all schemas of a turn together. At each of them xgrammar 0.2 compiles for about a second, and for minutes
+beyond some of them, in which an engine answers nobody."""
+
+
+def excess(schemas: Sequence[object]) -> str:
+    """Return which limit schemas exceed; empty if none."""
+    if (chars := len(str(schemas))) > MAX_CHARS:
+        return f"they have {chars} characters, and at most {MAX_CHARS} are compiled"
+    patterns, waiting = 0, [(schema, 1) for schema in schemas]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            return f"they are nested more than {MAX_DEPTH} deep"
+        if isinstance(value, dict):
+            patterns += len(str(value.get("pattern", "")))
+            waiting += [(each, depth + 1) for each in value.values()]
+        elif isinstance(value, list):
+            waiting += [(each, depth + 1) for each in value]
+    if patterns > MAX_PATTERN_CHARS:
+        return f"their patterns have {patterns} characters, and at most {MAX_PATTERN_CHARS} are compiled"
+    return ""
 
 
 def json_format(schema: dict[str, Any]) -> dict[str, Any]:

@@ -336,6 +336,19 @@ async def test_a_new_beginning_with_other_notes_of_the_clients_is_a_compaction_a
     assert [(parent, reason) for parent, reason, _ in lineage(trajectory)] == [(None, None), (0, "compaction")]
 
 
+@pytest.mark.parametrize(
+    ("then", "reason"), [("No such tool.", "branch"), ("So far, in short: It is dark in there.", "compaction")]
+)
+async def test_a_turn_that_is_left_out_is_no_compaction_where_nothing_is_in_its_place(rig, then, reason):
+    async with rig.open():
+        context, gateway = opened(rig, "It is dark in there.", "A fox.")
+        async with gateway as gateway:
+            await ask(gateway, SYSTEM, TASK)
+            await ask(gateway, SYSTEM, TASK, Said("user", then))
+        check_exact(rig, context.trajectory())
+    assert [each[:2] for each in lineage(context.trajectory())] == [(None, None), (0, reason)]
+
+
 async def test_a_turn_ends_where_the_client_wants_it_to(rig):
     async with rig.open():
         context, gateway = opened(rig, "Look at </code> this and that.", "Next.")

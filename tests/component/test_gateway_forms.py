@@ -16,6 +16,14 @@ from support.gateway_client import PARAMETERS, PATHS, TOOLS, serving
 
 pytestmark = pytest.mark.timeout(30)
 
+
+def nested(depth):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 JSON = [
     ("/v1/chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
@@ -44,6 +52,10 @@ CALLS = [
         {"toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["look"]}}},
     ),
 ]
+
+
+CALL = dict(zip(PATHS, ('"tool_calls"', '"function_call"', '"tool_use"', '"functionCall"'), strict=True))
+"""What a call is named in the answer."""
 
 
 def formats(rig):
@@ -89,6 +101,26 @@ async def test_calls_are_asked_of_the_engine(rig, path, fields):
     assert span.constraint == "calls"
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"tool_choice": "none"}),
+        ("/v1/responses", {"tool_choice": "none"}),
+        ("/v1/messages", {"tool_choice": {"type": "none"}}),
+        ("/v1beta/models/m:generateContent", {"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}}),
+    ],
+)
+async def test_where_no_call_is_wanted_what_would_be_one_is_text(rig, path, fields):
+    said = 'Hm.\n<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    async with rig.open(), serving(rig, said, said) as (_gateway, _tally, client):
+        body = {**PATHS[path], "tools": TOOLS[path]}
+        answer = await client.post(path, json={**body, **fields})
+        assert "<tool_call>" in answer.text
+        assert CALL[path] not in answer.text
+        free = await client.post(path, json=body)
+        assert ("<tool_call>" in free.text, CALL[path] in free.text) == (False, True), "this is another question"
+
+
 async def test_where_tools_are_offered_json_or_a_call_may_come(rig):
     path = "/v1/chat/completions"
     async with rig.open(), serving(rig, "{}") as (_gateway, _tally, client):
@@ -115,7 +147,28 @@ async def test_where_tools_are_offered_json_or_a_call_may_come(rig):
             "/v1/messages",
             {"output_config": {"format": {"type": "json_schema", "schema": {"title": "x" * 70_000}}}},
             "output_config.format",
-            "shorten",
+            "characters",
+        ),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": nested(120)}}},
+            "response_format",
+            "nested more than 100 deep",
+        ),
+        (
+            "/v1/responses",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"pattern": "[a-z]?" * 400}}}},
+            "text.format",
+            "patterns have 2400 characters",
+        ),
+        (
+            "/v1/messages",
+            {
+                "tools": [{"name": "look", "input_schema": {"properties": {"at": nested(120)}}}],
+                "tool_choice": {"type": "any"},
+            },
+            "tool_choice",
+            "nested",
         ),
     ],
 )

@@ -8,9 +8,11 @@ import json
 import msgspec
 import pytest
 import requests
+import trio
 
 from prorl_trio.edges.gateway import app as app_module
 from prorl_trio.edges.gateway.app import GatewayTable
+from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from support.gateway_client import PATHS, serving
 
 pytestmark = pytest.mark.timeout(30)
@@ -99,6 +101,37 @@ async def test_a_stream_lives_while_the_policy_thinks_and_ends_as_its_clients_ex
         assert b"Hello." in received
         end = {"chat": b"[DONE]", "resp": b"response.completed", "mess": b"message_stop", "mode": b"STOP"}
         assert end[path.split("/")[2][:4]] in received
+
+
+LIVES = {"chat": b": \n\n", "resp": b"response.in_progress", "mess": b"event: ping", "mode": b"\n"}
+"""How each API says in a stream that it lives."""
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_weight_update_holds_a_call_whose_stream_lives_and_whose_tokens_are_of_the_new_weights(
+    rig, path, monkeypatch
+):
+    monkeypatch.setattr(app_module, "KEEP_ALIVE_S", 0.02)
+    received = []
+    async with rig.open(), serving(rig, "Before.", "After.") as (gateway, _tally, client):
+        await client.post(path, json={**STREAMS[path], "stream": True})
+        pool = rig.resources.backends
+        await pool.operate(PauseBackends("wait", 5))
+
+        async def ask():
+            body = json.loads(json.dumps(STREAMS[path]).replace("Hi", "And then?"))
+            answer = await client.post(path, json={**body, "stream": True})
+            received.append(answer.content)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.sleep(0.3)
+            assert not received
+            await pool.operate(ResumeBackends("7"))
+        versions = [span.policy_version for segment in gateway.context.trajectory().segments for span in segment.spans]
+    before, _, _ = received[0].partition(b"After.")
+    assert before.count(LIVES[path.split("/")[2][:4]]) >= 5
+    assert versions == ["0", "7"]
 
 
 async def test_on_the_nodes_own_port_the_id_and_the_secret_have_to_match(rig):

@@ -45,6 +45,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
             max_tokens=wire.limit_of(body, "max_completion_tokens", "max_tokens"),
             stops=wire.stops_of(body.get("stop"), "stop"),
             form=chosen(body) or wanted,
+            no_calls=body.get("tool_choice") == "none",
         ),
         model=wire.take(body, "model", str, model),
         stream=wire.take(body, "stream", bool, False),

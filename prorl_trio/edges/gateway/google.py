@@ -39,6 +39,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     config = _named(wire.take(body, "generationConfig", dict, {}))
     if wire.take(config, "candidateCount", int, 1) != 1:
         raise wire.refuse("generationConfig.candidateCount", "one answer is sampled for a request")
+    choice = wire.take(_named(wire.take(body, "toolConfig", dict, {})), "functionCallingConfig", dict, {})
     system = body.get("systemInstruction")
     said = []
     if system is not None:
@@ -51,7 +52,8 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
             tools=_tools(body),
             max_tokens=wire.limit_of(config, "maxOutputTokens"),
             stops=wire.stops_of(config.get("stopSequences"), "generationConfig.stopSequences"),
-            form=_chosen(body) or _json_form(config, body),
+            form=_chosen(choice) or _json_form(config, body),
+            no_calls=choice.get("mode") == "NONE",
         ),
         model=model,
         id=wire.new_id("resp"),
@@ -84,9 +86,8 @@ def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
     return tools
 
 
-def _chosen(body: Mapping[str, Any]) -> Form | None:
+def _chosen(choice: Mapping[str, Any]) -> Form | None:
     field = "toolConfig.functionCallingConfig"
-    choice = wire.take(_named(wire.take(body, "toolConfig", dict, {})), "functionCallingConfig", dict, {})
     match choice.get("mode", "AUTO"):
         case "AUTO" | "NONE" | "VALIDATED":
             return None

@@ -51,6 +51,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     wanted = wire.take(body, "output_format", dict) or wire.take(
         wire.take(body, "output_config", dict, {}), "format", dict, {}
     )
+    choice = wire.take(body, "tool_choice", dict, {})
     said = [Said("system", wire.text_of(body["system"], "system"))] if body.get("system") else []
     for index, message in enumerate(wire.objects(body.get("messages"), "messages")):
         said += _said(message, f"messages[{index}]")
@@ -62,8 +63,8 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
             stops=wire.stops_of(body.get("stop_sequences"), "stop_sequences"),
             agent=headers.get("x-claude-code-agent-id", ""),
             agent_type=headers.get("x-claude-code-agent-type", ""),
-            form=_chosen(wire.take(body, "tool_choice", dict, {}))
-            or wire.json_form(wanted, "output_config.format", body),
+            form=_chosen(choice) or wire.json_form(wanted, "output_config.format", body),
+            no_calls=choice.get("type") == "none",
             kind=_CLASSES.get(headers.get("x-claude-code-request-class", "")),
         ),
         model=wire.take(body, "model", str, model),

@@ -49,6 +49,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
             tools=tools,
             max_tokens=wire.limit_of(body, "max_output_tokens"),
             form=chat.chosen(body) or wanted,
+            no_calls=body.get("tool_choice") == "none",
             agent=headers.get("thread-id", "") if is_child else "",
             agent_type=headers.get("x-openai-subagent", ""),
             kind=kind,
