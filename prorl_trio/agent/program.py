@@ -81,12 +81,14 @@ async def run_program(
                 end = await _wait_for_another(context, gateway, program, address, told)
             else:
                 end = await _run_once(context, gateway, sandbox, program, address, told)
-            if len(context.turns) == asked:
+            if not context.turns:
                 raise AgentProgramFailed(end.failure)
+            # After a turn, whatever becomes of the program may be the policy's doing, also in a later instruction.
+            has_asked = len(context.turns) > asked
             # A limit that the program was told of counts, unless it ended well.
-            context.stop_reason = "finished" if end.is_well else gateway.limit or "program_error"
+            context.stop_reason = "finished" if end.is_well and has_asked else gateway.limit or "program_error"
             context.answer = end.answer
-            if end.answer is None and (last := gateway.final_turn()) is not None:
+            if end.answer is None and has_asked and (last := gateway.final_turn()) is not None:
                 context.answer = style.final_answer(last)
                 if context.answer is None and end.is_well:
                     context.answer = last.content
@@ -149,7 +151,7 @@ async def _run_once(
     address: Address,
     messages: Sequence[ChatMessage],
 ) -> _End:
-    """Run the program on one instruction, to its end, and log what it said."""
+    """Run the program on one instruction, to its end, and log what it said. One that cannot be run has failed."""
     instruction = "\n\n".join(message.content for message in messages)
     env = {
         name: value.replace("{url}", address.url).replace("{key}", address.key) for name, value in program.env.items()
@@ -157,7 +159,10 @@ async def _run_once(
     env = {**environment(address, program.model or MODEL), **env}
     stdin = b""
     if program.preset:
-        started = await _prepared(context, gateway, sandbox, program, address, instruction)
+        try:
+            started = await _prepared(context, gateway, sandbox, program, address, instruction)
+        except (OSError, ValueError) as exc:
+            return _End(False, None, f"the agent {program.preset!r} cannot be set up: {exc}")
         argv, env = list(started.argv), {**env, **started.env, **program.env}
     else:
         argv = [part.replace(INSTRUCTION, instruction) for part in program.command]
@@ -169,7 +174,7 @@ async def _run_once(
                 argv, timeout_s=timeout_s, cwd=program.cwd, env=env, stdin=stdin, max_output_bytes=MAX_LOG_BYTES
             )
         except (OSError, ValueError) as exc:
-            raise AgentProgramFailed(f"the agent's program {argv[0]!r} cannot be run: {exc}") from exc
+            return _End(False, None, f"the agent's program {argv[0]!r} cannot be run: {exc}")
         finally:
             gateway.program = None
     context.log_evaluation(f"agent: exit code {result.exit_code}\n{_said(result)}\n")
@@ -185,12 +190,12 @@ async def _prepared(
     address: Address,
     instruction: str,
 ) -> Started:
-    """Return how a preset's agent is started, with its files written into a folder of its own."""
+    """Return how a preset's agent is started, with its files written into a folder of its own. Raises OSError."""
     preset = find_preset(program.preset)
     made = await sandbox.exec(["mktemp", "-d", "/tmp/agent-XXXXXXXX"], timeout_s=PREPARE_S)
     home = made.stdout.decode().strip()
     if made.exit_code or not home:
-        raise AgentProgramFailed(f"no folder can be made for the agent {preset.name!r}: {_said(made)}")
+        raise OSError(f"no folder can be made for it: {_said(made)}")
     started = preset.start(
         Start(
             root=f"{INSIDE}/{preset.name}" if context.is_layered else str(preset.folder) + f"{INSIDE}/{preset.name}",

@@ -9,13 +9,17 @@ import copy
 import json
 import os
 import random
+import time
 
 import pytest
 import trio
 
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.agent.gateway import open_gateway
+from prorl_trio.agent.said import Answer, Question, SaidCall, planted
+from prorl_trio.edges.gateway import chat, google, messages, responses
 from prorl_trio.edges.gateway.app import GatewayApp, Tally
+from prorl_trio.edges.gateway.wire import Asked
 
 SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 CALL = {"name": "look", "arguments": '{"at": "x"}'}
@@ -234,3 +238,18 @@ async def test_nothing_that_the_policy_says_ends_its_rollout(rig, path):
                 assert status in {200, 400}, (name, told[:300])
                 assert gateway.failure is None, (name, gateway.failure)
         assert context.trajectory().undelivered_tokens == 0
+
+
+@pytest.mark.parametrize("dialect", [chat, messages, responses, google])
+def test_a_turn_of_very_many_calls_is_written_in_time(dialect):
+    """The loop does nothing else meanwhile: what it costs grows with the calls, and not with their square."""
+    calls = [SaidCall("f", "{}", planted("0" * 16, number)) for number in range(4000)]
+    answer = Answer(
+        key="0" * 16, text="x", reasoning="", calls=calls, finish_reason="stop", prompt_tokens=1, completion_tokens=1
+    )
+    extra = {"sequence": 0, "namespaces": {}, "is_codex": False, "usage": False}
+    asked = Asked(question=Question(messages=[]), model="m", extra=extra)
+    since_s = time.process_time()
+    written = dialect.events(answer, asked)
+    assert written.count(b"c3999") == written.count(b"c2718")
+    assert time.process_time() - since_s < 3

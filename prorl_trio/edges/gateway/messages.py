@@ -210,7 +210,9 @@ def events(answer: Answer, asked: Asked) -> bytes:
     """See `Dialect`."""
     del asked
     sent: list[dict[str, Any]] = []
-    for index, block in enumerate(_blocks(answer)):
+    blocks = _blocks(answer)
+    first_call = len(blocks) - len(answer.calls)
+    for index, block in enumerate(blocks):
         match block["type"]:
             case "thinking":
                 empty = {**block, "thinking": "", "signature": ""}
@@ -221,9 +223,8 @@ def events(answer: Answer, asked: Asked) -> bytes:
             case "text":
                 empty, deltas = {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
             case _:
-                number = index - (len(_blocks(answer)) - len(answer.calls))
-                empty = {**block, "input": {}}
-                deltas = [{"type": "input_json_delta", "partial_json": answer.calls[number].arguments}]
+                arguments = answer.calls[index - first_call].arguments
+                empty, deltas = {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
         sent.append({"type": "content_block_start", "index": index, "content_block": empty})
         sent += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
         sent.append({"type": "content_block_stop", "index": index})

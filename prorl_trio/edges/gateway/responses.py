@@ -196,7 +196,7 @@ def keep_alive(asked: Asked) -> bytes:
 
 def events(answer: Answer, asked: Asked) -> bytes:
     """See `Dialect`."""
-    items, sent = _items(answer, asked), b""
+    items, sent = _items(answer, asked), list[bytes]()
     for index, item in enumerate(items):
         at = {"item_id": item["id"], "output_index": index}
         match item["type"]:
@@ -205,23 +205,24 @@ def events(answer: Answer, asked: Asked) -> bytes:
                 kind = part["type"]
                 more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
                 begun = {**item, **({"status": "in_progress"} if more else {}), "content": []}
-                sent += _event(asked, "response.output_item.added", output_index=index, item=begun)
-                sent += _event(asked, "response.content_part.added", **inside, part={**part, "text": ""})
+                sent.append(_event(asked, "response.output_item.added", output_index=index, item=begun))
+                sent.append(_event(asked, "response.content_part.added", **inside, part={**part, "text": ""}))
                 if part["text"]:
-                    sent += _event(asked, f"response.{kind}.delta", **inside, delta=part["text"], **more)
-                sent += _event(asked, f"response.{kind}.done", **inside, text=part["text"], **more)
-                sent += _event(asked, "response.content_part.done", **inside, part=part)
+                    sent.append(_event(asked, f"response.{kind}.delta", **inside, delta=part["text"], **more))
+                sent.append(_event(asked, f"response.{kind}.done", **inside, text=part["text"], **more))
+                sent.append(_event(asked, "response.content_part.done", **inside, part=part))
             case kind:
                 field, name = ("input", "custom_tool_call_input") if kind == "custom_tool_call" else (
                     "arguments", "function_call_arguments"
                 )  # fmt: skip
                 begun = {**item, "status": "in_progress", field: ""}
-                sent += _event(asked, "response.output_item.added", output_index=index, item=begun)
-                sent += _event(asked, f"response.{name}.delta", **at, delta=item[field])
-                sent += _event(asked, f"response.{name}.done", **at, **{field: item[field]})
-        sent += _event(asked, "response.output_item.done", output_index=index, item=item)
+                sent.append(_event(asked, "response.output_item.added", output_index=index, item=begun))
+                sent.append(_event(asked, f"response.{name}.delta", **at, delta=item[field]))
+                sent.append(_event(asked, f"response.{name}.done", **at, **{field: item[field]}))
+        sent.append(_event(asked, "response.output_item.done", output_index=index, item=item))
     status = _status(answer, asked)
-    return sent + _event(asked, f"response.{status}", response=_response(asked, status, items, answer))
+    sent.append(_event(asked, f"response.{status}", response=_response(asked, status, items, answer)))
+    return b"".join(sent)
 
 
 problem = chat.problem
