@@ -12,7 +12,7 @@ import secrets
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import trio
 
@@ -529,7 +529,7 @@ class Gateway:
             why = (
                 f"the engine {info.engine} cannot keep a turn to a form; {remedy}, or serve the model by vLLM or SGLang"
             )
-        elif found := excess([form.schema, *(question.tools if form.calls else [])]):
+        elif found := excess([form.schema, *([each["name"], each.get("parameters")] for each in _to_call(question))]):
             why = f"its schemas are too much for an engine: {found}; make them simpler"
         elif form.calls and HERMES not in family.call_syntaxes:
             why = f"calls of the family {family.family.name!r} have no grammar here; {remedy}, with tool choice 'auto'"
@@ -545,8 +545,7 @@ class Gateway:
             return None
         formats = [] if form.schema is None else [json_format(form.schema)]
         if form.calls:
-            offered = [tool for tool in question.tools if not form.tools or tool["function"]["name"] in form.tools]
-            formats.append(calls_format(offered, one=form.one))
+            formats.append(calls_format(_to_call(question), one=form.one))
         return Guide(
             "calls" if form.schema is None else "json", structural_tag(formats, conversation.closing_reasoning)
         )
@@ -623,6 +622,14 @@ def _skips_turns(parent: _Line, lines: Sequence[_Line], messages: Sequence[Said]
         return False
     summaries = [each.last[1].content.strip() for each in lines if each.last is not None]
     return not any(said in message.text for said in filter(None, summaries) for message in messages[count:])
+
+
+def _to_call(question: Question) -> list[dict[str, Any]]:
+    """Return the functions that a turn in the form of a question may call."""
+    if question.form is None or not question.form.calls:
+        return []
+    functions, names = [tool["function"] for tool in question.tools], question.form.tools
+    return [each for each in functions if not names or each["name"] in names]
 
 
 def _as_call(call: SaidCall) -> ToolCall:

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from prorl_trio.chat.guided import excess
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.trainer_engine import TrainerEngineClient
 from prorl_trio.inference.pool.pool import Backends
@@ -159,7 +160,7 @@ async def test_where_tools_are_offered_json_or_a_call_may_come(rig):
             "/v1/responses",
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"pattern": "[a-z]?" * 400}}}},
             "text.format",
-            "patterns have 2400 characters",
+            "a pattern of 2400 characters",
         ),
         (
             "/v1/messages",
@@ -177,6 +178,52 @@ async def test_a_form_that_cannot_be_is_refused_by_name(rig, path, fields, field
         told = await client.post(path, json={**PATHS[path], **fields})
         assert (told.status_code, field in told.text, remedy in told.text) == (400, True, True), told.text
         assert (await client.post(path, json=PATHS[path])).status_code == 200
+
+
+def strings(count, **fields):
+    return {"type": "array", "prefixItems": [{"type": "string", **fields} for _ in range(count)]}
+
+
+NAMED = {f"p{number}": {"type": "string"} for number in range(300)}
+HEAVY = [
+    {"patternProperties": {"[a-z]?" * 400: {}}},
+    strings(1, pattern="[a-z]{1,999}" * 160),
+    strings(1, pattern="^(([a-z]{1,200}b){1,200}c){1,200}$"),
+    strings(200, format="email"),
+    strings(50, format="hostname"),
+    {"type": "object", "properties": NAMED, "minProperties": 150},
+    {"type": "array", "prefixItems": [{"type": "array", "maxItems": 1000 + each} for each in range(400)]},
+]
+"""Each takes xgrammar 0.2 between one second and minutes."""
+LIGHT = [
+    strings(40, pattern="^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}$"),
+    strings(1, pattern=r"^[a-z]{1,99999}\({2}$"),
+    strings(20, format="date-time"),
+    {"type": "object", "properties": NAMED},
+    {"type": "object", "properties": {"pattern": {"description": "x" * 9000}, "maxItems": {"type": "integer"}}},
+]
+
+
+@pytest.mark.parametrize("schema", HEAVY)
+def test_a_schema_that_is_too_much_work_is_refused_with_the_limit(schema):
+    assert "at most 2000" in excess([schema])
+
+
+@pytest.mark.parametrize("schema", LIGHT)
+def test_a_schema_that_programs_use_is_not(schema):
+    assert not excess([schema])
+
+
+async def test_only_what_is_compiled_counts(rig):
+    """The descriptions of functions do not, nor functions that may not be called."""
+    path, said = "/v1/chat/completions", '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    other = {"name": "other", "description": "x" * 70_000, "parameters": {"title": "x" * 70_000}}
+    tools = [*TOOLS[path], {"type": "function", "function": other}]
+    choice = {"type": "function", "function": {"name": "look"}}
+    async with rig.open(max_model_len=200_000), serving(rig, said) as (_gateway, _tally, client):
+        answer = await client.post(path, json={**PATHS[path], "tools": tools, "tool_choice": choice})
+        assert answer.status_code == 200, answer.text
+        assert len(formats(rig)[0]["tags"]) == 1
 
 
 async def test_a_form_that_the_engine_refuses_is_a_bad_request_and_the_rollout_goes_on(rig, monkeypatch):
