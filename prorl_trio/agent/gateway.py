@@ -331,14 +331,18 @@ class Gateway:
         """Return what a client lacks of a turn whose stream broke off, where it goes on from the part that it has.
 
         Raises:
-            BadQuestion: the last message is the beginning of no turn of the policy.
+            BadQuestion: there is no message, or the last is the beginning of no turn of the policy.
         """
+        if not messages:
+            raise BadQuestion("there is no message: a turn comes after a user's, a system's or a tool's")
         place = self._find(messages[:-1], question)
-        for turn in place.turn.following.get(place.key, ()) if messages and place.continues else ():
+        for turn in place.turn.following.get(place.key, ()) if place.continues else ():
             if turn.answer is not None and (rest := rest_of(turn.answer, messages[-1])) is not None:
                 self.joined += 1
                 return rest
-        raise BadQuestion("the last message is an assistant's: a turn cannot be begun for the policy")
+        raise BadQuestion(
+            "the last message is an assistant's: a turn cannot be begun for the policy; end with a user's or a tool's"
+        )
 
     # ------------------------------------------------------------ dialogues
 

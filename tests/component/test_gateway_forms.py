@@ -122,6 +122,29 @@ async def test_where_no_call_is_wanted_what_would_be_one_is_text(rig, path, fiel
         assert ("<tool_call>" in free.text, CALL[path] in free.text) == (False, True), "this is another question"
 
 
+NO_CALLS = dict(
+    zip(
+        PATHS,
+        [
+            {"tool_choice": "none"},
+            {"tool_choice": "none"},
+            {"tool_choice": {"type": "none"}},
+            {"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
+        ],
+        strict=True,
+    )
+)
+
+
+@pytest.mark.parametrize(("path", "fields"), JSON)
+async def test_where_no_call_is_wanted_json_alone_may_come(rig, path, fields):
+    async with rig.open(), serving(rig, "{}") as (_gateway, _tally, client):
+        answer = await client.post(path, json={**PATHS[path], "tools": TOOLS[path], **fields, **NO_CALLS[path]})
+        assert answer.status_code == 200, answer.text
+        (form,) = formats(rig)
+    assert form["type"] == "json_schema"
+
+
 async def test_where_tools_are_offered_json_or_a_call_may_come(rig):
     path = "/v1/chat/completions"
     async with rig.open(), serving(rig, "{}") as (_gateway, _tally, client):

@@ -162,3 +162,86 @@ async def test_a_client_that_leaves_and_asks_again_gets_the_turn_that_it_left(ri
         answer = await client.post("/v1/messages", json={**PATHS["/v1/messages"], "max_tokens": 40})
         assert "One." in answer.text
         assert gateway.joined == 1
+
+
+USER = {"role": "user", "content": "Hi"}
+REFUSED = [
+    ("/v1/chat/completions", {"functions": [{"name": "f"}]}, "functions", "use tools"),
+    (
+        "/v1/chat/completions",
+        {"messages": [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, USER]},
+        "messages[1].function_call",
+        "use tool_calls",
+    ),
+    ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens", "leave it out"),
+    ("/v1/chat/completions", {"max_completion_tokens": -1}, "max_completion_tokens", "leave it out"),
+    ("/v1/chat/completions", {"stop": ["x"] * 65}, "stop", "at most 64"),
+    ("/v1/chat/completions", {"messages": []}, "", "no message"),
+    ("/v1/chat/completions", {"messages": [USER, {"role": "assistant", "content": "I"}]}, "", "end with a user's"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+        "messages[0].content",
+        "expected a text",
+    ),
+    ("/v1/responses", {"conversation": "c"}, "conversation", "send the whole input"),
+    ("/v1/responses", {"prompt": {"id": "p"}}, "prompt", "send the whole input"),
+    ("/v1/responses", {"input": []}, "", "no message"),
+    ("/v1/messages", {"mcp_servers": [{"url": "x"}]}, "mcp_servers", "offer their tools"),
+    ("/v1/messages", {"max_tokens": 0}, "max_tokens", "leave it out"),
+    ("/v1/messages", {"stop_sequences": ["x" * 1001]}, "stop_sequences", "1000 characters"),
+    ("/v1beta/models/m:generateContent", {"cachedContent": "c"}, "cachedContent", "send the whole contents"),
+]
+TOOL = {"name": "f", "strict": True}
+IGNORED = [
+    ("/v1/chat/completions", {"seed": 1, "stream_options": {"include_obfuscation": True}}),
+    ("/v1/chat/completions", {"parallel_tool_calls": False, "tools": [{"type": "function", "function": TOOL}]}),
+    (
+        "/v1/responses",
+        {"store": True, "include": ["x"], "text": {"verbosity": "low"}, "tools": [{"type": "web_search"}]},
+    ),
+    ("/v1/responses", {"store": False, "include": ["reasoning.encrypted_content"]}),
+    (
+        "/v1/messages",
+        {
+            "output_config": {"effort": "low"},
+            "tools": [TOOL],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        },
+    ),
+    (
+        "/v1beta/models/m:generateContent",
+        {
+            "generation_config": {"temperature": 0, "max_output_tokens": 9},
+            "tools": [{"functionDeclarations": [{"name": "f"}], "googleSearch": {}}],
+            "toolConfig": {"functionCallingConfig": {"mode": "VALIDATED"}},
+        },
+    ),
+]
+NAMES = [
+    {"seed", "stream_options.include_obfuscation"},
+    {"parallel_tool_calls", "tools.strict"},
+    {"store", "include", "text.verbosity", "tools.web_search"},
+    set(),
+    {"output_config.effort", "tools.strict", "tool_choice.disable_parallel_tool_use"},
+    {"generationConfig.temperature", "tools.googleSearch", "toolConfig.functionCallingConfig"},
+]
+
+
+async def test_what_cannot_be_honoured_is_refused_with_the_field_and_a_remedy_or_counted(rig):
+    async with rig.open(), serving(rig, max_turns=50) as (_gateway, tally, client):
+        for path, fields, field, remedy in REFUSED:
+            told = await client.post(path, json={**PATHS[path], **fields})
+            assert (told.status_code, field in told.text, remedy in told.text) == (400, True, True), told.text
+        for (path, fields), names in zip(IGNORED, NAMES, strict=True):
+            tally.ignored.clear()
+            answer = await client.post(path, json={**PATHS[path], **fields})
+            assert (answer.status_code, set(tally.ignored)) == (200, names), answer.text
+
+
+async def test_a_program_that_invents_fields_does_not_grow_the_node(rig):
+    async with rig.open(), serving(rig) as (_gateway, tally, client):
+        path = "/v1/chat/completions"
+        await client.post(path, json={**PATHS[path], "x" * 1000: 1, **dict.fromkeys(map(str, range(5000)), 1)})
+        assert len(tally.ignored) <= app_module.MAX_NAMES + 1
+        assert tally.ignored.total() == 5001

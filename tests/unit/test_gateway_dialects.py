@@ -96,7 +96,7 @@ def of_google(parts):
         ],
         "tools": [{"functionDeclarations": [{"name": "look", "description": "Look.", "parametersJsonSchema": SCHEMA}]}],
         "generationConfig": {"maxOutputTokens": 9},
-        "cachedContent": "x",
+        "safetySettings": "x",
     }
 
 
@@ -133,7 +133,7 @@ def test_what_was_served_and_sent_back_is_one_normal_form(dialect, parts):
     assert (call.says(), said[2].reasoning) == (CALL.says(), "" if dialect is chat and not said[2].reasoning else "Hm.")
     assert planted(KEY, 0) in result.call_id
     assert (got.question.tools, got.question.max_tokens) == ([TOOL], 9)
-    assert got.ignored == (["cachedContent"] if dialect is google else ["temperature"])
+    assert got.ignored == (["safetySettings"] if dialect is google else ["temperature"])
 
 
 def test_a_stream_of_chat_names_each_call_once_and_ends_as_sdks_expect():
@@ -272,10 +272,10 @@ def test_googles_fields_may_be_written_in_either_way():
         "contents": json.loads(contents),
         "tools": [{"function_declarations": [declared]}],
         "generation_config": {"max_output_tokens": 9},
-        "cached_content": "x",
+        "safety_settings": "x",
     }
     assert asked(google, snake).question == asked(google, camel).question
-    assert asked(google, snake).ignored == ["cachedContent"]
+    assert asked(google, snake).ignored == ["safetySettings"]
 
 
 def _snake(found):

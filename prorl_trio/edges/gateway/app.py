@@ -29,7 +29,7 @@ from prorl_trio.edges.responses import Response
 from prorl_trio.types.errors import ContextLengthExceeded
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from types import ModuleType
 
     from prorl_trio.agent.gateway import Gateway
@@ -46,6 +46,10 @@ KEEP_ALIVE_S: Final = 5.0
 """A stream begins, and says that it lives, so often while a turn is sampled. Until then a problem has a status."""
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 RETRY_AFTER_S: Final = 5.0
+MAX_NAMES: Final = 256
+MAX_NAME_CHARS: Final = 64
+OTHERS: Final = "(others)"
+"""The fields of requests that have no count of their own."""
 _KEYS: Final = ("x-api-key", "x-goog-api-key")
 _MODEL: Final = r"(?P<model>[^/:]+(?:/[^/:]+)*)"
 
@@ -99,6 +103,12 @@ class Tally:
         self.results: Counter[tuple[str, str]] = Counter()
         self.ignored: Counter[str] = Counter()
         self.joined = 0
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Count fields that were not honoured. Programs name them as they like: past some names, all others are one."""
+        for name in names:
+            is_named = name in self.ignored or (len(name) <= MAX_NAME_CHARS and len(self.ignored) < MAX_NAMES)
+            self.ignored[name if is_named else OTHERS] += 1
 
     def statistics(self) -> dict[str, Any]:
         """Return all of it as values that msgpack can encode."""
@@ -232,7 +242,7 @@ class GatewayApp:
     async def _answer(self, route: _Route, asked: Asked, gateway: Gateway, receive: Receive, send: Send) -> None:
         """Ask the gateway, and send what it says. Raises Problem while nothing was sent."""
         dialect = route.dialect
-        self._tally.ignored.update(asked.ignored)
+        self._tally.ignore(asked.ignored)
         if route.operation == "count":
             tokens = await _asked(gateway.count_tokens(asked.question))
             body = msgspec.json.encode({_COUNTED[dialect]: tokens, "object": "response.input_tokens"})

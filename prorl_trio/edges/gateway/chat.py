@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KNOWN: Final = frozenset({
     "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "max_completion_tokens",
-    "stream", "stream_options", "n", "response_format", "stop"
+    "stream", "stream_options", "stream_options.include_usage", "n", "response_format", "stop"
 })  # fmt: skip
 _FINISH: Final = {"stop": "stop", "length": "length", "abort": "length", "tool_call": "stop"}
 _ROLES: Final = {"developer": "system", "function": "tool"}
@@ -37,19 +37,26 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     del headers
     if wire.take(body, "n", int, 1) != 1:
         raise wire.refuse("n", "one answer is sampled for a request; ask again for another one")
-    wanted = wire.json_form(wire.take(body, "response_format", dict, {}), "response_format", body)
+    for name in ("functions", "function_call"):
+        if body.get(name):
+            raise wire.refuse(name, "OpenAI has replaced it; use tools and tool_choice")
+    tools, no_calls = tools_of(body), wants_no_calls(body)
+    wanted = wire.json_form(
+        wire.take(body, "response_format", dict, {}), "response_format", calls=bool(tools) and not no_calls
+    )
+    form = chosen(body) or wanted
     return Asked(
         question=Question(
             messages=[_said(each, index) for index, each in enumerate(wire.objects(body.get("messages"), "messages"))],
-            tools=tools_of(body),
+            tools=tools,
             max_tokens=wire.limit_of(body, "max_completion_tokens", "max_tokens"),
             stops=wire.stops_of(body.get("stop"), "stop"),
-            form=chosen(body) or wanted,
-            no_calls=body.get("tool_choice") == "none",
+            form=form,
+            no_calls=no_calls,
         ),
         model=wire.take(body, "model", str, model),
         stream=wire.take(body, "stream", bool, False),
-        ignored=sorted(set(body) - KNOWN),
+        ignored=[*wire.unread(body, KNOWN), *unkept(body, form)],
         extra={"usage": bool(wire.take(body, "stream_options", dict, {}).get("include_usage"))},
     )
 
@@ -89,6 +96,21 @@ def chosen(body: Mapping[str, Any]) -> Form | None:
     )
 
 
+def wants_no_calls(body: Mapping[str, Any]) -> bool:
+    """Return whether no tool may be called."""
+    choice = body.get("tool_choice")
+    return (choice.get("type") if isinstance(choice, dict) else choice) == "none"
+
+
+def unkept(body: Mapping[str, Any], form: Form | None) -> list[str]:
+    """Return the fields that only a turn kept to calls honours, where it is not."""
+    if form is not None and form.calls and form.schema is None:
+        return []
+    tools = [wire.take(each, "function", dict, each) for each in body.get("tools") or []]
+    several = ["parallel_tool_calls"] if body.get("parallel_tool_calls") is False and tools else []
+    return several + ["tools.strict"] * any(each.get("strict") is True for each in tools)
+
+
 def _said(message: Mapping[str, Any], index: int) -> Said:
     at = f"messages[{index}]"
     role = wire.take(message, "role", str, "")
@@ -98,6 +120,8 @@ def _said(message: Mapping[str, Any], index: int) -> Said:
     text = wire.text_of(message.get("content"), f"{at}.content", ("text", "refusal"))
     if role != "assistant":
         return Said(role, text, call_id=str(message.get("tool_call_id") or ""), name=str(message.get("name") or ""))
+    if message.get("function_call"):
+        raise wire.refuse(f"{at}.function_call", "OpenAI has replaced it; use tool_calls, and role tool for results")
     calls = []
     for call in wire.objects(message.get("tool_calls") or [], f"{at}.tool_calls"):
         made = call.get("function")

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import ToolSchema
 
 KNOWN: Final = frozenset({
-    "contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model"
+    "contents", "systemInstruction", "tools", "toolConfig", "toolConfig.functionCallingConfig", "generationConfig",
+    "model",
+    *(f"generationConfig.{name}" for name in (
+        "maxOutputTokens", "stopSequences", "candidateCount", "responseMimeType", "responseJsonSchema", "responseSchema"
+    )),
 })  # fmt: skip
 _FINISH: Final = {"stop": "STOP", "length": "MAX_TOKENS", "abort": "MAX_TOKENS", "tool_call": "STOP"}
 _PROBLEMS: Final[dict[ProblemKind, tuple[int, str]]] = {
@@ -39,7 +43,10 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     config = _named(wire.take(body, "generationConfig", dict, {}))
     if wire.take(config, "candidateCount", int, 1) != 1:
         raise wire.refuse("generationConfig.candidateCount", "one answer is sampled for a request")
-    choice = wire.take(_named(wire.take(body, "toolConfig", dict, {})), "functionCallingConfig", dict, {})
+    if body.get("cachedContent"):
+        raise wire.refuse("cachedContent", "nothing is stored here; send the whole contents")
+    choice = _named(wire.take(_named(wire.take(body, "toolConfig", dict, {})), "functionCallingConfig", dict, {}))
+    tools, no_calls = _tools(body), choice.get("mode") == "NONE"
     system = body.get("systemInstruction")
     said = []
     if system is not None:
@@ -49,15 +56,15 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
     return Asked(
         question=Question(
             messages=said,
-            tools=_tools(body),
+            tools=tools,
             max_tokens=wire.limit_of(config, "maxOutputTokens"),
             stops=wire.stops_of(config.get("stopSequences"), "generationConfig.stopSequences"),
-            form=_chosen(choice) or _json_form(config, body),
-            no_calls=choice.get("mode") == "NONE",
+            form=_chosen(choice) or _json_form(config, calls=bool(tools) and not no_calls),
+            no_calls=no_calls,
         ),
         model=model,
         id=wire.new_id("resp"),
-        ignored=sorted(set(body) - KNOWN),
+        ignored=[*wire.unread({**body, "generationConfig": config}, KNOWN), *_unkept(body, choice)],
     )
 
 
@@ -86,6 +93,13 @@ def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
     return tools
 
 
+def _unkept(body: Mapping[str, Any], choice: Mapping[str, Any]) -> list[str]:
+    """Return the other fields that are not honoured as they are."""
+    kinds = {name for tool in body.get("tools") or [] for name in _named(tool)} - {"functionDeclarations"}
+    loose = ["toolConfig.functionCallingConfig"] if choice.get("mode") == "VALIDATED" else []
+    return [f"tools.{kind}" for kind in sorted(kinds)] + loose
+
+
 def _chosen(choice: Mapping[str, Any]) -> Form | None:
     field = "toolConfig.functionCallingConfig"
     match choice.get("mode", "AUTO"):
@@ -99,7 +113,7 @@ def _chosen(choice: Mapping[str, Any]) -> Form | None:
             raise wire.refuse(field, f"{mode!r} is none of AUTO, ANY, NONE, VALIDATED")
 
 
-def _json_form(config: Mapping[str, Any], body: Mapping[str, Any]) -> Form | None:
+def _json_form(config: Mapping[str, Any], *, calls: bool) -> Form | None:
     mime = config.get("responseMimeType", "text/plain")
     if mime not in ("text/plain", "application/json"):
         raise wire.refuse("generationConfig.responseMimeType", f"{mime!r} is none of text/plain, application/json")
@@ -107,7 +121,7 @@ def _json_form(config: Mapping[str, Any], body: Mapping[str, Any]) -> Form | Non
     if mime == "text/plain" and not schema:
         return None
     field = "generationConfig.responseJsonSchema" if schema else "generationConfig.responseMimeType"
-    return wire.json_form({"type": "json_schema" if schema else "json_object", "schema": schema}, field, body)
+    return wire.json_form({"type": "json_schema" if schema else "json_object", "schema": schema}, field, calls=calls)
 
 
 def _lowered(schema: Any) -> Any:

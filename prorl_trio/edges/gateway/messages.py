@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 KNOWN: Final = frozenset({
     "model", "messages", "system", "tools", "tool_choice", "max_tokens", "stream", "context_management",
-    "stop_sequences", "output_format"
+    "stop_sequences", "output_format", "output_config", "output_config.format"
 })  # fmt: skip
 _STOPS: Final = {"stop": "end_turn", "length": "max_tokens", "abort": "max_tokens", "tool_call": "end_turn"}
 _CLASSES: Final[dict[str, SegmentReason]] = {
@@ -52,25 +52,29 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
         wire.take(body, "output_config", dict, {}), "format", dict, {}
     )
     choice = wire.take(body, "tool_choice", dict, {})
+    if body.get("mcp_servers"):
+        raise wire.refuse("mcp_servers", "they are called at the vendor's, and not here; offer their tools as tools")
+    tools, no_calls = _tools(body), choice.get("type") == "none"
+    form = _chosen(choice) or wire.json_form(wanted, "output_config.format", calls=bool(tools) and not no_calls)
     said = [Said("system", wire.text_of(body["system"], "system"))] if body.get("system") else []
     for index, message in enumerate(wire.objects(body.get("messages"), "messages")):
         said += _said(message, f"messages[{index}]")
     return Asked(
         question=Question(
             messages=said,
-            tools=_tools(body),
+            tools=tools,
             max_tokens=wire.limit_of(body, "max_tokens"),
             stops=wire.stops_of(body.get("stop_sequences"), "stop_sequences"),
             agent=headers.get("x-claude-code-agent-id", ""),
             agent_type=headers.get("x-claude-code-agent-type", ""),
-            form=_chosen(choice) or wire.json_form(wanted, "output_config.format", body),
-            no_calls=choice.get("type") == "none",
+            form=form,
+            no_calls=no_calls,
             kind=_CLASSES.get(headers.get("x-claude-code-request-class", "")),
         ),
         model=wire.take(body, "model", str, model),
         stream=wire.take(body, "stream", bool, False),
         id=wire.new_id("msg"),
-        ignored=sorted(set(body) - KNOWN),
+        ignored=[*wire.unread(body, KNOWN), *_unkept(body, choice, form)],
     )
 
 
@@ -98,6 +102,14 @@ def _chosen(choice: Mapping[str, Any]) -> Form | None:
             raise wire.refuse("tool_choice", f"{kind!r} is none of auto, none, any, tool")
 
 
+def _unkept(body: Mapping[str, Any], choice: Mapping[str, Any], form: Form | None) -> list[str]:
+    """Return the fields that only a turn kept to calls honours, where it is not."""
+    if form is not None and form.calls and form.schema is None:
+        return []
+    several = ["tool_choice.disable_parallel_tool_use"] if choice.get("disable_parallel_tool_use") is True else []
+    return several + ["tools.strict"] * any(tool.get("strict") is True for tool in body.get("tools") or [])
+
+
 def _said(message: Mapping[str, Any], at: str) -> Iterable[Said]:
     """Yield the messages in normal form that one of the API holds: results of tools are messages of their own."""
     role, content = message.get("role"), message.get("content")
@@ -114,7 +126,7 @@ def _said(message: Mapping[str, Any], at: str) -> Iterable[Said]:
         where = f"{at}.content[{index}]"
         match block.get("type", "text"):
             case "text":
-                texts.append(str(block.get("text", "")))
+                texts.append(wire.text_in(block, where))
             case "thinking" if role == "assistant":
                 thoughts.append(str(block.get("thinking", "")))
                 keys.append(block.get("signature"))

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 KNOWN: Final = frozenset({
     "model", "instructions", "input", "tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "stream",
-    "store", "include", "previous_response_id", "text"
+    "store", "include", "previous_response_id", "text", "text.format"
 })  # fmt: skip
 DROPPED_TOOLS: Final = frozenset({"web_search", "web_search_preview", "image_generation"})
 """Tools that run at the vendor's: a policy that is not offered them does without."""
+INCLUDED: Final = ["reasoning.encrypted_content"]
 JOINED: Final = "__"
 """Between a namespace and the name of a tool in it, as the policy knows the tool."""
 _PARTS: Final = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
@@ -31,15 +32,22 @@ _STATUS: Final = {"stop": "completed", "tool_call": "completed", "length": "inco
 
 def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -> Asked:
     """See `Dialect`."""
-    if body.get("previous_response_id"):
-        raise wire.refuse("previous_response_id", "responses are not stored: send the whole input")
-    wanted = wire.json_form(wire.take(wire.take(body, "text", dict, {}), "format", dict, {}), "text.format", body)
+    for name in ("previous_response_id", "conversation", "prompt"):
+        if body.get(name):
+            raise wire.refuse(name, "nothing is stored here; send the whole input")
     said = [Said("system", wire.take(body, "instructions", str, ""))] if body.get("instructions") else []
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     for index, item in enumerate(wire.objects(items, "input")):
         said += _said(item, f"input[{index}]")
     tools, namespaces = _tools(body)
+    no_calls = chat.wants_no_calls(body)
+    wanted = wire.json_form(
+        wire.take(wire.take(body, "text", dict, {}), "format", dict, {}),
+        "text.format",
+        calls=bool(tools) and not no_calls,
+    )
+    form = chat.chosen(body) or wanted
     is_child = bool(headers.get("x-openai-subagent"))
     turn = headers.get("x-codex-turn-metadata", "")
     kind: SegmentReason | None = "compaction" if '"compaction"' in turn else "sub_agent" if is_child else None
@@ -48,8 +56,8 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
             messages=said,
             tools=tools,
             max_tokens=wire.limit_of(body, "max_output_tokens"),
-            form=chat.chosen(body) or wanted,
-            no_calls=body.get("tool_choice") == "none",
+            form=form,
+            no_calls=no_calls,
             agent=headers.get("thread-id", "") if is_child else "",
             agent_type=headers.get("x-openai-subagent", ""),
             kind=kind,
@@ -57,7 +65,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
         model=wire.take(body, "model", str, model),
         stream=wire.take(body, "stream", bool, False),
         id=wire.new_id("resp"),
-        ignored=sorted(set(body) - KNOWN),
+        ignored=[*wire.unread(body, KNOWN), *chat.unkept(body, form), *_unkept(body)],
         extra={"sequence": 0, "namespaces": namespaces, "is_codex": "x-codex-turn-metadata" in headers},
     )
 
@@ -83,6 +91,14 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[ToolSchema], dict[str, tuple[s
         elif kind not in DROPPED_TOOLS:
             raise wire.refuse(at, f"a tool of type {kind!r} is no wire.function, and runs at its vendor's")
     return tools, namespaces
+
+
+def _unkept(body: Mapping[str, Any]) -> list[str]:
+    """Return the other fields that are not honoured as they are."""
+    dropped = {str(tool.get("type")) for tool in body.get("tools") or []} & DROPPED_TOOLS
+    included = body.get("include") or []
+    names = ["store"] * (body.get("store") is True) + ["include"] * (included not in ([], INCLUDED))
+    return names + [f"tools.{kind}" for kind in sorted(dropped)]
 
 
 def _said(item: Mapping[str, Any], at: str) -> Iterable[Said]:

@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -30,6 +30,11 @@ ProblemKind = Literal[
     "unavailable",  # infrastructure failed, or is paused: it may be tried again
     "too_large",  # the body
 ]
+
+
+MAX_STOPS: Final = 64
+MAX_STOP_CHARS: Final = 1_000
+"""They are looked for whenever tokens come, while the loop waits."""
 
 
 class Problem(Exception):
@@ -158,8 +163,27 @@ def text_of(content: object, name: str, kinds: tuple[str, ...] = ("text", "input
         kind = part.get("type", "text")
         if kind not in kinds:
             raise refuse(name, f"a part of type {kind!r} is not text, and this model takes text only")
-        texts.append(str(part.get("text", "")))
+        texts.append(text_in(part, name))
     return "\n".join(texts)
+
+
+def text_in(part: Mapping[str, Any], name: str) -> str:
+    """Return the text of a part: that of a refusal is named otherwise. Raises Problem."""
+    text = part.get("text", part.get("refusal"))
+    if not isinstance(text, str):
+        raise refuse(name, f"expected a text in a part of type {part.get('type', 'text')!r}, got {text!r:.40}")
+    return text
+
+
+def unread(body: Mapping[str, Any], known: frozenset[str]) -> list[str]:
+    """Return the fields that are not honoured. `known` has those of an object with its name before a dot."""
+    names = [name for name in body if name not in known]
+    for parent in {name.partition(".")[0] for name in known if "." in name} & body.keys():
+        inner = body[parent]
+        names += (
+            [f"{parent}.{each}" for each in inner if f"{parent}.{each}" not in known] if isinstance(inner, dict) else []
+        )
+    return sorted(names)
 
 
 def function(name: object, description: object, parameters: object, at: str) -> ToolSchema:
@@ -179,10 +203,10 @@ def said_call(name: object, arguments: object, call_id: object) -> SaidCall:
     return SaidCall(str(name or ""), text, str(call_id or ""))
 
 
-def json_form(wanted: Mapping[str, Any], name: str, body: Mapping[str, Any]) -> Form | None:
+def json_form(wanted: Mapping[str, Any], name: str, *, calls: bool) -> Form | None:
     """Return the form that a field describes as OpenAI's APIs and Anthropic's do; None: text. Raises Problem.
 
-    Where the request offers tools, they may be called instead.
+    With `calls`, tools may be called instead.
     """
     match wanted.get("type", "text"):
         case "text":
@@ -195,7 +219,7 @@ def json_form(wanted: Mapping[str, Any], name: str, body: Mapping[str, Any]) -> 
             raise refuse(name, f"{kind!r} is none of text, json_object, json_schema")
     if not isinstance(schema, dict):
         raise refuse(name, "json_schema needs a schema")
-    return Form(field=name, schema=schema, calls=bool(body.get("tools")))
+    return Form(field=name, schema=schema, calls=calls)
 
 
 def key_of(*fields: object) -> str:
@@ -210,6 +234,8 @@ def stops_of(value: object, name: str) -> list[str]:
         return []
     if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
         raise refuse(name, "expected a text, or a list of texts")
+    if len(stops) > MAX_STOPS or any(len(each) > MAX_STOP_CHARS for each in stops):
+        raise refuse(name, f"at most {MAX_STOPS} texts of at most {MAX_STOP_CHARS} characters are looked for")
     return [each for each in stops if each]
 
 
@@ -224,6 +250,10 @@ def now_s() -> int:
 
 
 def limit_of(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of these limits that is given and above 0."""
-    limits = (take(body, name, int) for name in names)
-    return next((limit for limit in limits if limit is not None and limit > 0), None)
+    """Return the first of these limits that is given. Raises Problem: it is below 1."""
+    for name in names:
+        if (limit := take(body, name, int)) is not None:
+            if limit < 1:
+                raise refuse(name, f"{limit} is below 1; leave it out for the most that the trainer allows")
+            return int(limit)
+    return None
