@@ -57,6 +57,9 @@ CALLS_FOR_A_TURN: Final = 4
 SPARE_CALLS: Final = 40
 THREAD_CHARS: Final = 20_000
 """A new dialogue of so many characters is rendered and encoded in a thread."""
+MESSAGE_CHARS: Final = 50
+TOOL_CHARS: Final = 500
+"""Characters of text that take as long to render as a message, or a tool, besides its text."""
 NO_TOOLS: Final = digest([])
 
 
@@ -201,7 +204,7 @@ class Gateway:
         """
         self._admit()
         with self._reading():
-            messages = normal(question.messages)
+            messages = self._messages_of(question)
             if not messages or messages[-1].role == "assistant":
                 return self._rest(messages, question)
             self._check_form(question)
@@ -226,7 +229,7 @@ class Gateway:
         """
         try:
             with self._reading():
-                return len(await self._new_conversation(normal(question.messages), question.tools))
+                return len(await self._new_conversation(self._messages_of(question), question.tools))
         except ContextLengthExceeded as exc:
             return exc.prompt_tokens
 
@@ -280,6 +283,15 @@ class Gateway:
             raise BadQuestion(f"it cannot be read: {type(exc).__name__}: {exc}") from exc
 
     # ------------------------------------------------------------ histories
+
+    def _messages_of(self, question: Question) -> list[Said]:
+        """Return what a question says, in normal form. Raises ContextLengthExceeded: it has too many parts to be read.
+
+        Each message and each tool is a token at least. Even empty ones take their time in the loop.
+        """
+        if (parts := len(question.messages) + len(question.tools)) > self.context_tokens:
+            raise ContextLengthExceeded(parts, self.context_tokens)
+        return normal(question.messages)
 
     def _find(self, messages: Sequence[Said], question: Question) -> _Place:
         """Follow a history from its beginning, as far as it is one of ours: to the deepest turn that it continues."""
@@ -482,7 +494,8 @@ class Gateway:
         return Origin(parent.turns.dialogue, segment, reason, shared, question.agent, question.agent_type)
 
     async def _new_conversation(self, messages: Sequence[Said], tools: Sequence[ToolSchema]) -> Conversation:
-        if sum(len(message.text) for message in messages) < THREAD_CHARS:
+        chars = len(messages) * MESSAGE_CHARS + len(tools) * TOOL_CHARS + sum(map(_chars, messages))
+        if chars < THREAD_CHARS:
             return self._render(messages, tools)
         return await run_sync(self._render, messages, tools)
 
@@ -626,6 +639,10 @@ def _skips_turns(parent: _Line, lines: Sequence[_Line], messages: Sequence[Said]
         return False
     summaries = [each.last[1].content.strip() for each in lines if each.last is not None]
     return not any(said in message.text for said in filter(None, summaries) for message in messages[count:])
+
+
+def _chars(message: Said) -> int:
+    return len(message.text) + len(message.reasoning) + sum(len(call.arguments) for call in message.calls)
 
 
 def _to_call(question: Question) -> list[dict[str, Any]]:

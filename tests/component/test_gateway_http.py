@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 
 import msgspec
 import pytest
 import requests
 import trio
 
+from prorl_trio.agent.gateway import Gateway
 from prorl_trio.edges.gateway import app as app_module
+from prorl_trio.edges.gateway import chat
 from prorl_trio.edges.gateway.app import GatewayTable
 from prorl_trio.types.backends import PauseBackends, ResumeBackends
 from support.gateway_client import PATHS, serving
@@ -245,3 +248,36 @@ async def test_a_program_that_invents_fields_does_not_grow_the_node(rig):
         await client.post(path, json={**PATHS[path], "x" * 1000: 1, **dict.fromkeys(map(str, range(5000)), 1)})
         assert len(tally.ignored) <= app_module.MAX_NAMES + 1
         assert tally.ignored.total() == 5001
+
+
+async def test_what_takes_long_to_read_is_read_in_a_thread_and_too_many_parts_not_at_all(rig, monkeypatch):
+    path, loop, threads = "/v1/chat/completions", threading.get_ident(), []
+    render, read = Gateway._render, chat.question
+
+    def seen(call):
+        def spy(*args):
+            threads.append(threading.get_ident())
+            return call(*args)
+
+        return spy
+
+    monkeypatch.setattr(Gateway, "_render", seen(render))
+    monkeypatch.setattr(chat, "question", seen(read))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    used = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "x" * 20_000}}]}
+    async with rig.open(), serving(rig, max_turns=50) as (_gateway, _tally, client):
+        await client.post(path, json=PATHS[path])
+        assert threads == [loop, loop]
+        for big in ({"messages": [USER] * 500}, {"messages": [USER], "tools": tools * 50}, {"messages": [used, USER]}):
+            threads.clear()
+            await client.post(path, json=big)
+            assert threads[1] != loop, big
+        threads.clear()
+        told = await client.post(path, json={"messages": [{"role": "user", "content": ""}] * 5000})
+        assert (told.status_code, told.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert len(threads) == 1, "it was read in a thread, and not rendered"
+        assert threads[0] != loop
+        packed = gzip.compress(json.dumps(PATHS[path]).encode())
+        threads.clear()
+        await client.post(path, data=packed, headers={"content-encoding": "gzip"})
+        assert threads[0] != loop, "what a packed one holds is not known"

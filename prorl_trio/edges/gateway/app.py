@@ -26,6 +26,7 @@ from prorl_trio.edges.gateway import chat, google, messages, responses
 from prorl_trio.edges.gateway.wire import Problem
 from prorl_trio.edges.http1 import ConnectionEnded
 from prorl_trio.edges.responses import Response
+from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ContextLengthExceeded
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ logger = logging.getLogger(__name__)
 PREFIX: Final = re.compile(r"/s/(?P<session>[^/]+)(?P<path>/.*)?")
 KEEP_ALIVE_S: Final = 5.0
 """A stream begins, and says that it lives, so often while a turn is sampled. Until then a problem has a status."""
-MAX_BODY_BYTES: Final = 64 * 1024 * 1024
+MAX_BODY_BYTES: Final = 16 * 1024 * 1024
+"""Some four characters for each of four million tokens."""
+BIG_BODY_BYTES: Final = 128 * 1024
+"""Bodies that have more are read in a thread: the loop would stand still."""
 RETRY_AFTER_S: Final = 5.0
 MAX_NAMES: Final = 256
 MAX_NAME_CHARS: Final = 64
@@ -216,8 +220,8 @@ class GatewayApp:
                 models = self._models(dialect, route.operation, gateway.context_tokens)
                 response = Response(msgspec.json.encode(models), 200, {}, _JSON)
             else:
-                body = await _body(receive, headers)
-                await self._answer(route, dialect.question(body, headers, model or self._model), gateway, receive, send)
+                asked = await _read(dialect, await _body(receive), headers, model or self._model)
+                await self._answer(route, asked, gateway, receive, send)
                 return
         except Problem as problem:
             response = self._told(dialect, problem)
@@ -359,8 +363,8 @@ def _route(method: str, path: str) -> tuple[_Route, str]:
     raise Problem("not_found", f"{method} {path} is none of the paths of this gateway")
 
 
-async def _body(receive: Receive, headers: Mapping[str, str]) -> dict[str, Any]:
-    """Read and decode the body. Raises Problem."""
+async def _body(receive: Receive) -> bytes:
+    """Return the body. Raises Problem."""
     received = bytearray()
     more = True
     while more:
@@ -370,14 +374,26 @@ async def _body(receive: Receive, headers: Mapping[str, str]) -> dict[str, Any]:
         received += part.get("body", b"")
         more = part.get("more_body", False)
         if len(received) > MAX_BODY_BYTES:
-            raise Problem("too_large", f"a request has at most {MAX_BODY_BYTES} bytes")
-    try:
-        body = msgspec.json.decode(_unpacked(bytes(received), headers.get("content-encoding", "identity")))
-    except UNDECODABLE as exc:
-        raise Problem("bad_request", f"the body is no JSON: {exc}") from exc
-    if not isinstance(body, dict):
-        raise Problem("bad_request", "the body is no JSON object")
-    return body
+            raise Problem("too_large", f"a request has at most {MAX_BODY_BYTES} bytes; shorten the history")
+    return bytes(received)
+
+
+async def _read(dialect: ModuleType, body: bytes, headers: Mapping[str, str], model: str) -> Asked:
+    """Return what a body asks. Raises Problem."""
+
+    def read() -> Asked:
+        try:
+            fields = msgspec.json.decode(_unpacked(body, headers.get("content-encoding", "identity")))
+        except UNDECODABLE as exc:
+            raise Problem("bad_request", f"the body is no JSON: {exc}") from exc
+        if not isinstance(fields, dict):
+            raise Problem("bad_request", "the body is no JSON object")
+        asked: Asked = dialect.question(fields, headers, model)
+        return asked
+
+    if len(body) <= BIG_BODY_BYTES and "content-encoding" not in headers:
+        return read()
+    return await run_sync(read)
 
 
 def _unpacked(body: bytes, coding: str) -> bytes:
@@ -395,7 +411,7 @@ def _unpacked(body: bytes, coding: str) -> bytes:
     except (OSError, EOFError, zlib.error) as exc:
         raise Problem("bad_request", f"the body is not {coding}: {exc}") from exc
     if len(plain) > MAX_BODY_BYTES:
-        raise Problem("too_large", f"a request has at most {MAX_BODY_BYTES} bytes, unpacked")
+        raise Problem("too_large", f"a request has at most {MAX_BODY_BYTES} bytes, unpacked; shorten the history")
     return plain
 
 
