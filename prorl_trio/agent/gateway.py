@@ -37,7 +37,14 @@ from prorl_trio.chat.families.syntax import HERMES
 from prorl_trio.chat.guided import calls_format, excess, json_format, structural_tag
 from prorl_trio.inference.engines.protocol import Guide, RequestRefused
 from prorl_trio.threads import run_sync
-from prorl_trio.types.errors import ContextLengthExceeded, HandlerError, ProrlError, StaleTrajectory, TooManyDialogues
+from prorl_trio.types.errors import (
+    ContextLengthExceeded,
+    HandlerError,
+    ProrlError,
+    StaleTrajectory,
+    TokenDrift,
+    TooManyDialogues,
+)
 from prorl_trio.types.models import ASIDE, ChatMessage, ToolCall
 
 if TYPE_CHECKING:
@@ -428,7 +435,7 @@ class Gateway:
             raise ContextLengthExceeded(len(turns.conversation) + found, turns.limit)
         try:
             too_many = turns.say(messages)
-        except HandlerError:
+        except (HandlerError, TokenDrift):  # GLM's template opens a system message with what closes no turn
             try:
                 too_many = turns.say(list(_joined(map(_as_user, messages))))
             except HandlerError as exc:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import trio
 import trio.lowlevel
 
+from perf.chat_families import write_family_model
 from prorl_trio.agent.context import RolloutContext
 from prorl_trio.agent.gateway import BadQuestion, RolloutOver, open_gateway
 from prorl_trio.agent.said import Question, Said, SaidCall
+from prorl_trio.chat.format import ChatFormat
 from prorl_trio.types.errors import ContextLengthExceeded
 
 pytestmark = pytest.mark.timeout(30)
@@ -374,3 +377,21 @@ async def test_sampled_tokens_that_a_trajectory_lacks_are_counted_and_logged(rig
     assert (
         f"{trajectory.undelivered_tokens} of {context.sampled_tokens} sampled tokens are in no segment" in caplog.text
     )
+
+
+async def test_a_system_message_that_the_template_has_only_at_the_beginning_is_a_users_word_later(rig, tmp_path):
+    """GLM's template would close the turn with a token that closes none: such a drift must void no rollout."""
+    chat_format = ChatFormat.load(write_family_model(tmp_path / "glm", "glm"))
+    said = [*chat_format.codec.encode("A fox."), min(chat_format.end_of_turn_ids)]
+    async with rig.open():
+        rig.resources.chat_format = chat_format
+        rig.engine.config = msgspec.structs.replace(rig.engine.config, vocab_size=chat_format.ids_below)
+        rig.engine._script = lambda _prompt: (said, [-0.25] * len(said), "stop")
+        context, gateway = opened(rig)
+        async with gateway as gateway:
+            first = await ask(gateway, TASK)
+            second = await ask(gateway, TASK, echo(first), Said("system", "Be brief."))
+            assert second.text == "A fox."
+        (segment,) = context.trajectory().segments
+        assert "Be brief." in chat_format.decode(segment.token_ids.tolist())
+    assert context.trajectory().drift_tokens == 0
