@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from prorl_trio.agent.budget import ToolTime
     from prorl_trio.agent.context import RolloutContext
-    from prorl_trio.agent.said import Form, Question, SaidCall
+    from prorl_trio.agent.said import Question, SaidCall, Wants
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.inference.pool.lease import Lease
     from prorl_trio.types.models import Echo, SegmentReason, StopReason, ToolSchema
@@ -94,7 +94,7 @@ class _Turn:
         answer: None while it is sampled, and for one that the client gave.
         error: why it was not sampled.
         done: it was sampled, or that failed.
-        wants: what it was asked to be.
+        wants, at_most: what it was asked to be, and how many tokens at most; None and 0 for one that the client gave.
         resent: its answer was sent a second time.
         seen: a later request had it in its history.
         following: turns after it, by the digest of what was said between.
@@ -107,7 +107,8 @@ class _Turn:
     answer: Answer | None = None
     error: Exception | None = None
     done: trio.Event = field(default_factory=trio.Event)
-    wants: tuple[Form | None, bool] = (None, False)
+    wants: Wants | None = None
+    at_most: int = 0
     resent: bool = False
     seen: bool = False
     following: dict[bytes, list[_Turn]] = field(default_factory=dict)
@@ -218,7 +219,7 @@ class Gateway:
             place = self._find(messages, question)
             turn = self._asked_before(place, question)
         if turn is None:
-            turn = _Turn(wants=question.wants)
+            turn = _Turn(wants=question.wants, at_most=self._at_most(question))
             if place.continues:
                 place.turn.following.setdefault(place.key, []).append(turn)
             self._nursery.start_soon(self._answer, turn, place, question, messages)
@@ -334,17 +335,28 @@ class Gateway:
     def _asked_before(self, place: _Place, question: Question) -> _Turn | None:
         """Return the turn that a question was asked for before, if it is to be answered with that one again.
 
-        That is one that is being sampled; or one whose answer no later history has, once.
+        That is one that is being sampled; or one whose answer no later history has, once. One that is longer than is
+        asked for now, or was cut where more is allowed now, is no answer.
         """
+        at_most = self._at_most(question)
         for turn in place.turn.following.get(place.key, ()) if place.continues else ():
             if turn.wants != question.wants:
                 continue
             if turn.done.is_set() and (turn.answer is None or turn.seen or turn.resent):
                 continue
+            if (said := turn.answer) is not None:
+                is_cut = said.finish_reason == "length" and turn.at_most < at_most
+                if is_cut or said.completion_tokens > at_most:
+                    continue
             turn.resent = turn.done.is_set()
             self.joined += 1
             return turn
         return None
+
+    def _at_most(self, question: Question) -> int:
+        """Return how many tokens the answer to a question may have."""
+        most = self.context.spec.sampling.max_output_tokens
+        return min(most, question.max_tokens or most)
 
     def _rest(self, messages: Sequence[Said], question: Question) -> Answer:
         """Return what a client lacks of a turn whose stream broke off, where it goes on from the part that it has.

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -134,9 +134,17 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     no_calls: bool = False
 
     @property
-    def wants(self) -> tuple[Form | None, bool]:
+    def wants(self) -> Wants:
         """Return what a turn has to be, to answer this question too."""
-        return self.form, self.no_calls
+        return Wants(self.form, self.no_calls, tuple(self.stops))
+
+
+class Wants(NamedTuple):
+    """What a question wants of its turn, besides a limit of its length: see `Question`."""
+
+    form: Form | None = None
+    no_calls: bool = False
+    stops: tuple[str, ...] = ()
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

@@ -379,6 +379,35 @@ async def test_sampled_tokens_that_a_trajectory_lacks_are_counted_and_logged(rig
     )
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "text"),
+    [
+        ({"max_tokens": 4}, {"max_tokens": 40}, "Another."),
+        ({"max_tokens": 4}, {}, "Another."),
+        ({}, {"max_tokens": 3}, "Ano"),
+        ({}, {"stops": ["long"]}, "Another."),
+        ({"stops": ["a"]}, {}, "Another."),
+        ({"max_tokens": 40}, {"max_tokens": 30}, "A long one."),
+        ({"max_tokens": 4}, {"max_tokens": 4}, "A lo"),
+        ({"max_tokens": 900}, {}, "A long one."),
+    ],
+)
+async def test_a_turn_answers_again_what_it_has_the_length_and_the_end_for(rig, first, then, text):
+    said = ["A long one.", "Another."]
+
+    def script(_prompt):
+        ids = rig.tiny.turn(said.pop(0))
+        return ids, [-0.25] * len(ids), "stop"
+
+    async with rig.open():
+        context, gateway = opened(rig)
+        rig.engine._script = script
+        async with gateway as gateway:
+            await ask(gateway, TASK, **first)
+            assert (await ask(gateway, TASK, **then)).text == text
+        assert context.trajectory().undelivered_tokens == 0
+
+
 async def test_a_system_message_that_the_template_has_only_at_the_beginning_is_a_users_word_later(rig, tmp_path):
     """GLM's template would close the turn with a token that closes none: such a drift must void no rollout."""
     chat_format = ChatFormat.load(write_family_model(tmp_path / "glm", "glm"))
