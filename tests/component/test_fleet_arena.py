@@ -140,7 +140,9 @@ def nested(depth):
     """An outcome whose details nest so deeply, as bytes: not every depth that can be read can be written."""
     outcome = make_outcome(job(1), tokens=5)
     data = msgspec.msgpack.encode(msgspec.structs.replace(outcome, details={"deep": 77}))
-    return EncodedOutcome("j1", "completed", None, 1, data.replace(b"\xa4deep\x4d", b"\xa4deep" + depth * b"\x91" + b"\x01"))
+    return EncodedOutcome(
+        "j1", "completed", None, 1, data.replace(b"\xa4deep\x4d", b"\xa4deep" + depth * b"\x91" + b"\x01")
+    )
 
 
 def is_read(depth):
