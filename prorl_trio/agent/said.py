@@ -30,6 +30,7 @@ _KEY = re.compile(rf"prorl([0-9a-f]{{{KEY_DIGITS}}})(?:c([0-9]+))?")
 _ARGUMENTS = re.compile(r'"(?:arguments|parameters)"\s*:\s*')
 _CLOSED = re.compile(r"\s*</\w+>\s*$")
 """What ends a call, where its arguments do not end."""
+_canonical = msgspec.json.Encoder(order="sorted").encode
 
 
 def planted(key: str, call: int | None = None) -> str:
@@ -260,9 +261,10 @@ def _number(call_id: str, calls: Sequence[SaidCall]) -> int:
 
 def digest(*parts: object) -> bytes:
     """Return a digest of values that JSON has a form for."""
-    encoded = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=msgspec.to_builtins).encode(
-        errors="surrogatepass"
-    )
+    try:
+        encoded = _canonical(parts)
+    except (UnicodeEncodeError, OverflowError):  # half a character, or a number of more than 64 bits
+        encoded = json.dumps(parts, sort_keys=True, default=msgspec.to_builtins).encode()
     return hashlib.blake2b(encoded, digest_size=16).digest()
 
 
@@ -277,6 +279,8 @@ def alike(said: Said, served: Said, *, drops_reasoning: bool) -> Echo | None:
     `exact`, `respelled` (white space, or the arguments of a call, are written otherwise), or `reasoning_dropped`, if
     that is allowed.
     """
+    if (said.text, said.reasoning, [*said.calls]) == (served.text, served.reasoning, [*served.calls]):
+        return "exact"
     words = (said.text.split(), [call.says() for call in said.calls])
     if words != (served.text.split(), [call.says() for call in served.calls]):
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,9 @@ PROBE_CHARS: Final = 64 * 1024
 """Characters of a long text that are encoded at once to see whether it is too long."""
 CHARS_PER_TOKEN: Final = 4
 """About what a token has in most texts: one with no more for each token that it may have is encoded as a whole."""
+SHORT_CHARS: Final = 24
+SHORT_TEXTS: Final = 1024
+"""The ids of so many texts, of at most so many characters, are kept: a template writes the same ones in each turn."""
 
 MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"})
 """The tags around reasoning and calls in most families."""
@@ -126,6 +130,7 @@ class TokenCodec:
         self._control_ids = {t.id for t in spec.added_tokens if t.is_structural and t.content not in markup}
         breakable = [t for t in spec.added_tokens if t.content and not t.is_text]
         self._full, self._plain = _tokenizers(tokenizer_json, frozenset(t.content for t in breakable), origin)
+        self._short = lru_cache(maxsize=SHORT_TEXTS)(self._encode_anew)
         ids = self._full.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1
         self.longest_token_chars = max(map(len, ids))
@@ -176,7 +181,8 @@ class TokenCodec:
             ids += self._encode_plain(marked[start : match.start()])
             ids.append(self.added_ids[match.group(match.lastindex or 0)])
             start = match.end()
-        return ids + self._encode_plain(marked[start:])
+        ids += self._encode_plain(marked[start:])
+        return ids
 
     def count_beyond(self, marked: str, at_most: int) -> int:
         """Return how many tokens rendered text has at least, if that is surely more than `at_most`; else 0.
@@ -215,11 +221,13 @@ class TokenCodec:
             ids = [token_id for token_id in ids if token_id not in self._control_ids]
         return str(self._full.decode(ids, skip_special_tokens=False))
 
-    def _encode_plain(self, marked: str) -> list[int]:
+    def _encode_plain(self, marked: str) -> Sequence[int]:
         if not marked:
-            return []
-        ids: list[int] = self._plain.encode(self.unmarked(marked), add_special_tokens=False).ids
-        return ids
+            return ()
+        return self._short(marked) if len(marked) <= SHORT_CHARS else self._encode_anew(marked)
+
+    def _encode_anew(self, marked: str) -> tuple[int, ...]:
+        return tuple(self._plain.encode(self.unmarked(marked), add_special_tokens=False).ids)
 
     def _check_split(self, origin: Path) -> None:
         """Prove on samples that our split gives the ids of the whole tokenizer, whatever flags its tokens have."""

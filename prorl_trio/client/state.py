@@ -262,10 +262,6 @@ class ClientState:
         """Return the accepted jobs of the session without an outcome, as far as this client knows."""
         return set(self._awaited)
 
-    def notify(self) -> None:
-        """Wake everybody who waits for a change."""
-        self._notify()
-
     @contextmanager
     def submitting(self) -> Iterator[None]:
         """Count a submit as in progress during the block: `outstanding` is True meanwhile."""

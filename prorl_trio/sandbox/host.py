@@ -177,10 +177,6 @@ class HostedSandbox(Sandbox):
         """Return whether nothing of it is left, or nothing that the provider has not taken over."""
         return self._gone.is_set()
 
-    def close_soon(self) -> None:
-        """Close it as `aclose` does, without waiting."""
-        self._closing.set()
-
     async def aclose(self) -> None:
         """End the sandbox and return when nothing of it is left. Idempotent; an action in flight raises `SandboxLost`.
 

@@ -14,8 +14,10 @@ from prorl_trio.integrations.verl import rollouts as module
 from prorl_trio.integrations.verl.node_address import NodeAddress
 from prorl_trio.integrations.verl.rollouts import JobRefused, Rollouts, close_all, rollouts_on
 from prorl_trio.types.errors import ConfigError
+from support.fake_fleet import open_fake_fleet
 from support.fake_node import FakeNode, make_outcome, make_spec
 from support.fake_service import TOKEN, open_service
+from support.fleet_head import announce, head_quickly, open_head
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -140,6 +142,18 @@ async def test_a_node_that_has_forgotten_its_session_is_given_the_jobs_again(tok
         assert sorted(spec.job_id for spec in node.submitted) == [spec.job_id for spec in specs]
 
 
+async def test_a_fleet_is_found_by_its_folder_with_its_token(tmp_path, monkeypatch):
+    monkeypatch.delenv("PRORL_TOKEN", raising=False)
+    head_quickly(monkeypatch)
+    folder = tmp_path / "f"
+    async with open_fake_fleet(folder, "a", "b", on_submit=make_outcome), open_head(folder, "a", "b") as head:
+        announce(folder, head)
+        rollouts = Rollouts(NodeAddress.read({"fleet": str(folder)}))
+        outcomes = await in_asyncio(all_of, rollouts, [make_spec(f"j{number}") for number in range(4)])
+        assert [outcome.reward for outcome in outcomes] == [1.0] * 4
+        await trio.to_thread.run_sync(rollouts.close)
+
+
 async def test_a_node_that_stays_away_fails_each_and_the_next_session_is_a_new_one(token):
     node = FakeNode()
     async with open_service(node) as service, trio.open_nursery() as nursery:
@@ -191,8 +205,9 @@ async def test_a_node_that_drains_is_asked_again(token, monkeypatch):
 
 async def test_wrong_addresses_and_tokens_are_named(monkeypatch, tmp_path):
     monkeypatch.delenv("PRORL_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="one of the two"):
-        NodeAddress.read({"url": "ws://a:1", "endpoint_file": "b"})
+    for wrong in ({"url": "ws://a:1", "endpoint_file": "b"}, {"url": "ws://a:1", "fleet": "f"}, {}):
+        with pytest.raises(ConfigError, match="one alone"):
+            NodeAddress.read(wrong)
     with pytest.raises(ConfigError, match="unknown field `urls`"):
         NodeAddress.read({"urls": "ws://a:1"})
     (missing,) = await in_asyncio(all_of, Rollouts(NodeAddress(url="ws://127.0.0.1:1")), [make_spec("a")])
