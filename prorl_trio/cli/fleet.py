@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
     "--config",
     "config_path",
     type=click.Path(path_type=Path),
-    help="A TOML file with the tables listen, rest, fleet, ledger, admission and monitoring of node.toml. Without it "
-    "the head listens on every address, at a free port, which its entry in the folder names.",
+    help="A TOML file with the tables listen, rest, fleet, arena, ledger, admission, monitoring and telemetry of "
+    "node.toml. Without it the head listens on every address, at a free port, which its entry in the folder names.",
 )
 @click.option(
     "--ledger",

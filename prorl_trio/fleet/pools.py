@@ -344,17 +344,36 @@ class _BackendOwners:
         self._withheld.discard(url)
 
     async def adopt(self, member: Member) -> None:
-        """Note the backends of a node that no configuration names: an earlier start of this head gave them to it."""
+        """Note what the backends of a node that has joined tell of an earlier start of this head.
+
+        Those that it has beyond its configuration were given to it. If another node has them, because this one was away
+        for a while, it gives them up. Those of its configuration that it does not use were drained or removed.
+        """
         try:
             listed = await member.client.list_backends()
         except ServiceError as exc:
             logger.info("node %s does not tell its backends: %s", member.node_id, exc)
             return
-        configured = {url for each in self._members.values() for url in _own(each)}
-        for backend in cast("Sequence[Mapping[str, Any]]", listed.pool["backends"]):
+        backends = cast("Sequence[Mapping[str, Any]]", listed.pool["backends"])
+        own = _own(member).keys()
+        self._withheld |= own - {each["url"] for each in backends if each["state"] in ("active", "down")}
+        for backend in backends:
             url = backend["url"]
-            if _is_active(url, listed.pool) and url not in configured | self._placed.keys() | self._withheld:
+            if backend["state"] != "active" or url in own | self._withheld:
+                continue
+            placed = self._placed.get(url)
+            if placed is None or placed.node_id not in self._members:
                 self._placed[url] = _Placed(member.node_id, backend["weight"], _host_of(url, member.entry.host))
+            elif placed.node_id != member.node_id:
+                await self._give_up(member, url, placed.node_id)
+
+    async def _give_up(self, member: Member, url: str, owner: str) -> None:
+        try:
+            await member.client.operate(RemoveBackends(url=url))
+        except ProrlError as exc:
+            logger.error("backend %s is with the nodes %s and %s: %s", url, owner, member.node_id, exc)
+        else:
+            logger.warning("node %s has given up backend %s, which is with node %s", member.node_id, url, owner)
 
     def taken_out(self, request: DrainBackend | RemoveBackends) -> None:
         """Note that backends were drained or removed: that they are given to nobody when their node is lost."""

@@ -213,6 +213,7 @@ async def _open_whole(
                             yield
                             tasks.cancel_scope.cancel("shutdown")
 
+                    default_socket = await run_sync(lambda: _local_socket(config))
                     edges_of_head = open_edges(
                         fleet,
                         edges,
@@ -221,7 +222,7 @@ async def _open_whole(
                         feed,
                         monitoring,
                         membership,
-                        default_socket=_local_socket(config),
+                        default_socket=default_socket,
                     )
                     async with edges_of_head as address:
                         yield fleet, sessions, address
@@ -246,9 +247,17 @@ def ledger_folder(config: HeadConfig, environ: dict[str, str]) -> Path | None:
     return config.ledger.folder(f"head-{_hash_of(config)}", environ)
 
 
-def _local_socket(config: HeadConfig) -> Path:
-    """Return the path of the head's Unix socket: of its user, its fleet and this machine."""
-    return Path(tempfile.gettempdir()) / f"prorl-head-{os.geteuid()}-{_hash_of(config)}" / "head"
+def _local_socket(config: HeadConfig) -> Path | None:
+    """Return the path of the head's Unix socket: of its user, its fleet and this machine.
+
+    None if there is no temporary folder, as where all file systems but the ledger's and the fleet's are read-only.
+    """
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except OSError as exc:
+        logger.warning("no socket for trainers on this host: %s", exc.strerror)
+        return None
+    return temporary / f"prorl-head-{os.geteuid()}-{_hash_of(config)}" / "head"
 
 
 def _hash_of(config: HeadConfig) -> str:

@@ -120,8 +120,11 @@ class SharedOutcomes:
                 buffer.release()
 
     def _pin(self, session_id: str, outcome: Outcome, refs: Sequence[ArenaRef]) -> bool:
-        """Pin tokens that are in the arena; return False if they would be too many."""
-        frame = split_outcome(0, outcome, refs)
+        """Pin tokens that are in the arena; return False if they would be too many, or the frame cannot be made."""
+        try:
+            frame = split_outcome(0, outcome, refs)
+        except RecursionError:  # of what nests as deeply as it can, the whole could just be encoded
+            return False
         size_bytes = memoryview(frame.outcome).nbytes + sum(ref.capacity for ref in refs) * TOKEN_BYTES
         if self._size_bytes + size_bytes > self._max_bytes:
             return False
@@ -245,10 +248,18 @@ def encode_outcome(outcome: Outcome, max_message_bytes: int) -> Encoded:
 
 
 def fit_outcome(outcome: EncodedOutcome, max_message_bytes: int) -> EncodedOutcome:
-    """Return an outcome that was encoded elsewhere so that its frame fits into a message. See `encode_outcome`."""
+    """Return an outcome that was encoded elsewhere so that its frame fits into a message. See `encode_outcome`.
+
+    One that is too large, and cannot be read to be made smaller, is lost: its node may be of another version.
+    """
     if len(outcome.data) <= max_message_bytes - FRAME_OVERHEAD_BYTES:
         return outcome
-    return EncodedOutcome.of(*encode_outcome(outcome.decode(), max_message_bytes))
+    try:
+        whole = outcome.decode()
+    except UNDECODABLE as exc:
+        why = f"it has {len(outcome.data)} bytes, which is too large, and cannot be read: {exc}"
+        whole = lost_outcome(outcome.job_id, why, outcome.attempt)
+    return EncodedOutcome.of(*encode_outcome(whole, max_message_bytes))
 
 
 def failed_outcome(spec: JobSpec, cause: FailureCause, error: str, attempt: int) -> Outcome:

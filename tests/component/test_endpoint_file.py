@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from functools import partial
@@ -35,6 +36,22 @@ def listen(tmp_path):
 
 async def names_of(endpoint_file):
     return [str(address) for address in await EndpointFile(endpoint_file).read()]
+
+
+def test_where_no_socket_can_be_made_there_is_none_unless_it_was_asked_for(listen, tmp_path, monkeypatch, caplog):
+    class Full(socket.socket):
+        def bind(self, address):
+            if address.endswith(".arena"):  # there was room for one
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().bind(address)
+
+    monkeypatch.setattr(socket, "socket", Full)
+    assert claim_local_sockets(listen) is None
+    assert "No space left on device" in caplog.text
+    asked = tmp_path / "asked" / "node"
+    with pytest.raises(ConfigError, match="No space left on device"):
+        claim_local_sockets(msgspec.structs.replace(listen, unix_socket=str(asked)))
+    assert not list(asked.parent.iterdir())
 
 
 async def test_the_unix_socket_comes_first_and_its_folder_goes_with_the_node(listen, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from contextlib import suppress
 
 import msgspec
@@ -10,8 +11,9 @@ import trio
 
 from prorl_ipc.arena import open_arena
 from prorl_ipc.session import Accepted
+from prorl_ipc.wire import UNDECODABLE
 from prorl_trio.client import connect
-from prorl_trio.sessions.encoding import SharedOutcomes
+from prorl_trio.sessions.encoding import SharedOutcomes, fit_outcome
 from prorl_trio.types.models import EncodedOutcome, JobSpec, Segment, TaskInstance, Trajectory
 from support.fake_fleet import open_fake_fleet
 from support.fake_node import make_outcome
@@ -132,3 +134,38 @@ def test_what_does_not_fit_or_cannot_be_read_is_left_to_the_frames_and_leaks_not
         assert (shared.has("s", "j4"), shared.has("s", "j5")) == (True, False)
         shared.remove("s", "j4")
         assert arena.statistics().blocks_used == 0
+
+
+def nested(depth):
+    """An outcome whose details nest so deeply, as bytes: not every depth that can be read can be written."""
+    outcome = make_outcome(job(1), tokens=5)
+    data = msgspec.msgpack.encode(msgspec.structs.replace(outcome, details={"deep": 77}))
+    return EncodedOutcome(
+        "j1", "completed", None, 1, data.replace(b"\xa4deep\x4d", b"\xa4deep" + depth * b"\x91" + b"\x01")
+    )
+
+
+def is_read(depth):
+    try:
+        nested(depth).decode()
+    except UNDECODABLE:
+        return False
+    return True
+
+
+def test_an_outcome_that_nests_as_deeply_as_can_be_read_harms_nothing():
+    limit = bisect_left(range(100_000), True, key=lambda depth: not is_read(depth))
+    with open_arena(2_000_000, block_tokens=4096) as arena:
+        shared = SharedOutcomes(arena, arena.size_bytes)
+        for depth in range(limit - 20, limit + 2):
+            shared.add_copy("s", nested(depth))
+            shared.remove("s", "j1")
+        assert (len(shared), arena.statistics().blocks_used) == (0, 0)
+
+
+def test_an_outcome_that_is_too_large_and_cannot_be_read_is_a_failure_that_says_so():
+    data = msgspec.msgpack.encode(make_outcome(job(1), tokens=10_000))
+    foreign = EncodedOutcome("j1", "completed", None, 3, data.replace(b"finished", b"bewitched"[:8]))
+    outcome = fit_outcome(foreign, 10_000).decode()
+    assert (outcome.job_id, outcome.status, outcome.attempt) == ("j1", "failed", 3)
+    assert "too large, and cannot be read" in outcome.error

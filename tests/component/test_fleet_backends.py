@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import AsyncExitStack, nullcontext
 
 import pytest
 
@@ -95,6 +96,32 @@ async def test_a_head_that_is_started_again_knows_who_was_given_which_backend(fo
             await until(moved(fleet, "http://a:8000", to="c"))
 
 
+async def test_a_node_that_came_back_while_there_was_no_head_has_its_backends_to_itself(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet:
+        async with open_client(folder):
+            await fleet["b"].kill()
+            await until(moved(fleet, "http://b:8000", to="a"))
+        await fleet.restart("b")
+        async with open_client(folder):
+            await until(lambda: fleet.owners() == {"a": ["http://a:8000"], "b": ["http://b:8000"]})
+
+
+@pytest.mark.parametrize("head_restarts", [False, True])
+async def test_a_node_that_was_only_cut_off_gives_up_what_another_was_given_meanwhile(folder, head_restarts):
+    async with open_fake_fleet(folder, "a", "b") as fleet:
+        async with open_client(folder) as (client, _head):
+            await client.add_backend("http://more:1", weight=3.0)
+            await fleet["a"].kill()
+            await until(moved(fleet, "http://more:1", to="b"))
+            if not head_restarts:
+                await fleet["a"].start()
+                await until(lambda: "http://more:1" not in fleet.owners()["a"])
+        if head_restarts:
+            await fleet["a"].start()
+            async with open_client(folder):
+                await until(lambda: sum("http://more:1" in urls for urls in fleet.owners().values()) == 1)
+
+
 async def test_each_engine_has_one_owner_again_when_its_node_is_back(folder):
     async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (client, _head):
         await update(client, "2")
@@ -166,12 +193,16 @@ async def test_an_engine_whose_node_was_lost_in_an_update_is_not_taken_over(fold
         assert fleet.owners()["b"] == ["http://b:8000"]
 
 
-async def test_what_was_drained_or_removed_stays_out_when_its_node_is_lost(folder):
-    async with open_fake_fleet(folder, "b") as fleet:
+@pytest.mark.parametrize("head_restarts", [False, True])
+async def test_what_was_drained_or_removed_stays_out_when_its_node_is_lost(folder, head_restarts):
+    async with open_fake_fleet(folder, "b") as fleet, AsyncExitStack() as stack:
         await fleet.add("a", backends={f"http://a:{port}": 1.0 for port in (1, 2, 3)})
-        async with open_client(folder) as (client, _head):
+        async with open_client(folder) if head_restarts else nullcontext() as first:
+            client, _head = first or await stack.enter_async_context(open_client(folder))
             await client.drain_backend("http://a:1")
             await client.remove_backend("http://a:2")
-            await fleet["a"].kill()
-            await until(moved(fleet, "http://a:3", to="b"))
-            assert fleet.owners()["b"] == ["http://a:3", "http://b:8000"]
+        if head_restarts:
+            await stack.enter_async_context(open_client(folder))
+        await fleet["a"].kill()
+        await until(moved(fleet, "http://a:3", to="b"))
+        assert fleet.owners()["b"] == ["http://a:3", "http://b:8000"]

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import tempfile
 
 import msgspec
 import pytest
@@ -177,6 +178,19 @@ async def test_at_sighup_a_head_goes_on_and_takes_over_its_token_file(folder, tm
                 await trio.sleep(0.01)
             token_file.write_text("")
             await reloaded("reload: the token stays as it is")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def test_a_head_without_a_temporary_folder_serves_on_its_port(folder, monkeypatch, caplog):
+    def none():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    fields = {"listen": {"port": 0, "token": TOKEN}, "fleet": {"dir": str(folder)}, "ledger": {"dir": ""}}
+    with trio.fail_after(30):
+        async with open_single_nursery() as nursery:
+            await nursery.start(serve_fleet, msgspec.convert(fields, HeadConfig))
+            assert (read_head(folder).unix_url, "No usable temporary directory" in caplog.text) == ("", True)
             os.kill(os.getpid(), signal.SIGTERM)
 
 

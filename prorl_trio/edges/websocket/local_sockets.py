@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from prorl_ipc.channel import MAX_SOCKET_PATH_BYTES
@@ -90,6 +90,7 @@ def _claim(sockets: LocalSockets) -> None:
             )
         for path in sockets:
             _remove_stale(path)
+        _try_to_bind(sockets)
     except OSError as exc:
         raise ConfigError(
             f"listen.unix_socket: {exc.filename or sockets.node}: {exc.strerror}; name a socket in a folder that the "
@@ -108,3 +109,11 @@ def _remove_stale(path: Path) -> None:
         path.unlink(missing_ok=True)
     elif reached != errno.ENOENT:
         raise ConfigError(f"listen.unix_socket: {path} belongs to a node that is running; choose another path")
+
+
+def _try_to_bind(sockets: LocalSockets) -> None:
+    """Raise OSError where they cannot be made, as on a disk that is full or has no sockets."""
+    with ExitStack() as trials:
+        for path in sockets:
+            trials.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)).bind(os.fspath(path))
+            trials.callback(path.unlink, missing_ok=True)
