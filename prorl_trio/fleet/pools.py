@@ -145,7 +145,7 @@ class FleetPolicy:
         async def ask(member: Member) -> None:
             try:
                 policies[member.node_id] = policy_of(await member.client.list_backends())
-            except ServiceError as exc:
+            except ProrlError as exc:
                 logger.info("node %s does not tell its policy version: %s", member.node_id, exc)
 
         with trio.move_on_after(ASK_S):
@@ -247,7 +247,10 @@ class FleetPools:
         elif not isinstance(request, WeighBackend):
             return await self._step(request)
         if request.url is not None:
-            return await self._where_it_is(request, request.url)
+            answer = await self._where_it_is(request, request.url)
+            if isinstance(request, WeighBackend):
+                self.owners.weights[_origin(request.url)] = request.weight
+            return answer
         return _joined(await _ask_all(self._all(), request))
 
     def version_of(self, member: Member) -> str | None:
@@ -333,6 +336,8 @@ class _BackendOwners:
         self._members = members
         self._policy = policy
         self._placed: dict[str, _Placed] = {}
+        self.weights: dict[str, float] = {}
+        """Weights that backends were given since, whoever has them."""
         self._withheld: set[str] = set()
         """URLs that were drained or removed: they are put to use by nobody but who adds them."""
 
@@ -341,6 +346,7 @@ class _BackendOwners:
         url, host = _origin(request.url), _host_of(request.url, socket.gethostname())
         node_id = await self._give(request, host)
         self._placed[url] = _Placed(node_id, request.weight, host)
+        self.weights.pop(url, None)
         self._withheld.discard(url)
 
     async def adopt(self, member: Member) -> None:
@@ -351,7 +357,7 @@ class _BackendOwners:
         """
         try:
             listed = await member.client.list_backends()
-        except ServiceError as exc:
+        except ProrlError as exc:
             logger.info("node %s does not tell its backends: %s", member.node_id, exc)
             return
         backends = cast("Sequence[Mapping[str, Any]]", listed.pool["backends"])
@@ -363,7 +369,7 @@ class _BackendOwners:
                 continue
             placed = self._placed.get(url)
             if placed is None or placed.node_id not in self._members:
-                self._placed[url] = _Placed(member.node_id, backend["weight"], _host_of(url, member.entry.host))
+                self._placed[url] = _Placed(member.node_id, backend.get("weight"), _host_of(url, member.entry.host))
             elif placed.node_id != member.node_id:
                 await self._give_up(member, url, placed.node_id)
 
@@ -382,6 +388,7 @@ class _BackendOwners:
         self._withheld |= urls
         for url in urls:
             self._placed.pop(url, None)
+            self.weights.pop(url, None)
 
     async def move(self, member: Member, version: str | None) -> None:
         """Give the backends of a lost node to others: return when each has one, its node is back, or it cannot be.
@@ -405,9 +412,8 @@ class _BackendOwners:
                 return
             for url, placed in list(waiting.items()):
                 try:
-                    node_id = await self._give(
-                        AddBackend(url=url, weight=placed.weight, policy_version=version), placed.host
-                    )
+                    weight = self.weights.get(url, placed.weight)
+                    node_id = await self._give(AddBackend(url=url, weight=weight, policy_version=version), placed.host)
                 except ProrlError as exc:
                     if isinstance(exc, BackendError) and not exc.retryable:
                         logger.error("backend %s of the lost node %s goes to no other: %s", url, member.node_id, exc)

@@ -80,6 +80,19 @@ async def test_a_backend_that_was_added_goes_on_with_another_node_when_its_own_i
         assert fleet["b"].node.listed("http://more:1").weight == 3.0
 
 
+async def test_a_weight_that_was_changed_goes_with_the_backend_of_a_lost_node(folder):
+    async with open_fake_fleet(folder, "a", "b") as fleet, open_client(folder) as (client, _head):
+        await client.add_backend("http://more:1", weight=3.0)
+        for url in ("http://more:1", "http://a:8000"):
+            await client.weigh_backend(url, 5.0)
+        with pytest.raises(BackendError):
+            await client.weigh_backend("http://a:8000", -1.0)
+        await fleet["a"].kill()
+        for url in ("http://more:1", "http://a:8000"):
+            await until(moved(fleet, url, to="b"))
+            assert fleet["b"].node.listed(url).weight == 5.0
+
+
 async def test_a_head_that_is_started_again_knows_who_was_given_which_backend(folder):
     async with open_fake_fleet(folder, "a", "b", "c") as fleet:
         async with open_client(folder) as (client, _head):
