@@ -13,6 +13,8 @@ from rich.console import Console
 
 from prorl_launch.learn import describe, follow
 from prorl_launch.learning.curve import draw_curve
+from prorl_launch.learning.engine_load import EngineLoad
+from prorl_launch.learning.examples import write_examples
 from prorl_launch.learning.record import (
     Ended,
     Evaluated,
@@ -27,7 +29,6 @@ from prorl_launch.learning.record import (
     summary_of,
     write_atomically,
 )
-from prorl_launch.learning.train import EngineLoad, write_examples
 from prorl_trio.types.models import ChatMessage, Trajectory, Turn
 from support.fake_node import make_outcome, make_spec
 
@@ -237,7 +238,7 @@ def metrics(running, tokens):
 
 
 def test_the_load_counts_looks_at_a_busy_engine_and_its_tokens(monkeypatch):
-    monkeypatch.setattr("prorl_launch.learning.train.LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("prorl_launch.learning.engine_load.INTERVAL_S", 0.02)
     texts = [metrics(4.0, "1.5e+03"), metrics(2.0, 1600.0), metrics(0.0, 1700.0), metrics(0.0, 1700.0)]
     with metrics_server(texts) as (url, told), EngineLoad(url) as load:
         assert told.wait(20)
@@ -246,7 +247,7 @@ def test_the_load_counts_looks_at_a_busy_engine_and_its_tokens(monkeypatch):
 
 
 def test_the_load_of_an_engine_that_does_not_answer_is_unknown(monkeypatch):
-    monkeypatch.setattr("prorl_launch.learning.train.LOOK_INTERVAL_S", 0.02)
+    monkeypatch.setattr("prorl_launch.learning.engine_load.INTERVAL_S", 0.02)
     with metrics_server([""]) as (url, _):
         pass
     with EngineLoad(url) as load:

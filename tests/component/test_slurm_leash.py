@@ -43,8 +43,10 @@ class Task:
         self.place = place
         self.names = {"SLURM_JOB_ID": secrets.token_hex(4), "SLURM_STEP_ID": "0", "SLURM_PROCID": "3"}
         self.ready = place / "ready"
-        pulse_s = f"--pulse-timeout-s={stretched(pulse):.1f}" if pulse else ""
-        options = [*options, f"--grace-s={stretched(grace_s):.1f}", f"--local-dir={place}", *([pulse_s] * bool(pulse))]
+        self.pulse_s, self.grace_s = stretched(pulse or 0.0), stretched(grace_s)
+        """As long as the machine may need at the start: it may have more to do then than at the end."""
+        beats = [f"--pulse-timeout-s={self.pulse_s:.1f}"] if pulse else []
+        options = [*options, f"--grace-s={self.grace_s:.1f}", f"--local-dir={place}", *beats]
         program = arguments or (sys.executable, str(TREE), str(self.ready), *(["--deaf"] * deaf))
         run = [sys.executable, "-m", "prorl_trio.cli", "slurm", "run", *options, "--", *program]
         env = {**os.environ, "PRORL_TEST_MARK": self.mark, "TMPDIR": str(place), **self.names}
@@ -88,7 +90,7 @@ class Task:
 
     def end(self):
         """Close our side; return what is left, and how long it took."""
-        left = left_after(self.mark, [self.place], LIMIT_S)
+        left = left_after(self.mark, [self.place], LIMIT_S + self.pulse_s + self.grace_s)
         self.stepd.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             self.stepd.stdin.close()
@@ -200,7 +202,7 @@ def test_time_in_which_slurm_has_suspended_the_job_is_no_time_without_a_pulse(st
     task = start(pulse=3)
     task.wait_ready()
     task.signal_all(signal.SIGSTOP)
-    time.sleep(stretched(3) + 1.5)  # longer than the task waits for its pulse
+    time.sleep(task.pulse_s + 1.5)  # longer than the task waits for its pulse
     task.signal_all(signal.SIGCONT)
     time.sleep(0.5)  # it goes on before the machine with the pulse does
     task.beat()

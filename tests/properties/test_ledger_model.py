@@ -182,12 +182,15 @@ class LedgerMachine(RuleBasedStateMachine):
         done = [operation for operation, answer in zip(operations, answers, strict=True) if answer is None]
         for answer in answers:
             assert answer is None or isinstance(answer, ProrlError)
+        before, states = copy.deepcopy(self.model), []
         for operation in sorted(done, key=lambda operation: isinstance(operation, LAZY)):
             self.model.do(operation)
-            if isinstance(operation, LAZY):
-                self.possible.append(copy.deepcopy(self.model))
-            else:
-                self.possible = [copy.deepcopy(self.model)]
+            states.append(copy.deepcopy(self.model))
+        synced = sum(not isinstance(operation, LAZY) for operation in done)
+        if synced and self.model != before:
+            self.possible = states[synced - 1 :]
+        elif self.model != before:  # a group that changes nothing is not written, so it syncs nothing before it
+            self.possible += states
 
     @rule(kept=st.sampled_from([0.0, 0.3, 0.7, 1.0]))
     def crash(self, kept: float) -> None:

@@ -6,22 +6,20 @@ It goes on from the run's last checkpoint, whose weights the engine has. `PRORL_
 
 from __future__ import annotations
 
-import http.client
 import os
-import re
 import sys
-import threading
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
-from urllib.request import urlopen
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from prorl_launch.learning.curriculum import Curriculum, Sums
 from prorl_launch.learning.curve import draw_curve
+from prorl_launch.learning.engine_load import EngineLoad
+from prorl_launch.learning.examples import write_examples
 from prorl_launch.learning.held_out import solve_held_out
 from prorl_launch.learning.policy import make_trainer, recipe_of, set_learning_rate
 from prorl_launch.learning.record import (
@@ -49,85 +47,11 @@ from prorl_trio.types.models import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from prorl_launch.learning.record import Settings
     from prorl_trio.learn.trainer import Trainer, UpdateFigures
     from prorl_trio.sampling import Batch
     from prorl_trio.types.models import Outcome
-
-LOOK_INTERVAL_S: Final = 0.25
-LOOK_TIMEOUT_S: Final = 5.0
-_RUNNING: Final = re.compile(r"^vllm:num_requests_running\{[^}]*\} ([\d.e+]+)", re.MULTILINE)
-_SAMPLED: Final = re.compile(r"^vllm:generation_tokens_total\{[^}]*\} ([\d.e+]+)", re.MULTILINE)
-
-
-class EngineLoad:
-    """Asks a vLLM server four times a second how many requests it works on, while the block runs.
-
-    Attributes:
-        looks: answers. `busy`: those in which it had any request. `running`: the sum of its requests.
-        tokens: what it sampled meanwhile, by its own count.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = f"{url}/metrics"
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="engine load", daemon=True)
-        self._first: float | None = None
-        self.looks = 0
-        self.busy = 0
-        self.running = 0.0
-        self.tokens = 0.0
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join(2 * LOOK_TIMEOUT_S)
-
-    def _watch(self) -> None:
-        while True:
-            over = self._over.wait(LOOK_INTERVAL_S if self.looks else 0.0)
-            try:
-                with urlopen(self._url, timeout=LOOK_TIMEOUT_S) as answer:
-                    self._note(answer.read().decode(), over)
-            except (OSError, http.client.HTTPException):  # it is being asked for what is nice to know
-                pass
-            if over:
-                return
-
-    def _note(self, text: str, last: bool) -> None:
-        sampled = sum(map(float, _SAMPLED.findall(text)))
-        self._first = sampled if self._first is None else self._first
-        self.tokens = sampled - self._first
-        if not last:
-            running = sum(map(float, _RUNNING.findall(text)))
-            self.looks += 1
-            self.busy += running > 0
-            self.running += running
-
-
-def write_examples(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
-    """Write the dialogues of `outcomes`, with their rewards and policy versions, as Markdown."""
-    lines = [f"# {title}", ""]
-    for outcome in outcomes:
-        lines += [f"## {outcome.tags.get('family', outcome.instance_id)}: reward {outcome.reward}", ""]
-        if outcome.trajectory is None:
-            lines += [f"No trajectory: {outcome.error}", ""]
-            continue
-        versions = ", ".join(outcome.trajectory.policy_versions)
-        lines += [f"Policy version {versions}, ended by `{outcome.trajectory.stop_reason}`.", ""]
-        for turn in outcome.trajectory.turns:
-            said = [(message.role, message.content) for message in turn.messages]
-            for role, text in (*said, ("assistant", turn.text), *(("tool", text) for text in turn.observations)):
-                lines += [f"**{role}**", "", *(f"    {line}" for line in text.strip().splitlines()), ""]
-    path.write_text("\n".join(lines))
-
 
 GAP_ROLLOUTS = 24
 EXAMPLES = 12
