@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import numpy as np
@@ -64,6 +64,18 @@ async def wait_mapped(client):
     await client.status()  # after which the head knows which reader this session is
 
 
+@asynccontextmanager
+async def open_fleet(tmp_path):
+    """Yield the folder of a fleet of one node, whose head is a process of its own."""
+    folder = tmp_path / "fleet"
+    with trio.fail_after(60):
+        async with (
+            open_fake_fleet(folder, "a", on_submit=whole),
+            head_process(folder, tmp_path / "l", tmp_path / "log"),
+        ):
+            yield folder
+
+
 async def lose_a_client(folder):
     """Take two outcomes, of which only the first is acknowledged."""
     async with connect(fleet=folder, session_id="s", shared_memory=True) as client:
@@ -76,40 +88,29 @@ async def lose_a_client(folder):
 
 
 async def test_outcomes_go_by_reference_to_a_trainer_beside_the_head_and_nothing_stays(tmp_path):
-    folder = tmp_path / "fleet"
-    with trio.fail_after(60):
-        async with (
-            open_fake_fleet(folder, "a", on_submit=whole),
-            head_process(folder, tmp_path / "l", tmp_path / "log"),
-        ):
-            with suppress(ZeroDivisionError):
-                await lose_a_client(folder)
-            async with connect(fleet=folder, session_id="s", shared_memory=True) as client:
-                await wait_mapped(client)
-                taken = {outcome.job_id async for outcome in client.results(JOBS - 1) if same(outcome)}
-                assert len(taken) == JOBS - 1, "also what a trainer was sent that is gone"
-                before = (await arena_of(client))["shared"]
-                assert before["sent_total"] >= 2
-                await submit_all(client, JOBS)
-                assert [same(outcome) async for outcome in client.results(JOBS)] == [True] * JOBS
-                after = (await arena_of(client))["shared"]
-                assert after["sent_total"] == before["sent_total"] + JOBS
-                while (await arena_of(client))["blocks_used"]:
-                    await trio.sleep(0.01)
+    async with open_fleet(tmp_path) as folder:
+        with suppress(ZeroDivisionError):
+            await lose_a_client(folder)
+        async with connect(fleet=folder, session_id="s", shared_memory=True) as client:
+            await wait_mapped(client)
+            taken = {outcome.job_id async for outcome in client.results(JOBS - 1) if same(outcome)}
+            assert len(taken) == JOBS - 1, "also what a trainer was sent that is gone"
+            before = (await arena_of(client))["shared"]
+            assert before["sent_total"] >= 2
+            await submit_all(client, JOBS)
+            assert [same(outcome) async for outcome in client.results(JOBS)] == [True] * JOBS
+            after = (await arena_of(client))["shared"]
+            assert after["sent_total"] == before["sent_total"] + JOBS
+            while (await arena_of(client))["blocks_used"]:
+                await trio.sleep(0.01)
 
 
 async def test_a_trainer_that_maps_nothing_is_sent_the_same_as_frames(tmp_path):
-    folder = tmp_path / "fleet"
-    with trio.fail_after(60):
-        async with (
-            open_fake_fleet(folder, "a", on_submit=whole),
-            head_process(folder, tmp_path / "l", tmp_path / "log"),
-            connect(fleet=folder) as client,
-        ):
-            await submit_all(client)
-            assert [same(outcome) async for outcome in client.results(JOBS)] == [True] * JOBS
-            arena = await arena_of(client)
-            assert (arena["high_water_blocks"], arena["shared"]["sent_total"]) == (0, 0)
+    async with open_fleet(tmp_path) as folder, connect(fleet=folder) as client:
+        await submit_all(client)
+        assert [same(outcome) async for outcome in client.results(JOBS)] == [True] * JOBS
+        arena = await arena_of(client)
+        assert (arena["high_water_blocks"], arena["shared"]["sent_total"]) == (0, 0)
 
 
 def test_what_does_not_fit_or_cannot_be_read_is_left_to_the_frames_and_leaks_nothing():
