@@ -29,6 +29,8 @@ _WORK: Final = {
     "maximum": 3,
 }
 _PROPERTIES_IN_A_CHAR: Final = 2.5
+MAX_BLANKS: Final = 16
+"""Between two parts of JSON: enough for indented JSON, and an end of what a small model else repeats to its limit."""
 _REPEAT: Final = re.compile(r"\\.|\(|\)(?:\{(\d*),?(\d*)\})?|\{(\d*),?(\d*)\}", re.DOTALL)
 
 
@@ -87,7 +89,7 @@ def _repeats(pattern: str) -> float:
 
 def json_format(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the format of a turn that is JSON of that schema."""
-    return {"type": "json_schema", "json_schema": schema}
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_BLANKS}
 
 
 def calls_format(functions: Sequence[dict[str, Any]], *, one: bool) -> dict[str, Any]:
