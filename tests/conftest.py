@@ -14,15 +14,20 @@ from pathlib import Path
 import pytest
 import trio
 from _pytest.mark.expression import Expression
+from xdist.scheduler import LoadFileScheduling
 
 from prorl_launch.paths import engine_python, model_dir
 from prorl_launch.vllm import open_vllm
+from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
+from support.forking import LentForks
 from support.leaks import LEAKS, has_failed, holdings
 from support.skips import Skips, because, read_allowed
 
 VLLM_TIMEOUT_S = 400
 LONG_TEST_TIMEOUT_S = 3600
 LONGEST = {"test_policy_text.py", "test_wheels_only.py", "test_trl.py", "test_sandbox_kill_sweep.py"}
+SLURM = "tests/e2e/test_slurm_"
+"""Tests of clusters wait more than they compute, and one cluster at a time is enough for a machine."""
 MARKS = {"slow": ["slow"], "soak": ["soak"], "alone": ["alone", "vllm_url"]}
 """The marks by which runs choose, and what stands in a file that has tests so marked."""
 MEMORY = Path("/dev/shm")
@@ -35,6 +40,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 def pytest_configure(config):
     config.pluginmanager.register(Skips(read_allowed()))
     config.pluginmanager.register(LEAKS)
+    config.pluginmanager.register(Failures(config))
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -54,7 +60,7 @@ def pytest_collection_modifyitems(items):
     Alone is also what needs a vLLM, which takes all cores; what shares its name has to be: xdist would run one of them.
     Files that take minutes come first, so that no worker has one left when all the others are done.
     """
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: (SLURM not in item.nodeid, item.path.name not in LONGEST))
     names = Counter(item.nodeid for item in items)
     for item in items:
         if "vllm_url" in item.fixturenames:
@@ -63,6 +69,30 @@ def pytest_collection_modifyitems(items):
             raise pytest.UsageError(f"{item.nodeid} is there {names[item.nodeid]} times: mark it as alone")
         if not item.get_closest_marker("timeout") and any(map(item.get_closest_marker, ("slow", "soak"))):
             item.add_marker(pytest.mark.timeout(LONG_TEST_TIMEOUT_S))
+
+
+class ByFile(LoadFileScheduling):
+    """A file at a time for each worker; all files of Slurm for one of them, beside which the others compute."""
+
+    def _split_scope(self, nodeid):
+        return SLURM if nodeid.startswith(SLURM) else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log) if config.option.dist == "loadfile" else None
+
+
+class Failures:
+    """Says at once why a test failed: a run that is cut off has no summary."""
+
+    def __init__(self, config):
+        self._plugins = config.pluginmanager
+
+    def pytest_runtest_logreport(self, report):
+        terminal = self._plugins.getplugin("terminalreporter")  # none in a worker
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\n{report.nodeid} failed in its {report.when} after {report.duration:.0f} s:")
+            terminal.write_line(report.longreprtext[-3000:])
 
 
 @pytest.fixture
@@ -102,6 +132,20 @@ def quick_gc():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def _forks_of_session():
+    forks = LentForks()
+    forks.start()
+    yield forks
+    forks.close()
+
+
+@pytest.fixture
+def lent_forks(_forks_of_session, monkeypatch):
+    """Hosts of this test have sandboxes forked by one server for all tests, if it is not what the test is about."""
+    monkeypatch.setattr(BubblewrapProvider, "_keep_fork_server", lambda provider: _forks_of_session.keep(provider))
 
 
 @pytest.fixture(scope="session")

@@ -399,7 +399,7 @@ def says(calls):
 
 
 @pytest.fixture
-async def provider():
+async def provider(lent_forks):
     provider = PROVIDERS["bubblewrap"]()
     report = await provider.probe()
     if not report.usable:

@@ -10,7 +10,7 @@ from support.remains import marked
 from support.skips import because
 from support.slurm_cluster import kill
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_each_node_has_a_name_a_network_and_a_tmp_of_its_own(slurm):

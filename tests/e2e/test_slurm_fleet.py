@@ -21,7 +21,7 @@ from support.skips import because
 from support.slurm_cluster import NODES
 from support.slurm_fleet import LIMIT_S, SlurmFleet, math_job, once_each
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ENGINE = checkout_dir() / "tests/support/engine_program.py"
 ENGINE_PORT = 18000

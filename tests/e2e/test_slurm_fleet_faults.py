@@ -26,7 +26,7 @@ from support.skips import because
 from support.slurm_cluster import NODES, kill
 from support.slurm_fleet import LIMIT_S, SlurmFleet, math_job, once_each
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 REPEATS = int(os.environ.get("PRORL_SLURM_REPEATS", "1"))
 JOBS = 40

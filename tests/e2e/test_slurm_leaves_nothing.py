@@ -26,7 +26,7 @@ from support.quiet_clock import stretched, wait_until
 from support.remains import left_after, marked, segments
 from support.slurm_cluster import NODES, kill
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TREE = checkout_dir() / "tests/support/hostile_tree.py"
 LIMIT_S = 10.0
