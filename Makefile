@@ -6,6 +6,7 @@ MAKEFLAGS += --no-print-directory
 ENGINE ?= cpu
 WORKERS ?= 2
 export PRORL_ENGINE := $(ENGINE)
+export PRORL_ALL_CASES := $(ALL)
 VENV := .venv/bin
 # Set-up runs before anything is installed: it finds the packages by their folders.
 SOURCES := PYTHONPATH=$(CURDIR):$(CURDIR)/ipc:$(CURDIR)/launch
@@ -17,12 +18,12 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine trainers lock agents check-beside-agents apptainer apptainer-if-possible slurm-if-possible demo learn doctor check quick hosted test e2e soak mutants docs format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock agents check-beside-downloads apptainer apptainer-if-possible slurm-if-possible demo learn doctor check quick hosted test e2e soak mutants docs format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, WORKERS=2 (of tests), APPTAINER=no SLURM=no (install nothing for tests),"
-	@echo "  PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
+	@echo "  ALL=1 (make e2e takes every case, and not a part of some), PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
 
 setup: python ## everything: .venv, the engine's environment and the model (once; then a quick no-op)
 	@$(SOURCES) $(PYTHON) -m prorl_launch.setup dev engine --engine $(ENGINE)
@@ -34,7 +35,8 @@ engine: python ## only the inference engine and the model, in the cache folder (
 	@$(SOURCES) $(PYTHON) -m prorl_launch.setup engine --engine $(ENGINE)
 
 trainers: python ## the trainers' own environments, for tests and `make learn`, in the cache folder (about 2.5 GB)
-	@$(SOURCES) $(PYTHON) -m prorl_launch.setup train verl --engine $(ENGINE)
+	@$(SOURCES) $(PYTHON) -m prorl_launch.setup train --engine $(ENGINE) & train=$$!; \
+	$(SOURCES) $(PYTHON) -m prorl_launch.setup verl --engine $(ENGINE); code=$$?; wait $$train && exit $$code
 
 lock: python ## resolve what set-up installs again: writes launch/prorl_launch/locks/*.txt
 	@$(SOURCES) $(PYTHON) -m prorl_launch.relock
@@ -50,8 +52,9 @@ agents: setup ## install the agents of others that tests let work, in the cache 
 	@$(VENV)/prorl-trio agents install --if-possible $(AGENTS)
 
 # Downloads beside what takes the processors.
-check-beside-agents: setup
-	@$(MAKE) agents & agents=$$!; $(MAKE) check; code=$$?; wait $$agents && exit $$code
+check-beside-downloads: setup
+	@$(MAKE) trainers & trainers=$$!; $(MAKE) agents & agents=$$!; $(MAKE) check; code=$$?; \
+	wait $$trainers || code=1; wait $$agents || code=1; exit $$code
 
 apptainer: ## install Apptainer on Debian/Ubuntu (root or sudo; names the system packages first)
 	@launch/prorl_launch/apptainer.sh
@@ -108,7 +111,7 @@ hosted: setup-dev ## the unit and component tests, as hosted CI runs them: no en
 	$(VENV)/python -m pytest tests/unit tests/component -m "not slow and not soak and not alone" \
 		-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup trainers apptainer-if-possible check-beside-agents ## check, then the whole suite but for the slow marks
+test: setup apptainer-if-possible check-beside-downloads ## check, then the whole suite but for the slow marks
 	$(call pytest,not slow and not soak)
 
 e2e: setup trainers agents apptainer-if-possible slurm-if-possible ## the slow suite: the real engine, the real sandboxes, end to end

@@ -25,7 +25,7 @@ from support.skips import Skips, because, read_allowed
 
 VLLM_TIMEOUT_S = 400
 LONG_TEST_TIMEOUT_S = 3600
-LONGEST = {"test_policy_text.py", "test_wheels_only.py", "test_trl.py", "test_sandbox_kill_sweep.py"}
+LONGEST = {"test_policy_text.py", "test_trl.py", "test_sandbox_kill_sweep.py"}
 SLURM = "tests/e2e/test_slurm_"
 """Tests of clusters wait more than they compute, and one cluster at a time is enough for a machine."""
 MARKS = {"slow": ["slow"], "soak": ["soak"], "alone": ["alone", "vllm_url"]}

@@ -24,6 +24,7 @@ from support.published_models import (
     trl_templates,
     write_trl_model,
 )
+from support.shares import ALL
 from support.skips import because
 
 QUICK = ("qwen3", "glm-4.5", "gemma4")
@@ -38,7 +39,7 @@ BASH = [
     }
 ]
 APPEND_ONLY = ("qwen2.5", "qwen3-2507", "llama3", "llama3.1", "llama3.2", "deepseek-v3", "gemma3")
-SLOW_DIALOGUES = 1_000
+SLOW_DIALOGUES = 1_000 if ALL else 400
 SOAK_DIALOGUES = int(os.environ.get("PRORL_SOAK_DIALOGUES", "100000"))
 
 

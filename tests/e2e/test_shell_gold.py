@@ -11,10 +11,11 @@ from prorl_trio.tasks.sets import load_task_set
 from prorl_trio.tasks.sets.agentbench import AGENTBENCH, agentbench_rows, example_of
 from support.code_policy import call, fetch_wheel
 from support.gold_runs import outcomes_of
+from support.shares import ALL, part_of
 
 pytestmark = pytest.mark.slow
-RIGHT = 95
-"""Examples, of 109, that must earn 1. Others need accounts, sudo, a /usr to write to, or other processes."""
+WRONG, WRONG_OF_A_PART = 14, 5
+"""Examples, of 109 and of a third, that may fail: they need accounts, sudo, a /usr to write to, or other processes."""
 
 
 class SolvesByExample:
@@ -41,9 +42,10 @@ async def test_examples_of_agentbench_earn_their_reward():
     examples = {row["description"]: example_of(row) for row in agentbench_rows()}
     instances = load_task_set("agentbench-os")
     assert len(instances) == 109
+    instances = part_of(instances, 3)
     outcomes = await outcomes_of(SolvesByExample(examples), instances, timeout_s=1500)
     wrong = {name: outcome.error or outcome.details for name, outcome in outcomes.items() if outcome.reward != 1.0}
-    assert len(instances) - len(wrong) >= RIGHT, json.dumps(wrong, default=str, indent=1)
+    assert len(wrong) <= (WRONG if ALL else WRONG_OF_A_PART), json.dumps(wrong, default=str, indent=1)
 
 
 async def test_no_answer_earns_nothing():

@@ -1,4 +1,8 @@
-"""Every file that set-up installs can be had as a wheel: pip is asked for nothing else, and installs nothing."""
+"""Every file that set-up installs can be had as a wheel: pip is asked for nothing else, and installs nothing.
+
+On a fresh machine set-up itself shows it, for it takes nothing but wheels. This is for one that has it all, after
+`make lock`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import pytest
 from prorl_launch.locks import WHEELS_ONLY, lock_path
 from support.skips import because
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 TIMEOUT_S = 600
 LOCKS = ["dev", "engine-cpu", "model", "train-cpu"]

@@ -53,20 +53,23 @@ async def cancel_sweep(
     check: Callable[[CancelledRun], Awaitable[object]],
     *,
     max_steps: int = MAX_STEPS,
+    every: int = 1,
 ) -> int:
     """Run `operation` cancelled after step 1, 2, 3 ... until a run ends first; `check` after each.
+
+    With `every` only after each so many steps, from the first on.
 
     Each run is one call of `operation`, so what it works on may be made by it or be shared by all runs. What either
     raises besides that cancellation is raised here. Steps of background tasks count too; where there are threads,
     processes or sockets their number varies from run to run, which makes the sweep less even but no less valid.
 
     Returns:
-        The number of runs.
+        The step after which no run was cancelled any more.
 
     Raises:
         AssertionError: it was still going after `max_steps` steps.
     """
-    for step in range(1, max_steps + 1):
+    for step in range(1, max_steps + 1, every):
         scope = trio.CancelScope()
         instrument = _CancelAtStep(scope, step)
         completed = False
