@@ -18,8 +18,6 @@ from xdist.scheduler import LoadFileScheduling
 
 from prorl_launch.paths import engine_python, model_dir
 from prorl_launch.vllm import open_vllm
-from prorl_trio.sandbox.providers.bubblewrap import BubblewrapProvider
-from support.forking import LentForks
 from support.leaks import LEAKS, has_failed, holdings
 from support.skips import Skips, because, read_allowed
 
@@ -132,20 +130,6 @@ def quick_gc():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture(scope="session")
-def _forks_of_session():
-    forks = LentForks()
-    forks.start()
-    yield forks
-    forks.close()
-
-
-@pytest.fixture
-def lent_forks(_forks_of_session, monkeypatch):
-    """Hosts of this test have sandboxes forked by one server for all tests, if it is not what the test is about."""
-    monkeypatch.setattr(BubblewrapProvider, "_keep_fork_server", lambda provider: _forks_of_session.keep(provider))
 
 
 @pytest.fixture(scope="session")

@@ -399,7 +399,7 @@ def says(calls):
 
 
 @pytest.fixture
-async def provider(lent_forks):
+async def provider():
     provider = PROVIDERS["bubblewrap"]()
     report = await provider.probe()
     if not report.usable:

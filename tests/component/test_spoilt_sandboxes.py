@@ -117,7 +117,7 @@ class Uses(Tools):
 
 
 @pytest.fixture
-async def provider(lent_forks):
+async def provider():
     provider = PROVIDERS["bubblewrap"]()
     report = await provider.probe()
     if not report.usable:

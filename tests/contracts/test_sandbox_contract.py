@@ -26,8 +26,6 @@ from prorl_trio.testing.sandbox_process_checks import (
 )
 from support.forking import ForkingProvider
 
-pytestmark = pytest.mark.usefixtures("lent_forks")  # those that are forked: the server itself is another test's matter
-
 
 def _cases():
     for name, provider in {"fake": FakeProvider, **PROVIDERS, "forked": ForkingProvider}.items():

@@ -34,10 +34,10 @@ def probe_reports():
 
 
 @pytest.fixture(params=[name for name, provider in PROVIDERS.items() if provider.isolated])
-async def provider(request, tmp_path, probe_reports, lent_forks):
+async def provider(request, tmp_path, probe_reports):
     """Each provider that isolates, with its folder in `tmp_path`; skipped where it does not work.
 
-    With bubblewrap sandboxes are forked where they can be, as in a node; by the one server of all tests.
+    With bubblewrap sandboxes are forked where they can be, as in a node.
     """
     found = {**PROVIDERS, "bubblewrap": ForkingProvider}[request.param](tmp_path)
     if found.name not in probe_reports:
