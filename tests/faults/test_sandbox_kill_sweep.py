@@ -301,7 +301,7 @@ async def test_cancelled_at_any_step_of_the_loop(tmp_path, files, tmp_path_facto
     with trio.fail_after(RUN_TIMEOUT_S * 20):
         async with open_sandbox_host(PROVIDERS["process"](tmp_path)) as host:
             machine = await look_around(host, tmp_path)
-            steps = await cancel_sweep(operation, check, every=1 if ALL else 2)
+            steps = await cancel_sweep(operation, check, every=1 if ALL else 4)
     assert steps > 100
     assert list(tmp_path.iterdir()) == []
 
