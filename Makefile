@@ -23,7 +23,7 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, WORKERS=2 (of tests), APPTAINER=no SLURM=no (install nothing for tests),"
-	@echo "  ALL=1 (make e2e takes every case, and not a part of some), PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
+	@echo "  ALL=1 (e2e: every case, not a part of some; check: async rules for tests too), PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
 
 setup: python ## everything: .venv, the engine's environment and the model (once; then a quick no-op)
 	@$(SOURCES) $(PYTHON) -m prorl_launch.setup dev engine --engine $(ENGINE)
@@ -79,9 +79,9 @@ check: setup-dev ## format, lint, types, async rules, import direction
 	$(VENV)/ruff format --check $(PACKAGES) tests
 	$(VENV)/ruff check $(PACKAGES) tests
 	@# mypy is one process, beside which flake8 has the other cores. The rules of that are about async code, and it takes
-	@# most of a second for each file: files without any are left out, and tests, which have ruff's rules of that kind
+	@# most of a second for each file: files without any are left out, and without ALL=1 tests, which have ruff's rules
 	$(VENV)/mypy & types=$$!; \
-	grep -rlE --include='*.py' '^ *async (def|with|for) |\bawait ' $(PACKAGES) tests/support | xargs $(VENV)/python -m flake8; code=$$?; \
+	grep -rlE --include='*.py' '^ *async (def|with|for) |\bawait ' $(PACKAGES) $(if $(ALL),tests,tests/support) | xargs $(VENV)/python -m flake8; code=$$?; \
 	wait $$types && exit $$code
 	$(VENV)/lint-imports
 	$(VENV)/shellcheck launch/*/*.sh launch/*/*/*.sh .ci/run

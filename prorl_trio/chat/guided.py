@@ -15,6 +15,8 @@ MAX_DEPTH: Final = 100
 MAX_WORK: Final = 2_000
 """Limits of all schemas of a turn together. At each of them xgrammar 0.2 compiles for about a second, and for minutes
 beyond some of them, in which an engine answers nobody. The unit of work is a character of a pattern, some 0.5 ms."""
+MAX_BLANKS: Final = 16
+"""The longest run of whitespace in JSON. Without it, small models repeat line breaks until they run out of tokens."""
 _REPEATS_IN_A_CHAR: Final = 8
 _MOST_REPEATS: Final = 1_000
 """Of one character; it costs no more to allow more."""
@@ -29,8 +31,6 @@ _WORK: Final = {
     "maximum": 3,
 }
 _PROPERTIES_IN_A_CHAR: Final = 2.5
-MAX_BLANKS: Final = 16
-"""Between two parts of JSON: enough for indented JSON, and an end of what a small model else repeats to its limit."""
 _REPEAT: Final = re.compile(r"\\.|\(|\)(?:\{(\d*),?(\d*)\})?|\{(\d*),?(\d*)\}", re.DOTALL)
 
 

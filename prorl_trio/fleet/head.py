@@ -153,9 +153,7 @@ class Fleet:
                 which is the newest is not known.
         """
         if self.draining:
-            raise Draining(
-                f"the head {self.node_id} is draining: submit again when the fleet has another, or to another fleet"
-            )
+            raise Draining(f"the head {self.node_id} is draining: submit again when the fleet has started another head")
         self.validate(spec)
         if spec.job_id in self._live:
             raise DuplicateJob(f"job {spec.job_id!r} is live here; choose another id")

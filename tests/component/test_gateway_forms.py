@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from prorl_trio.chat.guided import excess
+from prorl_trio.chat.guided import MAX_BLANKS, excess
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.trainer_engine import TrainerEngineClient
 from prorl_trio.inference.pool.pool import Backends
@@ -76,6 +76,7 @@ async def test_json_is_asked_of_the_engine(rig, path, fields):
         (form,) = formats(rig)
         assert form["type"] == "json_schema"
         assert form["json_schema"]["type"] == "object"
+        assert form["max_whitespace_cnt"] == MAX_BLANKS
         trajectory = gateway.context.trajectory()
         assert not {"response_format", "text", "generationConfig"} & tally.ignored.keys()
     spans = [span for segment in trajectory.segments for span in segment.spans]

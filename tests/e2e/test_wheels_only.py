@@ -1,7 +1,7 @@
 """Every file that set-up installs can be had as a wheel: pip is asked for nothing else, and installs nothing.
 
-On a fresh machine set-up itself shows it, for it takes nothing but wheels. This is for one that has it all, after
-`make lock`.
+On a fresh machine set-up itself proves it, because it installs only wheels. Run this test after `make lock`, on a
+machine where everything is installed already.
 """
 
 from __future__ import annotations

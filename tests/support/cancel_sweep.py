@@ -57,7 +57,7 @@ async def cancel_sweep(
 ) -> int:
     """Run `operation` cancelled after step 1, 2, 3 ... until a run ends first; `check` after each.
 
-    With `every` only after each so many steps, from the first on.
+    `every`: cancel only after steps 1, 1 + every, 1 + 2 * every and so on.
 
     Each run is one call of `operation`, so what it works on may be made by it or be shared by all runs. What either
     raises besides that cancellation is raised here. Steps of background tasks count too; where there are threads,

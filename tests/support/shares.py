@@ -1,4 +1,4 @@
-"""Cases of which a usual run takes a part, as all of them take minutes: `make e2e ALL=1` takes all."""
+"""Large tables of cases: a usual run takes a part, and `make e2e ALL=1` takes everything."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ ALL = bool(os.environ.get("PRORL_ALL_CASES"))
 
 
 def part_of(cases: Sequence[Case], every: int, first: int = 0) -> list[Case]:
-    """Return one of `every` so many cases, from the one with index `first` (below `every`) on; or all of them."""
+    """Return `cases[first::every]`; all cases with `ALL`."""
     return list(cases if ALL else cases[first::every])
