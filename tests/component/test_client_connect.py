@@ -11,6 +11,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from prorl_trio.client import ConnectionLost, RolloutClient, connect
+from prorl_trio.edges.endpoints import announce
 from prorl_trio.types.errors import ProtocolError, Unauthorized
 from support.fake_node import FakeNode, make_spec
 from support.fake_service import TOKEN, Service, open_service
@@ -59,7 +60,7 @@ async def test_a_client_finds_its_node_at_another_port_by_the_endpoint_file(dead
             await first.stopped.wait()
             second = await nursery.start(serve_until_stopped, node, table, first.port)
             assert second.port != first.port
-            endpoint.write_bytes(msgspec.json.encode({"url": second.url}))
+            announce(endpoint, {"url": second.url})
             node.finish("b")
             assert [outcome.job_id for outcome in await take(client, 1)] == ["b"]
             second.stop()
@@ -67,7 +68,7 @@ async def test_a_client_finds_its_node_at_another_port_by_the_endpoint_file(dead
 
 async def write_when_asked(path: Path, url: str) -> None:
     await wait_all_tasks_blocked(0.05)
-    path.write_bytes(msgspec.json.encode({"url": url, "rest_url": "http://127.0.0.1:1"}))
+    announce(path, {"url": url, "rest_url": "http://127.0.0.1:1"})
 
 
 async def serve_until_stopped(
