@@ -48,13 +48,13 @@ python:
 		echo "On Debian 12, Ubuntu 24.04 and later: sudo apt-get install python3 python3-venv" >&2; \
 		echo "On Ubuntu 22.04: sudo apt-get install python3.11 python3.11-venv" >&2; exit 1; fi
 
-agents: setup ## install the agents of others that tests let work, in the cache folder (1.4 GB)
+agents: setup-dev ## install the agents of others that tests let work, in the cache folder (1.4 GB)
 	@$(VENV)/prorl-trio agents install --if-possible $(AGENTS)
 
-# Downloads beside what takes the processors.
-check-beside-downloads: setup
-	@$(MAKE) trainers & trainers=$$!; $(MAKE) agents & agents=$$!; $(MAKE) check; code=$$?; \
-	wait $$trainers || code=1; wait $$agents || code=1; exit $$code
+# Downloads beside what takes the processors. Engine first: its wheels are the trainers' as well.
+check-beside-downloads: setup-dev
+	@{ $(MAKE) engine && $(MAKE) trainers; } & engine=$$!; $(MAKE) agents & agents=$$!; $(MAKE) check; code=$$?; \
+	wait $$engine || code=1; wait $$agents || code=1; exit $$code
 
 apptainer: ## install Apptainer on Debian/Ubuntu (root or sudo; names the system packages first)
 	@launch/prorl_launch/apptainer.sh
@@ -111,7 +111,7 @@ hosted: setup-dev ## the unit and component tests, as hosted CI runs them: no en
 	$(VENV)/python -m pytest tests/unit tests/component -m "not slow and not soak and not alone" \
 		-n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup apptainer-if-possible check-beside-downloads ## check, then the whole suite but for the slow marks
+test: apptainer-if-possible check-beside-downloads setup ## check, then the whole suite but for the slow marks
 	$(call pytest,not slow and not soak)
 
 e2e: setup trainers agents apptainer-if-possible slurm-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
@@ -129,4 +129,4 @@ clean: ## remove what was made in the checkout
 
 clean-cache: python ## remove what was made in the cache folder: engine and trainer environments, the model, tokenizers, peers, images, logs
 	cd "$$($(SOURCES) $(PYTHON) -c 'from prorl_launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf agents engine-* train-* verl-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs
+		rm -rf agents uv uv-* engine-* train-* verl-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs

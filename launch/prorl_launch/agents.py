@@ -16,7 +16,7 @@ from rich.table import Table
 from prorl_launch.bundle import fill_python, find_interpreter
 from prorl_launch.locks import WHEELS_ONLY, agent_lock, is_made_for, serves
 from prorl_launch.progress import SetupError, run_step
-from prorl_launch.venv import exclusive
+from prorl_launch.venv import exclusive, run_pip
 from prorl_trio.agents.preset import INSIDE, INSTALLED, PACKAGES, presets
 from prorl_trio.client.terminal import Console, say
 
@@ -139,12 +139,12 @@ def _npm(preset: Preset, folder: Path) -> list[str]:
 def _install_python(preset: Preset, folder: Path, log_file: Path) -> None:
     """Fill a folder with packages of PyPI and a Python for them: those of the lock, or the newest that they take."""
     python = find_interpreter(preset.python)
-    pip = [sys.executable, "-m", "pip", "--python", str(python.program), "install", "--no-input", "--no-compile"]
     lock, wanted = agent_lock(preset.name, preset.index), packages(preset)
     if lock.exists() and serves(lock.read_text(), python.version, (platform.system(), platform.machine())):
         if not is_made_for(lock.read_text(), wanted):
             raise SetupError(f"{lock} was made for other packages than the preset names; run: make lock")
         wanted = [*WHEELS_ONLY, "--no-deps", "--require-hashes", "--requirement", str(lock)]
-    run_step(f"agent {preset.name}", [*pip, "--target", str(folder / PACKAGES), *wanted], log_file=log_file)
+    install = ["install", "--no-compile", "--target", str(folder / PACKAGES), *wanted]
+    run_pip(f"agent {preset.name}", str(python.program), install, log_file=log_file, pip_of=sys.executable)
     inside = f"{INSIDE}/{preset.name}"
     fill_python(folder, inside, python, [f"{inside}/{PACKAGES}"])

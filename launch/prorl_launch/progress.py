@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from prorl_ipc.portable_text import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
     from typing import IO
 
@@ -33,12 +33,21 @@ def say(message: str) -> None:
     print(printable(f"setup: {message}"), flush=True)  # noqa: T201  its whole purpose
 
 
-def run_step(title: str, argv: Sequence[str], *, log_file: Path, hint: str = "", keep_open: Sequence[int] = ()) -> None:
+def run_step(
+    title: str,
+    argv: Sequence[str],
+    *,
+    log_file: Path,
+    hint: str = "",
+    keep_open: Sequence[int] = (),
+    variables: Mapping[str, str] | None = None,
+) -> None:
     """Run one command to its end; its output is appended to `log_file`.
 
     A terminal sees the command's latest line; a pipe sees a line each 30 s, so that a CI log shows life. The command
-    gets no standard input, and none of the variables that would lead pip or Python elsewhere. It inherits the
-    descriptors `keep_open`. On Ctrl-C, or any other error here, it is ended before this returns.
+    gets no standard input, and none of the variables that would lead pip or Python elsewhere; `variables` are added to
+    its environment. It inherits the descriptors `keep_open`. On Ctrl-C, or any other error here, it is ended before
+    this returns.
 
     Raises:
         SetupError: it failed. Carries the end of its output, the log's path and `hint`.
@@ -46,6 +55,7 @@ def run_step(title: str, argv: Sequence[str], *, log_file: Path, hint: str = "",
     started = time.monotonic()
     log_file.parent.mkdir(parents=True, exist_ok=True)
     env = {name: value for name, value in os.environ.items() if name not in _MISLEADING_ENV} | _PIP_ENV
+    env |= variables or {}
     say(title)
     with log_file.open("ab", buffering=0) as log:  # so that `tail -f` shows it
         log.write(f"\n$ {' '.join(argv)}\n".encode())

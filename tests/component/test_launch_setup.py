@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +128,56 @@ def test_two_at_once_install_once(folder):
     ]
     assert [process.wait(TIMEOUT_S) for process in processes] == [0, 0]
     assert count(folder) == 1
+
+
+# ---------------------------------------------------------------- packages
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    """A folder with one wheel, `shelved`, in which alone pip and uv look."""
+    with zipfile.ZipFile(tmp_path / "shelved-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("shelved.py", "ANSWER = 42\n")
+        wheel.writestr("shelved-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: shelved\nVersion: 1.0\n")
+        wheel.writestr("shelved-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("shelved-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+IMPORT = ("import", ["-c", "import shelved; assert shelved.ANSWER == 42"])
+TAKE = ("take", ["-m", "pip", "install", "--no-compile", "--only-binary", ":all:", "shelved==1.0"])
+REMOVE = ("remove", ["-m", "pip", "uninstall", "--yes", "shelved"])
+UV_OF_TESTS = Path(sys.executable).with_name("uv")
+
+
+def test_uv_installs_and_removes_what_pip_was_asked_to_from_where_pip_would(folder, shelf, monkeypatch):
+    monkeypatch.setattr(venv, "_uv", lambda: UV_OF_TESTS)
+    log = folder.parent / "log"
+    log.unlink()
+    install(folder, "by uv", TAKE, IMPORT, REMOVE)
+    assert "Installed 1 package" in log.read_text()  # uv's words
+    assert "Successfully installed" not in log.read_text()
+    with pytest.raises(SetupError, match="No module named 'shelved'"):
+        install(folder, "again", IMPORT)
+
+
+@pytest.mark.parametrize("uv", [None, "false"])
+def test_pip_does_what_uv_cannot(folder, shelf, monkeypatch, uv):
+    monkeypatch.setattr(venv, "_uv", lambda: uv and Path(shutil.which(uv)))
+    (folder.parent / "log").unlink()
+    install(folder, f"by pip, {uv}", TAKE, IMPORT, REMOVE)
+    assert "Successfully installed shelved-1.0" in (folder.parent / "log").read_text()
+
+
+def test_where_there_is_no_uv_set_up_goes_on_with_pip(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(venv, "locked_pip", lambda *_args: ["-c", "import sys; sys.exit('no such wheel')"])
+    assert venv._uv.__wrapped__() is None
+    assert "without uv, so by pip" in capsys.readouterr().out
 
 
 def test_without_the_venv_module_the_package_to_install_is_named(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from prorl_launch.mining.commands import GOLD
-from prorl_launch.mining.index import pip_settings
+from prorl_launch.mining.index import index_settings
 from prorl_launch.mining.miner import Wanted
 from prorl_launch.mining.rows import read_gold, read_rows
 from prorl_trio.tasks.sets.mined import MINED_ROWS, mined_set_folder
@@ -38,7 +38,7 @@ async def mined(tmp_path, monkeypatch):
     else:
         use_own_cache(tmp_path, monkeypatch)
         with trio.fail_after(400):
-            ended, problems = await mine("gold", [Wanted(PACKAGE, 1)], pip_settings(), tmp_path, per_package=1)
+            ended, problems = await mine("gold", [Wanted(PACKAGE, 1)], index_settings(), tmp_path, per_package=1)
         assert problems == []
         rows = [task.row for task in ended if task.row is not None]
         gold = {task.instance_id: task.gold for task in ended}

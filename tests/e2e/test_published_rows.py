@@ -13,7 +13,7 @@ import pytest
 
 from prorl_launch.mining.changes import make_patch
 from prorl_launch.mining.environments import ENVIRONMENT_DIR
-from prorl_launch.mining.index import download, list_sdists, pip_settings
+from prorl_launch.mining.index import download, index_settings, list_sdists
 from prorl_launch.mining.nearest import PUBLISHED_ROWS, apply_strictly, make_row, read_row
 from prorl_launch.mining.sdist import read_sdist, write_tree
 from prorl_trio.sandbox.cache import cache_dir
@@ -46,7 +46,7 @@ def scratch(tmp_path_factory):
 
 def make_image(published, name, scratch, tree=None, more=()):
     """Compose an image of a row's environment with its repository, or with a tree in place of that."""
-    row, _ = make_row(published, pip_settings())
+    row, _ = make_row(published, index_settings())
     environment, repository = row.payload["layers"]
     if tree is not None:
         write_tree(tree, scratch / name)
@@ -57,7 +57,7 @@ def make_image(published, name, scratch, tree=None, more=()):
 
 def tree_of(published, *patches):
     """The repository's release with patches applied."""
-    settings = pip_settings()
+    settings = index_settings()
     file = next(each for each in list_sdists(published.package, settings) if each.version == published.version)
     tree = read_sdist(download(file, cache_dir() / "mining" / "sdists", settings)[0])
     for patch in patches:

@@ -16,7 +16,7 @@ import trio
 
 from prorl_launch.mining.changes import make_patch
 from prorl_launch.mining.environments import make_environment
-from prorl_launch.mining.index import download, list_sdists, pip_settings
+from prorl_launch.mining.index import download, index_settings, list_sdists
 from prorl_launch.mining.sdist import Entry, write_tree
 from prorl_trio.agent.context import Resources, RolloutContext
 from prorl_trio.config import ModelConfig, NodeConfig, SandboxConfig
@@ -75,7 +75,7 @@ STATEMENTS = [row["problem_statement"] for row in (DJANGO, SYMPY)]
 
 def tree_of(package, version, wanted):
     """Return the files of a release whose paths match."""
-    settings = pip_settings()
+    settings = index_settings()
     file = next(each for each in list_sdists(package, settings) if each.version == version)
     archive, _ = download(file, cache_dir() / "mining" / "sdists", settings)
     with tarfile.open(archive) as members:

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from prorl_launch.mining.index import download, list_sdists, pip_settings
+from prorl_launch.mining.index import download, index_settings, list_sdists
 from prorl_launch.mining.sdist import read_sdist, write_tree
 from prorl_trio.tasks.sets import load_task_set
 from prorl_trio.tasks.sets.agentbench import AGENTBENCH
@@ -76,7 +76,7 @@ REPAIR = [
 def repository(tmp_path_factory):
     """A row made of two releases of xmltodict, as published: the older one, and the newer one's tests."""
     folder = tmp_path_factory.mktemp("xmltodict")
-    settings = pip_settings()
+    settings = index_settings()
     found = {each.version: each for each in list_sdists("xmltodict", settings)}
     old, new = (read_sdist(download(found[version], folder, settings)[0]) for version in ("1.0.2", "1.0.3"))
     write_tree(old, folder / "layer" / "testbed")

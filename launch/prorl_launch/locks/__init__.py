@@ -31,7 +31,7 @@ __all__ = [
     "serves",
 ]
 
-LockName = Literal["dev", "engine-cpu", "engine-gpu", "model", "train-cpu", "train-gpu", "verl-cpu", "verl-gpu"]
+LockName = Literal["dev", "engine-cpu", "engine-gpu", "model", "train-cpu", "train-gpu", "uv", "verl-cpu", "verl-gpu"]
 
 WHEELS_ONLY = ("--only-binary", ":all:")
 """Nothing is compiled: what has no wheel for this machine is an error of pip's, said at once."""

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from prorl_ipc.nursery import single_exception
 from prorl_launch.mining.environments import LocalBench, find_uv
-from prorl_launch.mining.index import normal_name, pip_settings
+from prorl_launch.mining.index import index_settings, normal_name
 from prorl_launch.mining.miner import Miner, MiningLimits, Wanted
 from prorl_launch.mining.nearest import PUBLISHED_ROWS, build_published
 from prorl_launch.mining.rows import Gold, load_tasks, read_gold, read_rows, save_task, write_lines
@@ -85,7 +85,7 @@ def mine(
     limits = MiningLimits(hunks=hunks, per_package=per_package)
     folder = mined_set_folder(name)
     find_uv()  # that it is missing is said now, and not when the first candidate needs it
-    settings = pip_settings()
+    settings = index_settings()
     console = Console()
 
     async def run() -> list[str]:
@@ -174,7 +174,7 @@ def published(name: str) -> None:
     They are read from a wheel; where it is not there, the error says how to fetch it. Each is labelled with the archive
     that it stands on, and refused if one of its tests does otherwise than the row says.
     """
-    folder, settings = mined_set_folder(name), pip_settings()
+    folder, settings = mined_set_folder(name), index_settings()
 
     async def run() -> list[MinedTask]:
         async with _open_bench(1) as bench:

@@ -18,11 +18,11 @@ import tempfile
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 
-from prorl_launch.mining.index import normal_name, pip_settings
+from prorl_launch.mining.index import normal_name
+from prorl_launch.pip_config import index_options, pip_settings, uv_environment
 from prorl_trio.sandbox.cache import cache_dir
 from prorl_trio.sandbox.images.layers import find_layer, store_layer
 from prorl_trio.sandbox.provider import SandboxSpec
@@ -204,12 +204,10 @@ def _install(wanted: list[str], folder: Path) -> None:
     target.mkdir(parents=True)
     argv = [find_uv(), "pip", "install", "--quiet", "--python", sys.executable, "--target", str(target)]
     settings = pip_settings()
-    environment = {**os.environ, "UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
-    if settings.certificates:
-        environment["SSL_CERT_FILE"] = settings.certificates
+    environment = {**os.environ, **uv_environment(settings)}
     try:
         done = subprocess.run(
-            [*argv, "--no-config", "--only-binary=:all:", "--link-mode=copy", *_index_options(settings.urls), *wanted],
+            [*argv, "--no-config", "--only-binary=:all:", "--link-mode=copy", *index_options(settings), *wanted],
             capture_output=True,
             text=True,
             timeout=INSTALL_TIMEOUT_S,
@@ -222,18 +220,6 @@ def _install(wanted: list[str], folder: Path) -> None:
         raise ConfigError(f"uv cannot install {', '.join(wanted)}: {done.stderr.strip()[-2000:]}")
     shutil.rmtree(target / "bin", ignore_errors=True)  # of another Python's path
     (target / ".lock").unlink(missing_ok=True)
-
-
-def _index_options(urls: Iterable[str]) -> list[str]:
-    """Return the options by which uv asks pip's indexes. A local one that is not there is left out, as pip does."""
-    main, *others = [url for url in urls if not url.startswith("file:") or os.path.isdir(urlsplit(url).path)]
-    # As pip does: the best version of any of them.
-    return [
-        "--index-strategy=unsafe-best-match",
-        "--index-url",
-        main,
-        *(word for url in others for word in ("--extra-index-url", url)),
-    ]
 
 
 def _installed(folder: Path) -> tuple[str, ...]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import json
 import re
 import ssl
-import subprocess
 import sys
 import time
 import urllib.error
@@ -17,6 +15,8 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
 
+from prorl_launch.pip_config import ask, pip_settings
+from prorl_launch.progress import SetupError
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,31 +64,18 @@ def normal_name(name: str) -> str:
 
 
 @functools.cache
-def pip_settings() -> IndexSettings:
-    """Return what pip is set to, by its files and variables.
+def index_settings() -> IndexSettings:
+    """Return the indexes that pip is set to, by its files and variables.
 
     Raises:
         ConfigError: there is no pip beside this Python.
     """
-    listed = _ask([sys.executable, "-m", "pip", "config", "list"])
-    found: dict[str, str] = {}
-    for line in listed.splitlines():
-        key, _, value = line.partition("=")
-        option = key.rpartition(".")[2]
-        # Variables are the last of pip's sources, and win; a command's own section is not ours.
-        if key.startswith(("global.", ":env:.")):
-            found[option] = str(ast.literal_eval(value))
-    main = found.get("index-url") or _ask([sys.executable, "-c", _ASK_PIP]).strip()
+    try:
+        found = pip_settings()
+        main = found.get("index-url") or ask([sys.executable, "-c", _ASK_PIP]).strip()
+    except SetupError as exc:
+        raise ConfigError(f"mining asks the index that pip is set to: {exc}") from None
     return IndexSettings((main, *found.get("extra-index-url", "").split()), found.get("cert", ""))
-
-
-def _ask(argv: list[str]) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    if done.returncode:
-        raise ConfigError(
-            f"mining asks the index that pip is set to, but `{' '.join(argv)}` failed: {done.stderr.strip()}"
-        )
-    return done.stdout
 
 
 def list_sdists(package: str, settings: IndexSettings) -> list[IndexFile]:

@@ -16,15 +16,16 @@ from prorl_launch import paths, venv
 from prorl_launch.locks import WHEELS_ONLY
 from prorl_launch.progress import SetupError, say
 
-TOOLS: Final = ("uv==0.13.9", "packaging==26.0")
+TOOLS: Final = (venv.UV, "packaging==26.0")
 
 
 def main() -> int:
     """Write every lock. The exit code of `prorl_launch.relock.resolve`, or 1 if its environment cannot be made."""
     folder = paths.cache_dir() / "lock-tools"
+    log_file = paths.cache_dir() / "logs" / "setup-lock.log"
     steps = [("uv", ["-m", "pip", "install", *WHEELS_ONLY, *TOOLS])]
     try:
-        venv.install(folder, repr(TOOLS), steps, log_file=paths.cache_dir() / "logs" / "setup-lock.log")
+        venv.install(folder, repr(TOOLS), steps, log_file=log_file, by_uv=False)
     except SetupError as error:
         say(f"ERROR\n{error}")
         return 1

@@ -21,7 +21,7 @@ from packaging.markers import Marker
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
-from prorl_launch import environments, paths
+from prorl_launch import environments, paths, venv
 from prorl_launch.locks import agent_lock, lock_path, requirements_key
 from prorl_launch.progress import SetupError, say
 
@@ -78,6 +78,7 @@ def _makers(uv: Path, checkout: Path) -> dict[str, tuple[Path, Callable[[], str]
     makers: dict[str, tuple[Path, Callable[[], str]]] = {
         "dev": (lock_path("dev"), partial(_resolve, uv, "dev", environments.dev_requirements(checkout))),
         "model": (lock_path("model"), partial(_resolve, uv, "model", [environments.MODEL_FILE])),
+        "uv": (lock_path("uv"), partial(_resolve, uv, "uv", [venv.UV])),
     }
     for environment in environments.ENVIRONMENTS:
         needs = environments.TORCH_NEEDS if environment.torch_cpu else ()
