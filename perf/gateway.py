@@ -1,12 +1,12 @@
 """The gateway for programs that ask a model's API: calls a second, latency, memory, tokens beside the rules of others.
 
-    python -m perf.peers setup gateway                 # once: the peer's environment
+    python -m perf.peers setup gateway lightning       # once: the peers' environments
     python -m perf.gateway [--quick] [--json FILE]
 
 The gateway is a process of its own; its engine is a script in it, and then a fake one over HTTP. Programs are callers
 in this process; each holds dialogues of ten turns by Chat Completions, in short messages, and again after a document of
-2,000 tokens. The peer, rllm-model-gateway, carries prompts that are token ids already, to the fake engine. Rules of
-others are in `perf.gateway_rules`.
+2,000 tokens. The peers, rllm-model-gateway and agentlightning, pass the same dialogues on to Chat Completions of the
+fake engine, which renders nothing. Rules of others are in `perf.gateway_rules`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from perf.harness import (
     run_benchmark,
     tell,
 )
-from perf.node import measure_calls
-from perf.node import open_gateway as open_peer_gateway
-from perf.peers.environments import PeerUnavailable
+from perf.node import open_gateway as open_rllm
+from perf.peers.environments import PEERS, PeerUnavailable
+from perf.peers.process import free_port, open_peer_server
 from perf.processes import Child, open_child
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.agent.gateway import open_gateway
-from prorl_trio.agent.said import Question, Said
+from prorl_trio.agent.said import Answer, Question, Said
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.config import ListenConfig
 from prorl_trio.edges.gateway.app import GatewayApp, GatewayTable
@@ -54,27 +54,49 @@ from prorl_trio.http.connection import HttpLimits
 from prorl_trio.inference.engines.protocol import made_by
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.inference.pool.pool import Backends
-from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
+from prorl_trio.testing.fake_engine import FakeEngine, FakeEngineConfig, open_look_alike
+from prorl_trio.testing.fake_http import Answer as HttpAnswer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from perf.gateway_rules import Score
+    from prorl_trio.testing.fake_http import HttpCall
 
 CALLERS: Final = 32
 TURNS: Final = 10
 OPEN_SESSIONS, OPEN_TURNS = 1_000, 20
 DOCUMENT_TOKENS: Final = 2_000
 TURN_TEXT: Final = "I have looked at it, and shall look at more of it."
-SECRET: Final = "secret"
+SECRET: Final = "sk-0123456789abcdef0123456789abcdef"
+WIRE: Final = "wire"
 MAX_MODEL_LEN: Final = 100_000
 MIB: Final = 2**20
 BYTES_PER_TOKEN: Final = 9
 CALL_TIMEOUT_S: Final = 60.0
-AT_LEAST: Final = {"scripted.short.calls_per_cpu_s": 1000.0, "scripted.document.calls_per_cpu_s": 300.0}
+AT_LEAST: Final = {"wire.short.calls_per_cpu_s": 1000.0, "scripted.document.calls_per_cpu_s": 300.0}
 AT_MOST: Final = {"latency.added_p50_ms": 2.0, "memory.sessions_mib": 300.0, "memory.growth": 2.5} | {
     f"tokens.ours.{what}": 0.0 for what in ("false_context", "lost", "doubled")
 }
+CHAT_ANSWER: Final = msgspec.json.encode(
+    {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "fake-model",
+        "prompt_token_ids": [65] * 20,
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": {"role": "assistant", "content": TURN_TEXT},
+                "token_ids": [65] * 15,
+                "logprobs": {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}] * 15},
+            }
+        ],
+        "usage": {"prompt_tokens": 20, "completion_tokens": 15, "total_tokens": 35},
+    }
+)
 HEADERS: Final = [("Content-Type", "application/json"), ("Authorization", f"Bearer {SECRET}")]
 
 
@@ -82,13 +104,13 @@ class Scale(msgspec.Struct, frozen=True):
     """The amounts of everything. `dialogues`: of each caller, in the measured part."""
 
     dialogues: int
+    peer_dialogues: int
     singles: int
-    peer_calls: int
     sessions: int
 
 
-QUICK: Final = Scale(dialogues=2, singles=40, peer_calls=320, sessions=10)
-FULL: Final = Scale(dialogues=20, singles=400, peer_calls=3_200, sessions=200)
+QUICK: Final = Scale(dialogues=2, peer_dialogues=1, singles=40, sessions=10)
+FULL: Final = Scale(dialogues=20, peer_dialogues=5, singles=400, sessions=200)
 
 
 # ---------------------------------------------------------------- the process that is measured
@@ -98,18 +120,20 @@ FULL: Final = Scale(dialogues=20, singles=400, peer_calls=3_200, sessions=200)
 async def serve_sessions(folder: str, engine_url: str, sessions: int) -> AsyncIterator[str]:
     """Serve the gateways of so many rollouts, by their numbers, at one port; yield its URL.
 
-    Without `engine_url` the engine is a script in this process.
+    Without `engine_url` the engine is a script in this process; as `WIRE`, there is no dialogue behind the API.
     """
     chat = await trio.to_thread.run_sync(ChatFormat.load, Path(folder))
     backends, table = Backends(made_by(VllmClient)), GatewayTable()
     ids = [*chat.codec.encode(TURN_TEXT), chat.end_of_turn_id]
-    engine: Any = backends if engine_url else ScriptedEngine(lambda _: ids)
-    if engine_url:
+    engine: Any = backends if engine_url.startswith("http") else ScriptedEngine(lambda _: ids)
+    if engine is backends:
         await backends.add(engine_url)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(backends.aclose)
         for number in range(sessions):
-            gateway = await stack.enter_async_context(open_gateway(new_context(chat, engine, str(number))))
+            gateway: Any = SaysTheSame()
+            if engine_url != WIRE:
+                gateway = await stack.enter_async_context(open_gateway(new_context(chat, engine, str(number))))
             table.add(str(number), gateway, SECRET)
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         nursery = await stack.enter_async_context(open_single_nursery())
@@ -117,6 +141,19 @@ async def serve_sessions(folder: str, engine_url: str, sessions: int) -> AsyncIt
         gc.freeze()
         yield f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
         nursery.cancel_scope.cancel("measured")
+
+
+class SaysTheSame:
+    """In place of a gateway: a dialogue without tokens."""
+
+    async def ask(self, question: Question) -> Answer:
+        """Return the answer to anything."""
+        await trio.lowlevel.checkpoint()
+        used = len(question.messages)
+        key, text = f"t{used}", TURN_TEXT
+        return Answer(
+            key=key, text=text, reasoning="", calls=[], finish_reason="stop", prompt_tokens=used, completion_tokens=9
+        )
 
 
 @asynccontextmanager
@@ -155,8 +192,8 @@ def _rss_bytes() -> int:
 class Caller:
     """A program with a session of its own."""
 
-    def __init__(self, http: HttpClient, number: int, opening: str) -> None:
-        self._http, self._path, self._opening = http, f"/s/{number}/v1/chat/completions", opening
+    def __init__(self, http: HttpClient, prefix: str, opening: str) -> None:
+        self._http, self._path, self._opening = http, f"{prefix}/v1/chat/completions", opening
         self._dialogues = 0
         self.begin()
 
@@ -169,14 +206,17 @@ class Caller:
         """Ask for the next turn, and answer it."""
         body = msgspec.json.encode({"model": "m", "messages": self._messages})
         response = await self._http.request("POST", self._path, body=body, headers=HEADERS, timeout_s=CALL_TIMEOUT_S)
-        assert response.status == 200, response.body
+        if response.status != 200:
+            raise PeerUnavailable(f"{self._path} was answered with {response.status}: {response.body[:200]!r}")
         self._messages.append(msgspec.json.decode(response.body)["choices"][0]["message"])
         self._messages.append({"role": "user", "content": f"And now at number {len(self._messages)}."})
 
 
-async def call_rate(http: HttpClient, child: Child, first: int, opening: str, dialogues: int) -> dict[str, float]:
+async def call_rate(
+    http: HttpClient, child: Child, first: int, opening: str, dialogues: int, prefix: str = "/s/{}"
+) -> dict[str, float]:
     """Have `CALLERS` sessions from number `first` on hold dialogues, after one each that is not counted."""
-    callers = [Caller(http, first + number, opening) for number in range(CALLERS)]
+    callers = [Caller(http, prefix.format(first + number), opening) for number in range(CALLERS)]
 
     async def work(caller: Caller, times: int) -> None:
         for _ in range(times):
@@ -196,7 +236,7 @@ async def call_rate(http: HttpClient, child: Child, first: int, opening: str, di
 
 async def latencies(http: HttpClient, engine_url: str, session: int, rounds: int) -> list[Any]:
     """Time one call at a time: through the gateway, and of the engine alone."""
-    caller, turns = Caller(http, session, "Look."), iter(range(10**9))
+    caller, turns = Caller(http, f"/s/{session}", "Look."), iter(range(10**9))
     engine = HttpClient(engine_url)
     body = msgspec.json.encode(
         {"model": "fake-model", "prompt": [65] * 100, "max_tokens": 200, "logprobs": 0, "return_token_ids": True}
@@ -257,31 +297,79 @@ async def _served(folder: Path, chat: ChatFormat, scale: Scale) -> tuple[dict[st
     """Return rates and latencies, and a note for the peer if it is left out."""
     metrics: dict[str, float] = {}
     model, series = str(folder / "model"), list[Any]()
+    openings = {"short": "Look.", "document": document(chat)}
     async with open_child(serve_engine, model, ready=str) as (_, engine):
-        for kind, engine_url in (("scripted", ""), ("http", engine)):
+        for kind, engine_url in (("wire", WIRE), ("scripted", ""), ("http", engine)):
             sessions = 2 * CALLERS + 1
             async with open_child(serve_sessions, model, engine_url, sessions, ready=str) as (child, url):
                 http = HttpClient(url, limits=HttpLimits(max_connections=CALLERS))
                 try:
-                    for number, (name, opening) in enumerate({"short": "Look.", "document": document(chat)}.items()):
+                    for number, (name, opening) in enumerate(openings.items()):
                         rates = await call_rate(http, child, number * CALLERS, opening, scale.dialogues)
                         metrics |= {f"{kind}.{name}.{what}": value for what, value in rates.items()}
-                    if engine_url:
+                    if kind == "http":
                         series = await latencies(http, engine, 2 * CALLERS, scale.singles)
                         metrics["memory.process_mib"] = child.rss_bytes() / MIB
                 finally:
                     http.close()
         through, straight = (each.percentile(50) for each in series)
         metrics["latency.added_p50_ms"] = through - straight
-        tell("the same engine through rllm-model-gateway")
-        try:
-            async with open_peer_gateway(engine, folder) as (peer_url, peer):
-                calls_per_s, cpu_ms = await measure_calls(peer_url, "/sessions/{caller}", peer, scale.peer_calls)
-        except PeerUnavailable as exc:
-            return metrics, series, [f"rllm-model-gateway is left out: {exc}"]
-        metrics |= {"rllm.calls_per_cpu_s": 1e3 / cpu_ms, "rllm.cpu_ms": cpu_ms}
-        metrics["rllm.calls_per_s"] = calls_per_s
-    return metrics, series, []
+        notes = []
+        for name, peer, prefix in (
+            ("rllm", open_rllm, "/sessions/{}"),
+            ("lightning", open_lightning, "/rollout/r{}/attempt/a"),
+        ):
+            tell(f"the same dialogues through {name}")
+            try:
+                async with peer(engine, folder) as (url, child):
+                    metrics |= await _through_peer(name, url, child, prefix, openings, scale)
+            except PeerUnavailable as exc:
+                notes.append(f"{name} is left out: {exc}")
+    return metrics, series, notes
+
+
+async def _through_peer(
+    name: str, url: str, child: Child, prefix: str, openings: dict[str, str], scale: Scale
+) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    http = HttpClient(url, limits=HttpLimits(max_connections=CALLERS))
+    try:
+        for number, (kind, opening) in enumerate(openings.items()):
+            rates = await call_rate(http, child, number * CALLERS, opening, scale.peer_dialogues, prefix)
+            metrics |= {f"{name}.{kind}.{what}": value for what, value in rates.items()}
+    finally:
+        http.close()
+    return metrics
+
+
+@asynccontextmanager
+async def open_lightning(engine_url: str, folder: Path) -> AsyncIterator[tuple[str, Child]]:
+    """Serve agentlightning's proxy in front of the engine. It ends with the block.
+
+    Raises:
+        PeerUnavailable: it is not installed, or does not get ready.
+    """
+    port = free_port()
+    url, script = f"http://127.0.0.1:{port}", Path(__file__).parent / "peers" / "lightning.py"
+    async with open_peer_server(
+        PEERS["lightning"],
+        [str(script), str(port), engine_url],
+        url=url,
+        folder=folder,
+        health="/health/liveliness",
+        variables={"LITELLM_MASTER_KEY": SECRET},
+    ) as process:
+        yield url, Child(process)
+
+
+class ChatEngine(FakeEngine):
+    """A fake engine that also answers Chat Completions, with the same turn to anything, as vLLM shapes it."""
+
+    async def _answer(self, call: HttpCall) -> HttpAnswer:
+        if call.path != "/v1/chat/completions":
+            return await super()._answer(call)
+        await trio.lowlevel.checkpoint()
+        return HttpAnswer(200, CHAT_ANSWER)
 
 
 @asynccontextmanager
@@ -292,7 +380,7 @@ async def serve_engine(folder: str) -> AsyncIterator[str]:
     config = FakeEngineConfig(
         vocab_size=chat.vocab_size, end_of_turn_id=chat.end_of_turn_id, max_model_len=MAX_MODEL_LEN
     )
-    async with open_fake_engine(script=lambda _: (ids, [-0.5] * len(ids), "stop"), config=config) as engine:
+    async with open_look_alike(ChatEngine, lambda _: (ids, [-0.5] * len(ids), "stop"), config, 0) as engine:
         yield engine.url
 
 
@@ -316,13 +404,17 @@ def _table(found: dict[str, Score]) -> Rows:
 
 
 def _figures(metrics: dict[str, float]) -> list[Bars | Lines]:
-    kinds = [(kind, name) for kind in ("scripted", "http") for name in ("short", "document")]
+    kinds = [(kind, name) for kind in ("wire", "scripted", "http") for name in ("short", "document")]
     bars = [
         Bar(label=f"ours, {kind} engine, {name}", value=metrics[f"{kind}.{name}.calls_per_cpu_s"])
         for kind, name in kinds
     ]
-    if "rllm.calls_per_cpu_s" in metrics:
-        bars.append(Bar(label="rllm-model-gateway, token ids", value=metrics["rllm.calls_per_cpu_s"], role="peer"))
+    bars += [
+        Bar(label=f"{peer}, {name}", value=metrics[f"{peer}.{name}.calls_per_cpu_s"], role="peer")
+        for peer in ("rllm", "lightning")
+        for name in ("short", "document")
+        if f"{peer}.{name}.calls_per_cpu_s" in metrics
+    ]
     return [Bars(title="Calls of programs in a second of a core", unit="calls", bars=bars)]
 
 

@@ -33,8 +33,8 @@ import compileall, re, sysconfig
 seldom = re.compile(r"/tests?/|/transformers/models/|/site-packages/(google|openai|anthropic)/")
 compileall.compile_dir(sysconfig.get_path("purelib"), rx=seldom, quiet=2, workers=0)
 """
-"""On all cores. Sandboxes see these modules read-only, so none of them could keep what it compiled. The half that hardly
-any program imports is left out."""
+"""On all cores. Sandboxes see these modules read-only, so none of them could keep what it compiled. The half of the
+modules that programs hardly import is left out."""
 
 _OFFLINE_HINT = "Nothing is lost: with the network back, the same make goes on from here."
 _TORCH_HINT = (

@@ -163,13 +163,13 @@ async def _problem_until_ready(url: str, server: Supervised, timeout_s: float) -
     return problem
 
 
-async def wait_healthy(url: str) -> None:
-    """Return when `GET /health` answers with 200. Asks again and again: vLLM cannot announce that it listens."""
+async def wait_healthy(url: str, path: str = "/health") -> None:
+    """Return when `GET` of the path answers with 200. Asks again and again: vLLM cannot announce that it listens."""
     client = HttpClient(url)
     try:
         while True:
             try:
-                if (await client.request("GET", "/health", timeout_s=_HEALTH_TIMEOUT_S)).status == 200:
+                if (await client.request("GET", path, timeout_s=_HEALTH_TIMEOUT_S)).status == 200:
                     return
             except HttpError:
                 pass

@@ -12,7 +12,7 @@ import msgspec
 
 from prorl_launch.bundle import find_interpreter
 from prorl_launch.progress import SetupError, run_step
-from prorl_launch.venv import exclusive
+from prorl_launch.venv import exclusive, run_pip
 from prorl_trio.sandbox.cache import cache_dir
 
 RECIPE = 1
@@ -87,8 +87,7 @@ def install(peer: Peer) -> None:
         try:
             python = str(find_interpreter(peer.python).program)
             run_step(peer.title, [python, "-m", "venv", str(folder)], log_file=log_file)
-            pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-            run_step(peer.title, [*pip, *peer.requirements], log_file=log_file)
+            run_pip(peer.title, str(folder / "bin" / "python"), ["install", *peer.requirements], log_file=log_file)
             complete.touch()
         except SetupError as exc:
             raise PeerUnavailable(f"{peer.title}: {exc}") from exc

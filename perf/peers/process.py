@@ -20,16 +20,22 @@ from prorl_launch.supervised import Supervised, open_supervised
 from prorl_launch.vllm import wait_healthy
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
 LOG_CHARS: Final = 400
 
 
 @asynccontextmanager
 async def open_peer_server(
-    peer: Peer, arguments: Sequence[str], *, url: str, folder: Path
+    peer: Peer,
+    arguments: Sequence[str],
+    *,
+    url: str,
+    folder: Path,
+    health: str = "/health",
+    variables: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Supervised]:
-    """Run the peer's Python with `arguments` in `folder`; yield when `GET /health` at `url` answers with 200.
+    """Run the peer's Python with `arguments` in `folder`; yield when `GET` of `health` at `url` answers with 200.
 
     Its whole tree has ended when the block has, however it is left. Its output is in `folder`, in a log named after the
     peer.
@@ -39,8 +45,10 @@ async def open_peer_server(
     """
     log_file = folder / f"{peer.name}.log"
     command = ["env", f"--chdir={folder}", str(peer_python(peer)), *arguments]
-    async with open_supervised(command, env=os.environ, log_file=log_file, grace_s=END_TIMEOUT_S) as server:
-        if not await gets_ready(server, partial(wait_healthy, url), START_TIMEOUT_S):
+    async with open_supervised(
+        command, env={**os.environ, **(variables or {})}, log_file=log_file, grace_s=END_TIMEOUT_S
+    ) as server:
+        if not await gets_ready(server, partial(wait_healthy, url, health), START_TIMEOUT_S):
             said = (await trio.Path(log_file).read_text(errors="replace"))[-LOG_CHARS:]
             raise PeerUnavailable(f"{peer.title} did not get ready; it said: {said}")
         yield server

@@ -165,12 +165,15 @@ def test_install_is_done_once_and_leaves_nothing_of_a_failure(tmp_path: Path, mo
 
     def run(title: str, argv: list[str], *, log_file: Path) -> None:
         ran.append(argv[2])
-        if "venv" in argv:
-            Path(argv[-1]).mkdir()
-        elif "broken" in argv:
+        Path(argv[-1]).mkdir()
+
+    def run_pip(title: str, python: str, arguments: list[str], *, log_file: Path) -> None:
+        ran.append("pip")
+        if "broken" in arguments:
             raise SetupError("pip failed")
 
     monkeypatch.setattr(environments, "run_step", run)
+    monkeypatch.setattr(environments, "run_pip", run_pip)
     good = Peer(name="good", title="Good", requirements=("good",))
     for _ in range(2):
         install(good)
