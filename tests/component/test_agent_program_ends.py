@@ -43,7 +43,13 @@ async def gone(_gateway):
     raise OSError("no such file: python3")
 
 
-async def run(rig, *runs):
+async def full(_gateway):
+    """As `mktemp` of a preset's folder ends where the disk is full."""
+    await trio.lowlevel.checkpoint()
+    return SimpleNamespace(exit_code=1, stdout=b"", stderr=b"no space left on device")
+
+
+async def run(rig, *runs, program=None):
     """Run a program once for each of `runs`, which get the gateway in the program's place; return the context."""
     gateways, left = [], list(runs)
 
@@ -63,7 +69,7 @@ async def run(rig, *runs):
     rig.resources.serve_gateway = serve
     context = RolloutContext(spec=rig.spec(max_turns=2), resources=rig.resources)
     context.sandbox = SimpleNamespace(exec=execute)
-    await run_program(context, AgentProgram(command=["x"]), STEP, PLAIN, after_answer)
+    await run_program(context, program or AgentProgram(command=["x"]), STEP, PLAIN, after_answer)
     return context
 
 
@@ -80,3 +86,9 @@ async def test_a_program_that_fails_before_any_turn_is_infrastructure(rig, first
     async with rig.open():
         with pytest.raises(AgentProgramFailed):
             await run(rig, first)
+
+
+async def test_a_preset_that_cannot_be_set_up_is_infrastructure_with_its_reason(rig):
+    async with rig.open():
+        with pytest.raises(AgentProgramFailed, match=r"'pi' cannot be set up: no folder .*no space left on device"):
+            await run(rig, full, program=AgentProgram(preset="pi"))

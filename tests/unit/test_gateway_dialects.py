@@ -280,3 +280,11 @@ def test_googles_fields_may_be_written_in_either_way():
 
 def _snake(found):
     return re.sub("([A-Z])", lambda letter: "_" + letter[1].lower(), found[0])
+
+
+@pytest.mark.parametrize("dialect", [chat, responses])
+def test_a_refusal_that_comes_back_is_its_text(dialect):
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I cannot."}]}
+    body = {"messages": [said]} if dialect is chat else {"input": [{"type": "message", **said}]}
+    (message,) = asked(dialect, body).question.messages
+    assert (message.role, message.text) == ("assistant", "I cannot.")
