@@ -10,7 +10,7 @@ export PRORL_ALL_CASES := $(ALL)
 VENV := .venv/bin
 # Set-up runs before anything is installed: it finds the packages by their folders.
 SOURCES := PYTHONPATH=$(CURDIR):$(CURDIR)/ipc:$(CURDIR)/launch
-AGENTS := claude-code codex gemini-cli mini-swe-agent pi
+AGENTS := claude-code codex gemini-cli mini-swe-agent opencode pi
 PACKAGES := prorl_trio sandbox_daemon ipc launch perf examples
 
 # The first Python that is new enough makes every environment; `make PYTHON=/path/to/python3.12 setup` overrules.
