@@ -67,9 +67,11 @@ class Run:
         """Return the figures of the run's own files, and the values that filters offer."""
         index = self.index()
         described = self.describe()
+        rewards = [row.reward for row in index.rows if row.reward is not None] if index else []
         return {
             **described,
             "rollouts": len(index.rows) if index else described["rollouts"],
+            "reward_mean": sum(rewards) / len(rewards) if rewards else described["reward_mean"],
             "facets": index.facets() if index else {},
             "recorded": index is not None,
             "curve": self.json(CURVE),

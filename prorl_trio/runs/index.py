@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         error: the beginning of its error.
         stop: its trajectory's stop reason; empty if it has no trajectory.
         handler, family: of its task, as far as they are known; else empty.
-        agent: the program that worked on it; empty for the node's own agent.
+        agent: the program that worked on it, or the kind of agent that it says it is; empty for the node's own.
         versions: policy versions that its tokens were sampled under.
         tokens: in all segments. `sampled`: by the policy.
         turns, calls, segments: counts.
@@ -121,7 +121,7 @@ class _Segment(msgspec.Struct):
     logprobs: memoryview
     loss_mask: memoryview
     spans: list[_Span]
-    agent: str = ""
+    parent: int | None = None
     agent_type: str = ""
 
 
@@ -232,7 +232,11 @@ class OutcomeIndex:
             self._file = path.open("rb", buffering=0)
         except OSError as exc:
             raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
-        self.refresh()
+        try:
+            self.refresh()
+        except ConfigError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the file; the index cannot be used any more."""
@@ -306,7 +310,7 @@ class OutcomeIndex:
             stop="" if trajectory is None else trajectory.stop_reason,
             handler=handler,
             family=found.tags.get(FAMILY_TAG, family),
-            agent=self._agent or next((each.agent_type for each in segments if each.agent_type), ""),
+            agent=self._agent or next((each.agent_type for each in segments if each.parent is None), ""),
             versions=list(versions),
             tokens=sum(len(segment.loss_mask) for segment in segments),
             sampled=sampled,

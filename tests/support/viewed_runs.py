@@ -194,7 +194,7 @@ def write_learning(folder: Path, steps: int = 12) -> Path:
         {
             "step": step, "reward": 0.2 + 0.05 * step + 0.1 * rng.random(), "reward_sampled": 0.15 + 0.055 * step,
             "informative_share": 0.7 - 0.03 * step, "length": 90 - 2 * step, "loss": 0.1 - rng.random() * 0.2,
-            "wait_s": 20, "update_s": 9 + rng.random(), "sync_s": 1.5, "evaluate_s": 0, "checkpoint_s": 2, "rollouts": 96 * step,
+            "wait_s": 20, "update_s": 9.5, "sync_s": 1.5, "evaluate_s": 0, "checkpoint_s": 2, "rollouts": 96 * step,
         }
         for step in range(1, steps + 1)
     ]  # fmt: skip

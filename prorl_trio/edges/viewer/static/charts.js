@@ -37,7 +37,7 @@ export function lineChart(title, series, { xName = "step", min = 0, max = null, 
     ticks.map((y) => [
       svg("line", { class: "rule", x1: MARGIN.left, x2: WIDTH - MARGIN.right, y1: toY(y), y2: toY(y) }),
       svg("text", { x: MARGIN.left - 6, y: toY(y) + 4, "text-anchor": "end" }, compact(y))]),
-    [left, right].map((x, place) => svg("text", { x: toX(x), y: height - 8, "text-anchor": place ? "end" : "start" }, `${place ? "" : `${xName} `}${compact(x)}`)),
+    [left, right].map((x, place) => svg("text", { x: toX(x), y: height - 8, "text-anchor": place ? "end" : "start" }, xName === "s" ? `${Math.round(x)} s` : `${place ? "" : `${xName} `}${compact(x)}`)),
     drawn.map((each, place) => svg("path", { class: `line line-${place % 5}`, d: pathOf(each.points, toX, toY) })),
     drawn.flatMap((each, place) => (each.points.length > 60 ? [] : each.points.filter(([, y]) => y !== null).map(([x, y]) =>
       svg("circle", { class: `dot line-${place % 5}`, cx: toX(x), cy: toY(y), r: 2.5 }, svg("title", {}, `${each.name}, ${xName} ${number(x)}: ${number(y, 4)}`))))));

@@ -2,15 +2,15 @@
 
 const SHAPELESS =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb]|[\u{e0000}-\u{e0fff}]/gu;
-const DELETE = 0x7f;
-const CONTROL_PICTURES = 0x2400;
 
-/** Return a text that does nothing but show: no escape sequence, no change of direction, nothing invisible. */
+/**
+ * Return a text that does nothing but show: no escape sequence, no change of direction, nothing invisible. What has no
+ * shape is spelled as `prorl-trio show` spells it: \x1b, \u202e.
+ */
 export function inert(text) {
   return String(text).replace(SHAPELESS, (char) => {
-    const code = char.codePointAt(0);
-    if (code < 0x20) return String.fromCharCode(CONTROL_PICTURES + code);
-    return code === DELETE ? "\u2421" : `\u27e8U+${code.toString(16).toUpperCase().padStart(4, "0")}\u27e9`;
+    const code = char.codePointAt(0).toString(16);
+    return code.length <= 2 ? `\\x${code.padStart(2, "0")}` : code.length <= 4 ? `\\u${code.padStart(4, "0")}` : `\\U${code.padStart(8, "0")}`;
   });
 }
 
@@ -88,7 +88,7 @@ export function table(caption, columns, rows, properties = {}) {
 
 /** Pairs of a name and a figure. */
 export function figures(pairs) {
-  return h("dl", { class: "figures" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
+  return h("dl", { class: "figures" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "" && value !== false)
     .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 }
 

@@ -109,7 +109,7 @@ function conversation(body, { turns, segments }, query, signal) {
 
 function laneName({ agent, agent_type: type, reason, parent, shared }, index) {
   const who = type || agent ? `${[type, agent].filter(Boolean).join(" ")}: ` : "";
-  return `${who}segment ${index}${reason ? `, ${reason.replaceAll("_", " ")} of segment ${parent}, whose first ${number(shared)} tokens it shares` : ""}`;
+  return `${who}segment ${index}${reason ? `, ${reason.replaceAll("_", " ")} of segment ${parent}` : ""}${shared ? `, whose first ${number(shared)} tokens it shares` : ""}`;
 }
 
 function turnItem(turn, place, segment, query) {

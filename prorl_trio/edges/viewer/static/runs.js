@@ -9,7 +9,7 @@ const PAGE = 100;
 const FOLLOW_MS = 2000;
 const TYPING_MS = 150;
 const FACETS = { status: "Status", cause: "Cause", stop: "Stopped", handler: "Handler", agent: "Agent", family: "Family", version: "Policy version" };
-const BOUNDS = { reward_min: "Reward from", reward_max: "to", tokens_min: "Sampled tokens from", tokens_max: "to" };
+const BOUNDS = { Reward: ["reward_min", "reward_max"], "Sampled tokens": ["tokens_min", "tokens_max"] };
 const COLUMNS = [["job_id", "Rollout", ""], ["reward", "Reward", "n"], ["status", "Status", ""], ["stop", "Stopped", ""], ["turns", "Turns", "n"], ["calls", "Calls", "n"],
   ["sampled", "Sampled", "n"], ["tokens", "Tokens", "n"], ["logprob", "Log-prob.", "n"], ["run_s", "Run", "n"], ["eval_s", "Eval", "n"], ["waited_s", "Waited", "n"]];
 const SHOWN = {
@@ -99,23 +99,25 @@ function viewChoice(filter, change) {
 }
 
 function filters(about, filter, change) {
-  const field = (name, label, input) => h("label", { class: "field" }, h("span", {}, label), input);
+  const field = (label, input) => h("label", { class: "field" }, h("span", {}, label), input);
   const text = h("input", { type: "search", id: "search", value: filter.text || "", placeholder: "in all that was said", "aria-keyshortcuts": "/",
     oninput: () => change({ text: text.value }, true) });
   const selects = Object.entries(FACETS).filter(([name]) => Object.keys(about.facets[name] ?? {}).some((value) => value !== "")).map(([name, label]) => {
     const choice = h("select", { onchange: () => change({ [name]: choice.value }) }, h("option", { value: "" }, "any"),
       Object.entries(about.facets[name]).map(([value, count]) => h("option", { value: value || "-", selected: filter[name] === (value || "-") }, `${(value || "none").replaceAll("_", " ")} (${count})`)));
-    return field(name, label, choice);
+    return field(label, choice);
   });
-  const bounds = Object.entries(BOUNDS).map(([name, label]) => {
-    const input = h("input", { type: "number", step: "any", class: "short", value: filter[name] || "", oninput: () => change({ [name]: input.value }, true) });
-    return field(name, label, input);
-  });
+  const bounds = Object.entries(BOUNDS).map(([label, names]) => h("div", { class: "field", role: "group", "aria-label": label }, h("span", {}, label),
+    h("span", { class: "pair" }, names.map((name, place) => {
+      const input = h("input", { type: "number", step: "any", class: "short", "aria-label": `${label}, ${place ? "at most" : "at least"}`, placeholder: place ? "to" : "from",
+        value: filter[name] || "", oninput: () => change({ [name]: input.value }, true) });
+      return input;
+    }))));
   const clear = h("button", { type: "reset" }, "Clear");
   return h("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault(), onreset: () => {
-    change(Object.fromEntries(["text", ...Object.keys(FACETS), ...Object.keys(BOUNDS)].map((name) => [name, ""])));
+    change(Object.fromEntries(["text", ...Object.keys(FACETS), ...Object.values(BOUNDS).flat()].map((name) => [name, ""])));
     text.form.querySelectorAll("input, select").forEach((each) => { each.value = ""; });
-  } }, field("text", "Text", text), selects, bounds, clear);
+  } }, field("Text", text), selects, bounds, clear);
 }
 
 /** A head of a column that sorts by it. */

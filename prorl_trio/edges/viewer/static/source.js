@@ -1,6 +1,6 @@
 /* Where everything comes from: the server that sent this page, or the data in it. */
 
-import { h, fill } from "./dom.js";
+import { h } from "./dom.js";
 
 export const SOURCE = document.documentElement.dataset.source;
 export const OFFLINE = SOURCE === "file";
@@ -14,19 +14,21 @@ export function takeToken() {
   history.replaceState(null, "", `${location.pathname}#/`);
 }
 
-/** Ask for a token until the server takes it. */
+/** Ask for the token. The page waits behind. */
 function askForToken() {
   return new Promise((done) => {
     const field = h("input", { type: "password", id: "token", autocomplete: "off", required: true });
     const form = h("form", { class: "ask", onsubmit: (event) => {
       event.preventDefault();
       sessionStorage.setItem(TOKEN, field.value.trim());
+      box.remove();
       done();
-    } }, h("h1", {}, "Token"),
-    h("p", {}, "This server needs its token. It is kept in this tab alone, and is sent to nobody else."),
+    } }, h("h2", { id: "ask" }, "This server needs its token"),
+    h("p", {}, "It is kept in this tab alone, and is sent to nobody else."),
     h("label", { for: "token" }, "Token"), field, h("button", { type: "submit" }, "Continue"));
-    fill(document.getElementById("main"), form);
-    field.focus();
+    const box = h("dialog", { "aria-labelledby": "ask", oncancel: (event) => event.preventDefault() }, form);
+    document.body.append(box);
+    box.showModal();
   });
 }
 
@@ -36,9 +38,12 @@ let asking = null;
 export async function request(path, parameters = {}, options = {}) {
   const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined));
   for (;;) {
-    const headers = { Authorization: `Bearer ${sessionStorage.getItem(TOKEN) || ""}` };
-    const answer = await fetch(`${path}?${query}`, { ...options, headers, cache: "no-store" });
-    if (answer.status !== 401) return answer;
+    const token = sessionStorage.getItem(TOKEN);
+    if (token) {
+      const headers = { Authorization: `Bearer ${token}` };
+      const answer = await fetch(`${path}?${query}`, { ...options, headers, cache: "no-store" });
+      if (answer.status !== 401) return answer;
+    }
     asking ??= askForToken().finally(() => { asking = null; });
     await asking;
   }
