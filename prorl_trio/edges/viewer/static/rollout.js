@@ -19,7 +19,7 @@ export async function rolloutPage(main, { run, job, tab = "conversation", parame
   const query = { run, job };
   const found = await ask("runs/rollout", query, signal);
   if (signal.aborted) return;
-  const body = h("section", { class: "tab", "aria-label": TABS[tab] });
+  const body = h("div", { class: "tab" });
   const others = found.siblings.filter(([id]) => id !== job);
   const compare = h("select", { id: "other", onchange: () => { if (compare.value) location.hash = compareHref(run, job, compare.value); } },
     h("option", { value: "" }, "Compare with \u2026"), others.map(([id, reward]) => h("option", { value: id }, `${id} (${number(reward)})`)));

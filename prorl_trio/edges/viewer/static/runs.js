@@ -33,7 +33,7 @@ export async function runPage(main, { run, parameters }, signal) {
   const about = await ask("runs/about", { run }, signal);
   if (signal.aborted) return;
   const filter = Object.fromEntries(parameters);
-  const list = h("section", { "aria-label": "Rollouts", "aria-busy": "true" });
+  const list = h("div", { class: "list", "aria-busy": "true" });
   const counted = h("span", { class: "quiet", role: "status" });
   const heading = h("div");
   const describe = (now) => fill(heading, figures([
