@@ -28,7 +28,7 @@ new PerformanceObserver((list) => window.longTasks.push(...list.getEntries().map
 def open_browser():
     """Yield a browser; skip where there is none."""
     if not BROWSER:
-        pytest.skip(because("there is no Chromium", "apt-get install chromium"))
+        pytest.skip(because("there is no Chromium", "as root: launch/prorl_launch/chromium.sh"))
     playwright = pytest.importorskip(
         "playwright.sync_api", reason=because("Playwright is not installed", "make setup-dev")
     )
