@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from support.skips import because
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")
@@ -25,7 +29,7 @@ new PerformanceObserver((list) => window.longTasks.push(...list.getEntries().map
 
 
 @contextmanager
-def open_browser():
+def open_browser() -> Iterator[Any]:
     """Yield a browser; skip where there is none."""
     if not BROWSER:
         pytest.skip(because("there is no Chromium", "as root: launch/prorl_launch/chromium.sh"))
@@ -40,7 +44,7 @@ def open_browser():
 
 
 @contextmanager
-def open_page(browser, *, allowed=(), **options):
+def open_page(browser: Any, *, allowed: Sequence[str] = (), **options: Any) -> Iterator[Any]:
     """Yield a page of a context of its own. At its end nothing has gone wrong in it, and no other site was asked.
 
     `allowed`: parts of messages on the console that are expected.
@@ -49,7 +53,7 @@ def open_page(browser, *, allowed=(), **options):
     context.add_init_script(WATCH)
     page = context.new_page()
     page.set_default_timeout(MODULES_MS)
-    wrong, asked = [], []
+    wrong, asked = list[str](), list[str]()
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(f"{error}"))
     page.on("dialog", lambda dialog: wrong.append(f"dialog {dialog.message}"))
@@ -62,13 +66,13 @@ def open_page(browser, *, allowed=(), **options):
     assert [url for url in asked if not url.startswith((home, "blob:"))] == []
 
 
-def settled(page):
+def settled(page: Any) -> None:
     """Wait until the page shows what its address asks for."""
     page.wait_for_selector("main[aria-busy=false]")
     page.wait_for_function("() => !document.querySelector('main .list[aria-busy=true]')")
 
 
-def go(page, route):
+def go(page: Any, route: str) -> None:
     """Go to another view of the same page."""
     page.evaluate("route => { location.hash = route; }", route)
     page.wait_for_function("route => location.hash === route", arg=route)

@@ -211,6 +211,7 @@ def write_learning(folder: Path, steps: int = 12) -> Path:
 def sample_runs(root: Path) -> Path:
     """Record a run of several groups, an evaluation and a learning run below `root`, and return it."""
     writer = Writer(root / "model")
+    rewards: list[list[float | None]]
     rewards = [[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, None, 0.5], [1.0, 1.0, 1.0, 1.0], [0.25, 0.75, 0.0, 1.0]]
     outcomes = [
         writer.rollout(f"run-{group}-{number}", f"group-{group}", reward, problem=PROBLEMS[group % len(PROBLEMS)])
