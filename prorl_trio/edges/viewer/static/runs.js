@@ -1,6 +1,6 @@
 /* The runs of a folder, and one run: its curves, its groups and its rollouts, filtered and sorted by the server. */
 
-import { h, fill, figures, table, number, seconds } from "./dom.js";
+import { h, fill, figures, inSteps, table, number, seconds } from "./dom.js";
 import { SOURCE, ask } from "./source.js";
 import { learningCurves, rewardCell } from "./charts.js";
 import { runHref, rolloutHref } from "./rollout.js";
@@ -8,6 +8,7 @@ import { runHref, rolloutHref } from "./rollout.js";
 const PAGE = 100;
 const FOLLOW_MS = 2000;
 const TYPING_MS = 150;
+const ROWS_AT_ONCE = 30;
 const FACETS = { status: "Status", cause: "Cause", stop: "Stopped", handler: "Handler", agent: "Agent", family: "Family", version: "Policy version" };
 const BOUNDS = { Reward: ["reward_min", "reward_max"], "Sampled tokens": ["tokens_min", "tokens_max"] };
 const COLUMNS = [["job_id", "Rollout", ""], ["reward", "Reward", "n"], ["status", "Status", ""], ["stop", "Stopped", ""], ["turns", "Turns", "n"], ["calls", "Calls", "n"],
@@ -70,7 +71,9 @@ export async function runPage(main, { run, parameters }, signal) {
       if (mine !== asked || signal.aborted) return;
       const what = by === "rollout" ? "rollouts" : "groups";
       fill(counted, `${number(found.total)} ${what}, found in ${Math.round(performance.now() - began)} ms`);
-      fill(list, by === "rollout" ? rolloutTable(run, found.rows, filter, change) : groupTable(run, found.groups, filter, change), pager(found.total, filter, change));
+      const [shown, body, rows] = by === "rollout" ? rolloutTable(run, found.rows, filter, change) : groupTable(run, found.groups, filter, change);
+      fill(list, shown, pager(found.total, filter, change));
+      await inSteps(rows, ROWS_AT_ONCE, signal, (some) => { if (mine === asked) body.append(...some.map((row) => row())); });
     } catch (error) {
       if (!signal.aborted) fill(list, h("p", { class: "error" }, error.message));
     }
@@ -128,19 +131,22 @@ function sorter(name, title, kind, filter, change) {
       ? { descending: kind === "n" ? "" : "true" } : { sort: "", descending: "" }) }, title, h("span", { "aria-hidden": "true" }, { ascending: " \u2191", descending: " \u2193", none: "" }[now])));
 }
 
+/** A table, its body, and what makes its rows: many at once would take the page too long. */
 function sortedTable(caption, heads, rows) {
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, h("table", {}, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, heads)), h("tbody", {}, rows)));
+  const body = h("tbody");
+  return [h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+    h("table", {}, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, heads)), body)), body, rows];
 }
 
 function rolloutTable(run, rows, filter, change) {
-  return sortedTable("Rollouts", COLUMNS.map(([name, title, kind]) => sorter(name, title, kind, filter, change)), rows.map((row) =>
+  return sortedTable("Rollouts", COLUMNS.map(([name, title, kind]) => sorter(name, title, kind, filter, change)), rows.map((row) => () =>
     h("tr", { title: row.error }, COLUMNS.map(([name, , kind]) => h("td", { class: kind },
       name === "job_id" ? h("a", { href: rolloutHref(run, row.job_id), class: "row" }, row.job_id) : name === "reward" ? rewardCell(row.reward) : (SHOWN[name] || number)(row[name], row))))));
 }
 
 function groupTable(run, groups, filter, change) {
   const heads = [sorter("group_id", "Group", "", filter, change), h("th", { scope: "col" }, "Rewards"), sorter("reward", "Mean", "n", filter, change), h("th", { scope: "col", class: "n" }, "Spread"), sorter("sampled", "Sampled", "n", filter, change)];
-  return sortedTable("Groups", heads, groups.map((group) => h("tr", {},
+  return sortedTable("Groups", heads, groups.map((group) => () => h("tr", {},
     h("td", { title: group.instance }, h("a", { href: rolloutHref(run, group.rollouts[0][0]), class: "row" }, group.group)),
     h("td", { class: "strip" }, group.rollouts.map(([job, reward, end, sampled]) => rewardCell(reward, `${job}: reward ${number(reward)}, ${end.replaceAll("_", " ")}, ${number(sampled)} sampled tokens`, rolloutHref(run, job)))),
     h("td", { class: "n" }, number(group.mean)), h("td", { class: "n" }, number(group.spread)), h("td", { class: "n" }, number(group.sampled)))));
