@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from prorl_trio.runs.index import OutcomeIndex
+from prorl_trio.runs.index import HEADER_BYTES, OutcomeIndex
 from prorl_trio.runs.recording import RUN_INFO, SUMMARY, TRAJECTORIES
 from prorl_trio.runs.rollout_view import RolloutView, Vocabulary
 from prorl_trio.types.errors import ConfigError, UnknownJob
@@ -43,6 +44,7 @@ class Run:
     def __init__(self, run_id: str, path: Path) -> None:
         self.run_id = run_id
         self.path = path
+        self._lock = threading.Lock()
         self._index: OutcomeIndex | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -65,8 +67,7 @@ class Run:
 
     def about(self) -> dict[str, Any]:
         """Return the figures of the run's own files, and the values that filters offer."""
-        index = self.index()
-        described = self.describe()
+        index, described = self.index(), self.describe()
         rewards = [row.reward for row in index.rows if row.reward is not None] if index else []
         return {
             **described,
@@ -84,24 +85,19 @@ class Run:
 
     def json(self, name: str) -> dict[str, Any]:
         """Return a JSON object of the run's folder; empty if it is not there, or is being written."""
-        try:
-            found = msgspec.json.decode((self.path / name).read_bytes())
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode((self.path / name).read_bytes(), type=dict[str, Any])
+        return {}
 
     def index(self) -> OutcomeIndex | None:
-        """Return the index of its outcomes, with those that came since the last call; None if it has no outcomes.
-
-        Raises:
-            ConfigError: they cannot be read.
-        """
-        if self._index is None and (self.path / TRAJECTORIES).exists():
-            agent = self.json(EVALUATION).get("agent", "") or self.json(SETTINGS).get("agent", "")
-            self._index = OutcomeIndex(self.path / TRAJECTORIES, self._tasks(), agent)
-        elif self._index is not None:
-            self._index.refresh()
-        return self._index
+        """Return the index of its outcomes, with those that came since the last call; None if it has no outcomes."""
+        with self._lock:
+            if self._index is None and (self.path / TRAJECTORIES).exists():
+                agent = self.json(EVALUATION).get("agent", "") or self.json(SETTINGS).get("agent", "")
+                self._index = OutcomeIndex(self.path / TRAJECTORIES, self._tasks(), agent)
+            elif self._index is not None:
+                self._index.refresh()
+            return self._index
 
     def close(self) -> None:
         """Close its files."""
@@ -109,32 +105,22 @@ class Run:
             self._index.close()
 
     def _count(self) -> int:
-        try:
-            with (self.path / TRAJECTORIES).open("rb") as file:
-                return int.from_bytes(file.read(5)[1:], "big")
-        except OSError:
-            return 0
+        with suppress(OSError), (self.path / TRAJECTORIES).open("rb") as file:
+            return int.from_bytes(file.read(HEADER_BYTES)[1:], "big")
+        return 0
 
     def _tasks(self) -> dict[str, tuple[str, str]]:
-        path = self.path / TASKS
-        if not path.exists():
-            return {}
-        decode = msgspec.json.Decoder(_Task).decode_lines
-        try:
-            return {task.instance_id: (task.handler, task.family) for task in decode(path.read_bytes())}
-        except (msgspec.DecodeError, OSError):
-            return {}
+        with suppress(OSError, msgspec.DecodeError):
+            tasks = msgspec.json.Decoder(_Task).decode_lines((self.path / TASKS).read_bytes())
+            return {task.instance_id: (task.handler, task.family) for task in tasks}
+        return {}
 
 
 class RunBook:
     """The runs at and below a folder. Safe to use from several threads.
 
-    Args:
-        root: the folder.
-        model: whose tokenizer decodes tokens, in place of the one that each run remembers.
-
-    Raises:
-        ConfigError: no run is there.
+    `model` is the folder whose tokenizer decodes tokens, instead of the one that each run remembers. Raises ConfigError
+    if no run is there. Errors of a run's own files (OSError, ConfigError) come when it is looked at.
     """
 
     def __init__(self, root: Path, model: Path | None = None) -> None:
@@ -161,17 +147,13 @@ class RunBook:
 
     def run(self, run_id: str) -> Run:
         """Return a run by its id. Raises UnknownJob: there is none."""
-        with self._lock:
-            try:
-                return self._runs[run_id]
-            except KeyError:
-                raise UnknownJob(f"there is no run {run_id!r}") from None
+        if (run := self._runs.get(run_id)) is None:
+            raise UnknownJob(f"there is no run {run_id!r}")
+        return run
 
     def index(self, run_id: str) -> OutcomeIndex:
         """Return the index of a run. Raises UnknownJob: there is no such run, or it has no outcomes."""
-        run = self.run(run_id)
-        with self._lock:
-            index = run.index()
+        index = self.run(run_id).index()
         if index is None:
             raise UnknownJob(f"the run {run_id!r} has no outcomes")
         return index

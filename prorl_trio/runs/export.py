@@ -47,7 +47,7 @@ def _rollout(book: RunBook, run: Run, row: Row, vocabulary: dict[int, str]) -> d
     view = RolloutView(shown.outcome, shown.vocabulary, head_chars=None)
     trajectory = view.outcome.trajectory
     segments = [] if trajectory is None else trajectory.segments
-    return {**view.about(), "tokens": [_tokens(view, index, vocabulary) for index in range(len(segments))]}
+    return {**view.about, "tokens": [_tokens(view, index, vocabulary) for index in range(len(segments))]}
 
 
 def _tokens(view: RolloutView, index: int, vocabulary: dict[int, str]) -> dict[str, Any]:
@@ -58,12 +58,11 @@ def _tokens(view: RolloutView, index: int, vocabulary: dict[int, str]) -> dict[s
     assert view.outcome.trajectory is not None
     segment = view.outcome.trajectory.segments[index]
     own: dict[int, str] = {}
-    for place, (token_id, text) in enumerate(
-        zip(segment.token_ids.tolist(), view.texts(index) or (), strict=False)  # without a vocabulary there is none
-    ):
+    texts, letters = view.decoded(index)
+    for place, (token_id, text) in enumerate(zip(segment.token_ids.tolist(), texts or (), strict=texts is not None)):
         if vocabulary.setdefault(token_id, text) != text:
             own[place] = text
-    kinds = [[kind, len(list(run))] for kind, run in groupby(view.kinds(index).decode())]
+    kinds = [[kind, len(list(run))] for kind, run in groupby(letters.decode())]
     return {
         "ids": _base64(segment.token_ids),
         "logprobs": _base64(segment.logprobs[segment.loss_mask == 1]),

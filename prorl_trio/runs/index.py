@@ -1,6 +1,6 @@
 """An index over a `trajectories.msgpack`: a row for each outcome, its place in the file, and its text for searches.
 
-Outcomes stay on the disk and are read one at a time. Blocks on the disk; one lock guards everything.
+Outcomes stay on the disk and are read one at a time. Blocks on the disk.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 import threading
 from bisect import bisect_right
 from collections import Counter
+from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from prorl_trio.runs.recording import length_of
 from prorl_trio.types.errors import ConfigError, UnknownJob
-from prorl_trio.types.models import Outcome, StopReason, TerminalStatus, Timing
+from prorl_trio.types.models import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,28 +36,22 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one outcome, by which it is listed, filtered and sorted.
 
     Attributes:
-        place: its place in the file, from 0.
-        job_id, instance_id, group_id, status, reward, cause, code, attempt: see `Outcome`.
-        error: the beginning of its error.
+        place: its place in the file, from 0. `error`: its beginning.
         stop: its trajectory's stop reason; empty if it has no trajectory.
         handler, family: of its task, as far as they are known; else empty.
         agent: the program that worked on it, or the kind of agent that it says it is; empty for the node's own.
         versions: policy versions that its tokens were sampled under.
-        tokens: in all segments. `sampled`: by the policy.
-        turns, calls, segments: counts.
-        logprob: mean of the sampled tokens; None without any.
-        init_s, run_s, eval_s: seconds of the stages. `waited_s`: in their queues.
+        tokens: in all segments. `sampled`: by the policy. `logprob`: mean of the sampled tokens; None without any.
+        run_s, eval_s: seconds of the stages. `waited_s`: in the queues of all.
     """
 
     place: int
     job_id: str
     instance_id: str
     group_id: str
-    status: TerminalStatus
+    status: str
     reward: float | None
     cause: str
-    code: str
-    attempt: int
     error: str
     stop: str
     handler: str
@@ -69,7 +64,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     segments: int
     logprob: float | None
-    init_s: float
     run_s: float
     eval_s: float
     waited_s: float
@@ -77,7 +71,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 Figure = Literal[
     "place", "job_id", "instance_id", "group_id", "status", "reward", "cause", "stop", "handler", "family", "agent",
-    "tokens", "sampled", "turns", "calls", "segments", "logprob", "init_s", "run_s", "eval_s", "waited_s", "attempt",
+    "tokens", "sampled", "turns", "calls", "segments", "logprob", "run_s", "eval_s", "waited_s",
 ]  # fmt: skip
 """What rows are sorted by."""
 FACETS: Final = ("status", "cause", "stop", "handler", "agent", "family")
@@ -113,60 +107,7 @@ class RowFilter(msgspec.Struct, frozen=True, kw_only=True):
     descending: bool = False
 
 
-class _Span(msgspec.Struct):
-    policy_version: str
-
-
-class _Segment(msgspec.Struct):
-    logprobs: memoryview
-    loss_mask: memoryview
-    spans: list[_Span]
-    parent: int | None = None
-    agent_type: str = ""
-
-
-class _Message(msgspec.Struct):
-    content: str
-
-
-class _Call(msgspec.Struct):
-    name: str
-
-
-class _Turn(msgspec.Struct):
-    text: str
-    tool_calls: list[_Call]
-    observations: list[str]
-    messages: list[_Message] = []
-
-
-class _Trajectory(msgspec.Struct):
-    segments: list[_Segment]
-    turns: list[_Turn]
-    stop_reason: StopReason
-
-
-class _Indexed(msgspec.Struct):
-    """The parts of an outcome that the index has; decoding passes over all others."""
-
-    job_id: str
-    instance_id: str
-    group_id: str
-    status: TerminalStatus
-    reward: float | None
-    cause: str | None
-    error: str
-    trajectory: _Trajectory | None
-    details: msgspec.Raw
-    timing: Timing
-    tags: dict[str, str] = {}
-    error_code: str | None = None
-    evaluation_log: str = ""
-    attempt: int = 1
-
-
-_decode = msgspec.msgpack.Decoder(_Indexed).decode
-_decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+_decode = msgspec.msgpack.Decoder(Outcome).decode
 _decode_list = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
@@ -194,11 +135,9 @@ class SearchText:
         with mmap.mmap(self._file.fileno(), self._size, access=mmap.ACCESS_READ) as text:
             at = text.find(needle)
             while at >= 0:
-                place = bisect_right(self._starts, at) - 1
-                found.add(place)
-                if place + 1 == len(self._starts):
-                    break
-                at = text.find(needle, self._starts[place + 1])
+                place = bisect_right(self._starts, at)
+                found.add(place - 1)
+                at = text.find(needle, self._starts[place]) if place < len(self._starts) else -1
         return found
 
     def close(self) -> None:
@@ -215,7 +154,8 @@ class OutcomeIndex:
         agent: the program that works on the tasks, where outcomes themselves name none.
 
     Raises:
-        ConfigError: the file cannot be read, or is something else.
+        OSError: the file cannot be opened.
+        ConfigError: it is something else.
     """
 
     def __init__(self, path: Path, tasks: Mapping[str, tuple[str, str]] | None = None, agent: str = "") -> None:
@@ -228,10 +168,7 @@ class OutcomeIndex:
         self._places: dict[str, int] = {}
         self._end = HEADER_BYTES
         self.rows: list[Row] = []
-        try:
-            self._file = path.open("rb", buffering=0)
-        except OSError as exc:
-            raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+        self._file = path.open("rb", buffering=0)
         try:
             self.refresh()
         except ConfigError:
@@ -244,11 +181,7 @@ class OutcomeIndex:
         self._text.close()
 
     def refresh(self) -> None:
-        """Add the outcomes that were appended since the last call. Costs one system call if there are none.
-
-        Raises:
-            ConfigError: the file is not one of trajectories.
-        """
+        """Add the outcomes that were appended since the last call. Raises ConfigError: it is no file of outcomes."""
         with self._lock:
             size = os.fstat(self._file.fileno()).st_size
             header = os.pread(self._file.fileno(), HEADER_BYTES, 0)
@@ -263,10 +196,11 @@ class OutcomeIndex:
 
     def _entries(self, view: memoryview, count: int) -> Iterator[tuple[int, int]]:
         """Yield where each new outcome begins and ends; outcomes that a kill or a copy cut off are left out."""
-        if not self.rows and (lengths := _lengths(view, count)):
-            ends = np.cumsum([HEADER_BYTES, *lengths]).tolist()
-            yield from pairwise(ends)
-            return
+        if not self.rows:
+            with suppress(msgspec.DecodeError):  # something follows the array, or it is cut off
+                entries = _decode_list(view)
+                yield from pairwise(np.cumsum([HEADER_BYTES, *map(len, entries)]).tolist())
+                return
         for _ in range(count - len(self.rows)):
             length = length_of(view[self._end :])
             if length is None:
@@ -285,15 +219,14 @@ class OutcomeIndex:
         self._end = end
         self.rows.append(row)
 
-    def _row(self, found: _Indexed) -> Row:
+    def _row(self, found: Outcome) -> Row:
         trajectory, timing = found.trajectory, found.timing
         segments = [] if trajectory is None else trajectory.segments
         turns = [] if trajectory is None else trajectory.turns
         sampled, total = 0, 0.0
         for segment in segments:
-            mask = np.frombuffer(segment.loss_mask, dtype="u1")
-            sampled += int(np.count_nonzero(mask))
-            total += float(np.dot(np.frombuffer(segment.logprobs, dtype="<f4"), mask))
+            sampled += int(np.count_nonzero(segment.loss_mask))
+            total += float(np.dot(segment.logprobs, segment.loss_mask))
         handler, family = self._tasks.get(found.instance_id, ("", ""))
         versions = dict.fromkeys(span.policy_version for segment in segments for span in segment.spans)
         return Row(
@@ -304,43 +237,34 @@ class OutcomeIndex:
             status=found.status,
             reward=found.reward,
             cause=found.cause or "",
-            code=found.error_code or "",
-            attempt=found.attempt,
             error=found.error[:MAX_ERROR_CHARS],
             stop="" if trajectory is None else trajectory.stop_reason,
             handler=handler,
             family=found.tags.get(FAMILY_TAG, family),
             agent=self._agent or next((each.agent_type for each in segments if each.parent is None), ""),
             versions=list(versions),
-            tokens=sum(len(segment.loss_mask) for segment in segments),
+            tokens=sum(map(len, segments)),
             sampled=sampled,
             turns=len(turns),
             calls=sum(len(turn.tool_calls) for turn in turns),
             segments=len(segments),
             logprob=total / sampled if sampled else None,
-            init_s=timing.init_s,
             run_s=timing.run_s,
             eval_s=timing.eval_s,
             waited_s=timing.queued_init_s + timing.queued_run_s + timing.queued_eval_s,
         )
 
-    def read(self, job_id: str) -> Outcome:
-        """Return a whole outcome, read from the disk.
-
-        Raises:
-            UnknownJob: there is none of this id.
-        """
+    def row(self, job_id: str) -> Row:
+        """Return the figures of one outcome. Raises UnknownJob: there is none of this id."""
         try:
-            start, end = self._extents[self._places[job_id]]
+            return self.rows[self._places[job_id]]
         except KeyError:
             raise UnknownJob(f"no outcome of a job {job_id!r} is in this run") from None
-        return _decode_outcome(os.pread(self._file.fileno(), end - start, start))
 
-    def row(self, job_id: str) -> Row:
-        """Return the figures of one outcome; raise UnknownJob as `read` does."""
-        if job_id not in self._places:
-            raise UnknownJob(f"no outcome of a job {job_id!r} is in this run")
-        return self.rows[self._places[job_id]]
+    def read(self, job_id: str) -> Outcome:
+        """Return a whole outcome, read from the disk. Raises UnknownJob: there is none of this id."""
+        start, end = self._extents[self.row(job_id).place]
+        return _decode(os.pread(self._file.fileno(), end - start, start))
 
     def select(self, wanted: RowFilter) -> list[Row]:
         """Return the rows that match, sorted."""
@@ -355,8 +279,13 @@ class OutcomeIndex:
                 rows = [row for row in rows if getattr(row, field) == equal]
         if wanted.version:
             rows = [row for row in rows if wanted.version in row.versions]
-        rows = list(_within(rows, "reward", wanted.reward_min, wanted.reward_max))
-        rows = list(_within(rows, "sampled", wanted.tokens_min, wanted.tokens_max))
+        for name, low, high in (
+            ("reward", wanted.reward_min, wanted.reward_max),
+            ("sampled", wanted.tokens_min, wanted.tokens_max),
+        ):
+            least, most = -np.inf if low is None else low, np.inf if high is None else high
+            if (low, high) != (None, None):
+                rows = [row for row in rows if (value := getattr(row, name)) is not None and least <= value <= most]
         known = [row for row in rows if getattr(row, wanted.sort) is not None]
         known.sort(key=lambda row: getattr(row, wanted.sort), reverse=wanted.descending)
         return known + [row for row in rows if getattr(row, wanted.sort) is None]
@@ -390,26 +319,20 @@ def _group(name: str, members: list[Row]) -> dict[str, Any]:
     }
 
 
-def _within(rows: Iterable[Row], name: str, low: float | None, high: float | None) -> Iterable[Row]:
-    if low is None and high is None:
-        return rows
-    least, most = -np.inf if low is None else low, np.inf if high is None else high
-    return (row for row in rows if (value := getattr(row, name)) is not None and least <= value <= most)
-
-
-def _lengths(view: memoryview, count: int) -> list[int]:
-    """Return the bytes of each outcome, read by msgspec; empty where something follows the array, or it is cut off."""
-    try:
-        entries = _decode_list(view)
-    except msgspec.DecodeError:
-        return []
-    return [len(entry) for entry in entries] if len(entries) == count else []
-
-
-def _texts(found: _Indexed) -> Iterator[str]:
+def _texts(found: Outcome) -> Iterator[str]:
     yield from (found.job_id, found.instance_id, found.error, found.evaluation_log, *found.tags.values())
-    yield bytes(found.details).decode(errors="replace")
+    yield from _scalars(found.details)
     for turn in () if found.trajectory is None else found.trajectory.turns:
         yield from (message.content for message in turn.messages)
         yield turn.text
         yield from turn.observations
+
+
+def _scalars(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _scalars(item)
+    else:
+        yield str(value)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from prorl_trio.types.models import ChatMessage, Outcome, Segment, ToolCall, Trajectory, Turn
+    from prorl_trio.types.models import ChatMessage, Outcome, ToolCall, Trajectory, Turn
 
 HEAD_CHARS: Final = 4000
 MAX_WINDOW: Final = 4096
@@ -80,8 +80,8 @@ class RolloutView:
         self.outcome = outcome
         self.vocabulary = vocabulary
         self._head_chars = head_chars
-        self._texts: dict[int, list[str]] = {}
-        self._kinds: dict[int, bytes] = {}
+        self._cut: dict[str, str] = {}
+        self._decoded: dict[int, tuple[list[str] | None, bytes]] = {}
 
     @cached_property
     def _trajectory(self) -> Trajectory:
@@ -89,38 +89,24 @@ class RolloutView:
             raise UnknownJob(f"no trajectory was recorded of job {self.outcome.job_id!r}")
         return self.outcome.trajectory
 
+    @cached_property
     def about(self) -> dict[str, Any]:
-        """Return everything but the tokens."""
+        """Everything but the tokens."""
         outcome, trajectory = self.outcome, self.outcome.trajectory
-        plain = {name: getattr(outcome, name) for name in _PLAIN}
-        details = _pretty(outcome.details)
         return {
-            **plain,
-            "timing": msgspec.to_builtins(outcome.timing),
-            "attempts": msgspec.to_builtins(outcome.attempts),
+            **_plain(outcome, "job_id", "instance_id", "group_id", "status", "reward", "cause", "error", "error_code"),
+            **_plain(outcome, "attempt", "attempts", "tags", "timing"),
             "regraded": outcome.regraded is True,
-            "details": self._head(details, "details"),
+            "details": self._head(_pretty(outcome.details), "details"),
             "evaluation_log": self._head(outcome.evaluation_log, "log"),
             "decoded": self.vocabulary is not None,
             "trajectory": None if trajectory is None else self._about_trajectory(trajectory),
         }
 
     def _about_trajectory(self, trajectory: Trajectory) -> dict[str, Any]:
-        delivered = sum(int(np.count_nonzero(segment.loss_mask)) for segment in trajectory.segments)
-        dropped = sum(turn.dropped_tokens for turn in trajectory.turns)
-        lost = trajectory.undelivered_tokens
         return {
-            "stop_reason": trajectory.stop_reason,
-            "prefix_breaks": trajectory.prefix_breaks,
-            "drift_tokens": trajectory.drift_tokens,
-            "echoes": trajectory.echoes,
+            **_plain(trajectory, "prefix_breaks", "drift_tokens", "undelivered_tokens", "echoes"),
             "tools": self._head(_pretty(trajectory.tools), "tools") if trajectory.tools else "",
-            "accounting": {
-                "sampled": delivered + dropped + lost,
-                "delivered": delivered,
-                "dropped": dropped,
-                "undelivered": lost,
-            },
             "segments": _segments(trajectory),
             "turns": [self._turn(number, turn) for number, turn in enumerate(trajectory.turns)],
         }
@@ -129,19 +115,14 @@ class RolloutView:
         segment, part = self._trajectory.segments[turn.segment], f"turn.{number}"
         logprobs = segment.logprobs[turn.completion_start : turn.completion_end]
         return {
-            "segment": turn.segment,
+            **_plain(turn, "segment", "finish_reason", "inference_s", "tools_s", "dropped_tokens", "tool_results"),
             "start": turn.completion_start,
             "end": turn.completion_end,
             "received": [self._begins[number], turn.completion_start],
             "text": self._head(turn.text, f"{part}.text"),
-            "finish": turn.finish_reason,
-            "calls": [self._call(call, f"{part}.call.{place}") for place, call in enumerate(turn.tool_calls)],
-            "results": msgspec.to_builtins(turn.tool_results),
+            "calls": [self._call(call, f"{part}.call.{n}") for n, call in enumerate(turn.tool_calls)],
             "observations": [self._head(text, f"{part}.observation.{n}") for n, text in enumerate(turn.observations)],
             "messages": [self._message(each, f"{part}.message.{n}") for n, each in enumerate(turn.messages)],
-            "inference_s": turn.inference_s,
-            "tools_s": turn.tools_s,
-            "dropped": turn.dropped_tokens,
             "logprob_mean": float(logprobs.mean()) if len(logprobs) else None,
             "logprob_min": float(logprobs.min()) if len(logprobs) else None,
         }
@@ -158,6 +139,7 @@ class RolloutView:
         """Return a short text whole, and of a long one its beginning, its length and its name."""
         if self._head_chars is None or len(text) <= self._head_chars:
             return text
+        self._cut[part] = text
         return {"text": text[: self._head_chars], "chars": len(text), "part": part}
 
     @cached_property
@@ -171,88 +153,55 @@ class RolloutView:
         return begins
 
     def text(self, part: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return characters of a text that `about` has cut, or of the tokens that the engine `received` for a turn.
-
-        Raises:
-            UnknownJob: there is no such part.
-        """
-        try:
-            text = self._whole(part.split("."))
-        except (IndexError, ValueError, KeyError):
-            raise UnknownJob(f"job {self.outcome.job_id!r} has no text {part!r}") from None
+        """Return characters of a text that `about` has cut, or (`received.TURN`) of what the engine got for a turn."""
+        name, _, number = part.partition(".")
+        if name == "received" and number.isdecimal() and int(number) < len(self._trajectory.turns):
+            turn = self._trajectory.turns[int(number)]
+            ids = self._trajectory.segments[turn.segment].token_ids[self._begins[int(number)] : turn.completion_start]
+            text = f"{ids.tolist()}" if self.vocabulary is None else self.vocabulary.decode(ids.tolist())
+        elif self.about and part in self._cut:
+            text = self._cut[part]
+        else:
+            raise UnknownJob(f"job {self.outcome.job_id!r} has no text {part!r}")
         return {"text": text[offset : offset + limit], "chars": len(text)}
 
-    def _whole(self, names: list[str]) -> str:
-        match names:
-            case ["log"]:
-                return self.outcome.evaluation_log
-            case ["details"]:
-                return _pretty(self.outcome.details)
-            case ["tools"]:
-                return _pretty(self._trajectory.tools)
-            case ["turn", number, "text"]:
-                return self._trajectory.turns[int(number)].text
-            case ["turn", number, "observation", place]:
-                return self._trajectory.turns[int(number)].observations[int(place)]
-            case ["turn", number, "message", place]:
-                return self._trajectory.turns[int(number)].messages[int(place)].content
-            case ["turn", number, "call", place]:
-                return _arguments(self._trajectory.turns[int(number)].tool_calls[int(place)])
-            case ["turn", number, "received"]:
-                turn = self._trajectory.turns[int(number)]
-                ids = self._trajectory.segments[turn.segment].token_ids[
-                    self._begins[int(number)] : turn.completion_start
-                ]
-                return f"{ids.tolist()}" if self.vocabulary is None else self.vocabulary.decode(ids.tolist())
-        raise KeyError(names)
-
     def tokens(self, index: int, start: int, count: int) -> dict[str, Any]:
-        """Return a window of a segment's tokens: ids, texts, log-probabilities, and a letter for each one's kind.
-
-        Raises:
-            UnknownJob: there is no such segment.
-        """
+        """Return a window of a segment's tokens: ids, texts, log-probabilities, and a letter for each one's kind."""
         if not 0 <= index < len(self._trajectory.segments):
             raise UnknownJob(f"job {self.outcome.job_id!r} has no segment {index}")
         segment = self._trajectory.segments[index]
-        window = slice(max(0, start), max(0, start) + min(count, MAX_WINDOW))
-        texts = self.texts(index)
+        window = slice(start, start + min(count, MAX_WINDOW))
+        texts, kinds = self.decoded(index)
         return {
-            "start": window.start,
+            "start": start,
             "ids": segment.token_ids[window].tolist(),
             "texts": None if texts is None else texts[window],
             "logprobs": np.round(segment.logprobs[window].astype(float), 4).tolist(),
-            "kinds": self.kinds(index)[window].decode(),
+            "kinds": kinds[window].decode(),
         }
 
-    def texts(self, index: int) -> list[str] | None:
-        """Return the texts of a segment's tokens; None without a vocabulary."""
-        if self.vocabulary is None:
-            return None
-        if index not in self._texts:
-            self._texts[index] = self.vocabulary.texts(self._trajectory.segments[index].token_ids)
-        return self._texts[index]
+    def decoded(self, index: int) -> tuple[list[str] | None, bytes]:
+        """Return the texts of a segment's tokens, None without a vocabulary; and the letter of each one's kind."""
+        if index not in self._decoded:
+            segment = self._trajectory.segments[index]
+            texts = None if self.vocabulary is None else self.vocabulary.texts(segment.token_ids)
+            kinds = np.full(len(segment), GIVEN, dtype="u1")
+            if texts is not None:
+                self._mark_all(index, kinds, texts)
+            kinds[: segment.shared] = SHARED
+            kinds[segment.loss_mask == 1] = SAMPLED
+            self._decoded[index] = texts, kinds.tobytes()
+        return self._decoded[index]
 
-    def kinds(self, index: int) -> bytes:
-        """Return the kind of each token of a segment, a letter each."""
-        if index not in self._kinds:
-            self._kinds[index] = self._find_kinds(index)
-        return self._kinds[index]
-
-    def _find_kinds(self, index: int) -> bytes:
-        segment, texts = self._trajectory.segments[index], self.texts(index)
-        kinds = np.full(len(segment), GIVEN, dtype="u1")
-        at, said = segment.shared, list[tuple[int, str]]()
-        for turn in self._trajectory.turns if texts is not None else ():
-            if turn.segment == index and texts is not None:
+    def _mark_all(self, index: int, kinds: npt.NDArray[np.uint8], texts: list[str]) -> None:
+        at, said = self._trajectory.segments[index].shared, list[tuple[int, str]]()
+        for turn in self._trajectory.turns:
+            if turn.segment == index:
                 said += [(MESSAGE, message.content) for message in turn.messages]
                 _mark(kinds[at : turn.completion_start], texts[at : turn.completion_start], said)
                 at, said = turn.completion_end, [(TOOL, text) for text in turn.observations]
-        if texts is not None and said:
+        if said:
             _mark(kinds[at:], texts[at:], said)
-        kinds[: segment.shared] = SHARED
-        kinds[segment.loss_mask == 1] = SAMPLED
-        return kinds.tobytes()
 
 
 def _mark(kinds: npt.NDArray[np.uint8], texts: list[str], said: list[tuple[int, str]]) -> None:
@@ -276,31 +225,23 @@ def _mark(kinds: npt.NDArray[np.uint8], texts: list[str], said: list[tuple[int, 
         kinds[first : last + (end > start)] = kind
 
 
-_PLAIN: Final = (
-    *("job_id", "instance_id", "group_id", "status", "reward", "cause", "error", "error_code", "attempt", "tags"),
-)
+def _plain(struct: msgspec.Struct, *names: str) -> dict[str, Any]:
+    return {name: getattr(struct, name) for name in names}
 
 
 def _segments(trajectory: Trajectory) -> list[dict[str, Any]]:
-    lanes: list[int] = []
+    found: list[dict[str, Any]] = []
     for index, segment in enumerate(trajectory.segments):
-        above = lanes[segment.parent] if segment.parent is not None and segment.parent < index else 0
-        lanes.append(above + (segment.reason in ASIDE))
-    return [_segment(segment, lane) for segment, lane in zip(trajectory.segments, lanes, strict=True)]
-
-
-def _segment(segment: Segment, lane: int) -> dict[str, Any]:
-    return {
-        "tokens": len(segment),
-        "sampled": int(np.count_nonzero(segment.loss_mask)),
-        "parent": segment.parent,
-        "reason": segment.reason,
-        "shared": segment.shared,
-        "agent": segment.agent,
-        "agent_type": segment.agent_type,
-        "lane": lane,
-        "spans": msgspec.to_builtins(segment.spans),
-    }
+        above = found[segment.parent]["lane"] if segment.parent is not None and segment.parent < index else 0
+        found.append(
+            {
+                **_plain(segment, "parent", "reason", "shared", "agent", "agent_type", "spans"),
+                "tokens": len(segment),
+                "sampled": int(np.count_nonzero(segment.loss_mask)),
+                "lane": above + (segment.reason in ASIDE),
+            }
+        )
+    return found
 
 
 def _arguments(call: ToolCall) -> str:

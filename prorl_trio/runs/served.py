@@ -8,15 +8,17 @@ import msgspec
 import trio
 
 from prorl_trio.edges.auth import Door
+from prorl_trio.edges.requests import ErrorDetail
 from prorl_trio.edges.responses import Response
 from prorl_trio.edges.rest.app import RestApp
-from prorl_trio.edges.rest.call import Endpoint
+from prorl_trio.edges.rest.call import ApiError, Endpoint
 from prorl_trio.edges.rest.schema import NoQuery
 from prorl_trio.edges.serve import Server
 from prorl_trio.edges.tcp import open_listeners
 from prorl_trio.edges.viewer.pages import viewer_endpoints
 from prorl_trio.runs.index import RowFilter, groups_of
 from prorl_trio.threads import run_sync
+from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,20 +52,13 @@ class RolloutQuery(RunQuery, frozen=True, kw_only=True):
     job: str
 
 
-class TextQuery(RolloutQuery, frozen=True, kw_only=True):
-    """A part of a long text of a rollout."""
+class WindowQuery(RolloutQuery, frozen=True, kw_only=True):
+    """A window of a rollout: of the characters of a text, or of the tokens of a segment."""
 
-    part: str
+    part: str = ""
+    segment: Offset = 0
     offset: Offset = 0
-    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_TEXT_CHARS)] = 64 * 1024
-
-
-class TokensQuery(RolloutQuery, frozen=True, kw_only=True):
-    """A window of a segment's tokens."""
-
-    segment: Offset
-    start: Offset = 0
-    count: Limit = 1000
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_TEXT_CHARS)] = 1000
 
 
 def run_endpoints(book: RunBook) -> list[Endpoint]:
@@ -86,14 +81,14 @@ def run_endpoints(book: RunBook) -> list[Endpoint]:
     def rollout(query: Any) -> object:
         row = book.index(query.run).row(query.job)
         siblings = book.index(query.run).select(RowFilter(group=row.group_id)) if row.group_id else [row]
-        view = book.rollout(query.run, query.job).about()
+        view = book.rollout(query.run, query.job).about
         return {**view, "row": row, "siblings": [[each.job_id, each.reward] for each in siblings]}
 
     def text(query: Any) -> object:
         return book.rollout(query.run, query.job).text(query.part, query.offset, query.limit)
 
     def tokens(query: Any) -> object:
-        return book.rollout(query.run, query.job).tokens(query.segment, query.start, query.count)
+        return book.rollout(query.run, query.job).tokens(query.segment, query.offset, query.limit)
 
     def outcome(query: Any) -> object:
         return book.rollout(query.run, query.job).outcome
@@ -106,8 +101,8 @@ def run_endpoints(book: RunBook) -> list[Endpoint]:
         ),
         _endpoint("/v1/runs/groups", groups, RowsQuery, "The same by group, with the rewards of each."),
         _endpoint("/v1/runs/rollout", rollout, RolloutQuery, "A rollout without its tokens; long texts are cut."),
-        _endpoint("/v1/runs/text", text, TextQuery, "A part of a long text of a rollout."),
-        _endpoint("/v1/runs/tokens", tokens, TokensQuery, "A window of a segment's tokens."),
+        _endpoint("/v1/runs/text", text, WindowQuery, "A part of a long text of a rollout."),
+        _endpoint("/v1/runs/tokens", tokens, WindowQuery, "A window of a segment's tokens, 4,096 at most."),
         _endpoint("/v1/runs/outcome", outcome, RolloutQuery, "A rollout's outcome as it was recorded."),
     ]
 
@@ -124,7 +119,10 @@ def page_of_groups(groups: list[dict[str, Any]], query: RowsQuery) -> dict[str, 
 
 def _endpoint(path: str, find: Callable[[Any], object], query: type[msgspec.Struct], summary: str) -> Endpoint:
     def work(wanted: Any) -> bytes:
-        return msgspec.json.encode(find(wanted), enc_hook=str)
+        try:
+            return msgspec.json.encode(find(wanted), enc_hook=str)
+        except (ConfigError, OSError) as exc:
+            raise ApiError(422, ErrorDetail(code="unreadable", message=str(exc))) from exc
 
     async def answer(call: Call) -> Response:
         body = await run_sync(work, call.query)

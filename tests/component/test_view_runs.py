@@ -164,14 +164,12 @@ async def test_a_rollout_says_who_said_what_and_where_its_tokens_are(service, ro
     trajectory, (own, asked) = found["trajectory"], found["trajectory"]["segments"]
     assert [reward for _, reward in found["siblings"]] == [1.0, 0.0, 1.0, 1.0]
     assert (own["lane"], asked["lane"], asked["reason"], asked["agent"]) == (0, 1, "sub_agent", "checker")
-    assert trajectory["accounting"] == {
-        "sampled": own["sampled"] + asked["sampled"] + 3, "delivered": own["sampled"] + asked["sampled"], "dropped": 3,
-        "undelivered": 0,
-    }  # fmt: skip
+    assert (own["sampled"], asked["sampled"], trajectory["undelivered_tokens"]) == (108, 24, 0)
+    assert [turn["dropped_tokens"] for turn in trajectory["turns"]] == [0, 3, 0, 0]
     first, second = trajectory["turns"][:2]
     assert [message["role"] for message in first["messages"]] == ["system", "user"]
-    assert (first["results"][0]["exit_code"], second["results"][0]["outcome"]) == (0, "error")
-    received = await ask(service, "runs/text", run="main", job="run-0-0", part="turn.1.received")
+    assert (first["tool_results"][0]["exit_code"], second["tool_results"][0]["outcome"]) == (0, "error")
+    received = await ask(service, "runs/text", run="main", job="run-0-0", part="received.1")
     assert (
         received["text"]
         == f"\n<|im_start|>tool\n{'391' + chr(10)}" + "391\n" * 11 + "<|im_end|>\n<|im_start|>assistant\n"
@@ -182,7 +180,7 @@ async def test_tokens_have_their_kinds_texts_and_log_probabilities(service, book
     outcome = book.index("main").read("run-0-0")
     segment = outcome.trajectory.segments[0]
     windows = [
-        await ask(service, "runs/tokens", run="main", job="run-0-0", segment=0, start=start, count=100)
+        await ask(service, "runs/tokens", run="main", job="run-0-0", segment=0, offset=start, limit=100)
         for start in range(0, len(segment), 100)
     ]
     assert [each for window in windows for each in window["ids"]] == segment.token_ids.tolist()
@@ -205,7 +203,7 @@ async def test_a_character_of_several_tokens_is_shown_once(tmp_path):
     segment, turns = writer.dialogue([], [("né €", None)])
     outcome = writer.outcome("a", "", 1.0, Trajectory(segments=[segment], turns=turns, stop_reason="finished"))
     with closing(RunBook(write_run(tmp_path / "run", [outcome], writer.model))) as book:
-        texts = book.rollout(".", "a").texts(0)
+        texts = book.rollout(".", "a").decoded(0)[0]
     assert "".join(texts) == "<|im_start|>assistant\nné €<|im_end|>"
     assert "€" in texts
     assert len(texts) == len(segment)
@@ -222,7 +220,7 @@ async def test_a_long_text_comes_in_parts(tmp_path):
         assert (cut["text"], cut["chars"]) == (output[:4000], 10_000)
         rest = await ask(service, "runs/text", run=".", job="long", part=cut["part"], offset=4000, limit=6000)
         assert cut["text"] + rest["text"] == output
-        tokens = await ask(service, "runs/tokens", run=".", job="long", segment=0, count=4)
+        tokens = await ask(service, "runs/tokens", run=".", job="long", segment=0, limit=4)
         assert (tokens["texts"], tokens["kinds"]) == (None, "gggg")
 
 
@@ -231,6 +229,19 @@ async def test_an_outcome_is_sent_as_it_was_recorded(service, book):
         msgspec.json.encode(await ask(service, "runs/outcome", run="main", job="run-3-1")), type=Outcome
     )
     assert sent == book.index("main").read("run-3-1")
+
+
+async def test_a_damaged_run_is_an_error_that_names_it_and_the_others_are_shown(tmp_path):
+    sound = write_run(tmp_path / "sound", [Writer(tmp_path / "model").rollout("a", "g", 1.0)])
+    write_run(tmp_path / "damaged", [])
+    (tmp_path / "damaged" / "trajectories.msgpack").write_bytes(b"\xdd\x00\x00\x00\x01\x81\xa1a\x01")
+    async with runs_view(tmp_path) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        service = RestService((host, int(port)), None, trio.CancelScope())
+        assert len((await ask(service, "runs"))["runs"]) == 2
+        answer = await service.call("GET", "/v1/runs/about?run=damaged")
+        assert (answer.status, "damaged/trajectories.msgpack" in answer.json()["error"]["message"]) == (422, True)
+        assert (await ask(service, "runs/about", run=sound.name))["rollouts"] == 1
 
 
 # ---------------------------------------------------------------- who is refused
@@ -245,7 +256,7 @@ async def test_an_outcome_is_sent_as_it_was_recorded(service, book):
         ("runs/about", 422),
         ("runs/rollout?run=main&job=nobody", 404),
         ("runs/rollout?run=learning&job=run-0-0", 404),
-        ("runs/text?run=main&job=run-0-0&part=turn.99.text", 404),
+        ("runs/text?run=main&job=run-0-0&part=received.99", 404),
         ("runs/text?run=main&job=run-0-0&part=..%2F..%2Frun.json", 404),
         ("runs/tokens?run=main&job=run-0-0&segment=7", 404),
         ("runs/tokens?run=main&job=run-lost&segment=0", 404),

@@ -26,10 +26,9 @@ STYLE: Final = "style.css"
 MODULES: Final = ("dom.js", "source.js", "charts.js", "tokens.js", "rollout.js", "runs.js", "live.js", "main.js")
 """In the order of their imports: each imports only from those before it."""
 _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_NOTHING_ELSE: Final = "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    + _NOTHING_ELSE,
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -42,9 +41,7 @@ _EXPORT: Final = re.compile(r"^export ((?:async )?(?:const|function) (\w+))", re
 def viewer_endpoints(source: Source) -> list[Endpoint]:
     """Return the endpoints of the page `/ui`; where recorded runs are shown, it is at `/` as well."""
     page = _read(PAGE).replace('data-source="node"', f'data-source="{source}"')
-    pages = [_endpoint("/ui", page, PAGE)]
-    if source != "node":
-        pages.append(_endpoint("/", page, PAGE))
+    pages = [_endpoint(path, page, PAGE) for path in (("/ui",) if source == "node" else ("/ui", "/"))]
     return pages + [_endpoint(f"/ui/{name}", _read(name), name) for name in (STYLE, *MODULES)]
 
 
@@ -53,8 +50,7 @@ def one_file(data: bytes) -> bytes:
     script = "".join(_scope(name.removesuffix(".js"), _read(name)) for name in MODULES)
     style = _read(STYLE)
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
-    before, _, after = _read(PAGE).partition("<head>")
-    _, _, body = after.partition("</head>")
+    before, _, body = re.split(r"(<head>.*</head>)", _read(PAGE).replace("</html>", ""), flags=re.DOTALL)
     head = (
         f'<head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width"><title>prorl-trio</title><style>{style}</style></head>'
@@ -62,7 +58,6 @@ def one_file(data: bytes) -> bytes:
     before = before.replace('data-source="node"', 'data-source="file"')
     embedded = data.replace(b"<", b"\\u003c")
     end = f'<script type="module">{script}</script></html>'.encode()
-    body = body.replace("</html>", "").rstrip()
     return f'{before}{head}{body}<script type="application/json" id="data">'.encode() + embedded + b"</script>" + end
 
 

@@ -8,6 +8,7 @@ import { livePage } from "./live.js";
 
 const THEMES = ["auto", "light", "dark"];
 const THEME = "prorl-theme";
+const SLOW_MS = 400;
 const KEYS = [["j, k", "the next or the previous row, turn or fold"], ["Enter", "open it"], ["Escape", "go up, or leave a field"], ["/", "search"], ["g", "groups or rollouts"],
   ["[, ]", "the previous or the next rollout of the group"], ["t", "theme"], ["?", "these keys"]];
 const main = document.getElementById("main");
@@ -39,12 +40,16 @@ async function show() {
   document.title = [...route.trail.map(([name]) => name).reverse(), "prorl-trio"].join(" \u00b7 ");
   window.scrollTo(0, 0);
   main.setAttribute("aria-busy", "true");
+  const slow = setTimeout(() => say("Loading \u2026"), SLOW_MS);
   try {
     await route.page(main, route, signal);
   } catch (error) {
     if (!signal.aborted) fill(main, h("h1", {}, "This cannot be shown"), h("p", { class: "error", role: "alert" }, error.message));
   }
-  if (!signal.aborted) main.setAttribute("aria-busy", "false");
+  clearTimeout(slow);
+  if (signal.aborted) return;
+  main.setAttribute("aria-busy", "false");
+  if (document.activeElement === document.body) main.focus({ preventScroll: true });
 }
 
 /* ---------------------------------------------------------------- keys */

@@ -115,14 +115,14 @@ function laneName({ agent, agent_type: type, reason, parent, shared }, index) {
 function turnItem(turn, place, segment, query) {
   const fetchMore = more(query);
   const facts = [`${number(turn.end - turn.start)} tokens`, turn.logprob_mean !== null && `log-probability ${number(turn.logprob_mean, 2)}, least ${number(turn.logprob_min, 2)}`,
-    `${seconds(turn.inference_s)} inference`, turn.tools_s > 0 && `${seconds(turn.tools_s)} tools`, turn.finish, turn.dropped > 0 && `${turn.dropped} tokens dropped after the call`];
+    `${seconds(turn.inference_s)} inference`, turn.tools_s > 0 && `${seconds(turn.tools_s)} tools`, turn.finish_reason, turn.dropped_tokens > 0 && `${turn.dropped_tokens} tokens dropped after the call`];
   return h("li", { class: `lane lane-${Math.min(segment.lane, 3)}`, id: `turn-${place}` },
     turn.messages.map((message) => spoken(message.role, message.name, message.content, fetchMore, message.calls)),
     h("article", { class: "said assistant" },
       h("header", {}, h("span", { class: "who" }, "Policy"), h("span", { class: "quiet" }, `turn ${place + 1} \u00b7 ${facts.filter(Boolean).join(" \u00b7 ")}`),
         h("a", { href: rolloutHref(query.run, query.job, "tokens", `?segment=${turn.segment}&at=${turn.start}`) }, "tokens")),
       textBlock(turn.text, fetchMore),
-      turn.calls.map((call, at) => callFold(call, turn.results[at], turn.observations[at], fetchMore)),
+      turn.calls.map((call, at) => callFold(call, turn.tool_results[at], turn.observations[at], fetchMore)),
       turn.observations.slice(turn.calls.length).map((text) => spoken("tool", null, text, fetchMore)),
       fold(["What the engine received before it ", h("span", { class: "quiet" }, `${number(turn.received[1] - turn.received[0])} tokens`)], () => received(place, turn, query))));
 }
@@ -150,10 +150,10 @@ function callFold(call, result, observation, fetchMore) {
 /** What was said beside what the engine received for it. */
 function received(place, turn, query) {
   const box = h("div", {}, "Loading.");
-  ask("runs/text", { ...query, part: `turn.${place}.received`, offset: 0, limit: 1 << 16 }).then(({ text, chars: all }) => {
+  ask("runs/text", { ...query, part: `received.${place}`, offset: 0, limit: 1 << 16 }).then(({ text, chars: all }) => {
     const said = turn.messages.map((each) => `${each.role}: ${head(each.content)}`).join("\n\n");
     fill(box, h("div", { class: "sides" }, h("div", {}, h("h3", {}, "Said, as messages"), h("pre", { dir: "auto" }, said || "The results of the calls above.")),
-      h("div", {}, h("h3", {}, "Received, as tokens"), textBlock(all > text.length ? { text, chars: all, part: `turn.${place}.received` } : text, more(query)))));
+      h("div", {}, h("h3", {}, "Received, as tokens"), textBlock(all > text.length ? { text, chars: all, part: `received.${place}` } : text, more(query)))));
   }, (error) => fill(box, error.message));
   return box;
 }
@@ -198,10 +198,12 @@ function segmentTree({ segments, turns, echoes }, query) {
     table("Echoes", [["how"], ["turns", "n"]], Object.entries(echoes).map(([how, count]) => [how.replaceAll("_", " "), number(count)]))]];
 }
 
-function accounting({ accounting: account, drift_tokens: drift }) {
+function accounting({ segments, turns, undelivered_tokens: lost, drift_tokens: drift }) {
+  const delivered = segments.reduce((all, segment) => all + segment.sampled, 0);
+  const dropped = turns.reduce((all, turn) => all + turn.dropped_tokens, 0);
   return [h("h2", {}, "Tokens"), table("Tokens that were sampled, and where they are", [["tokens"], ["count", "n"]], [
-    ["sampled for it by the engine", number(account.sampled)], ["= delivered, in its segments", number(account.delivered)],
-    ["+ dropped, sampled after a complete call", number(account.dropped)], ["+ undelivered: a defect, if not 0", number(account.undelivered)],
+    ["sampled for it by the engine", number(delivered + dropped + lost)], ["= delivered, in its segments", number(delivered)],
+    ["+ dropped, sampled after a complete call", number(dropped)], ["+ undelivered: a defect, if not 0", number(lost)],
     ["recorded otherwise than sampled: a defect, if not 0", number(drift)]])];
 }
 

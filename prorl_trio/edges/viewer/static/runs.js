@@ -1,6 +1,6 @@
 /* The runs of a folder, and one run: its curves, its groups and its rollouts, filtered and sorted by the server. */
 
-import { h, fill, figures, inSteps, table, number, seconds } from "./dom.js";
+import { h, fill, fold, figures, inSteps, table, number, seconds } from "./dom.js";
 import { SOURCE, ask } from "./source.js";
 import { learningCurves, rewardCell } from "./charts.js";
 import { runHref, rolloutHref } from "./rollout.js";
@@ -42,8 +42,9 @@ export async function runPage(main, { run, parameters }, signal) {
     ["Mean reward", number(now.reward_mean, 3)], ["Steps", now.steps ? `${now.steps}${now.of ? ` of ${now.of}` : ""}` : ""],
     ...Object.entries(now.facets.status ?? {}).map(([status, count]) => [status.replace("_", " "), number(count)])]));
   describe(about);
-  const curves = h("div");
-  const draw = (curve) => Object.keys(curve).length > 0 && fill(curves, learningCurves(curve));
+  const curves = h("div", {}, Object.keys(about.figures).length > 0 && fold("Report", () => table("Report", [["figure"], ["value", "n"]],
+    Object.entries(about.figures).map(([name, value]) => [name, typeof value === "number" ? number(value, 3) : String(value ?? "\u2013")]))));
+  const draw = (curve) => { if (Object.keys(curve).length > 0) fill(curves, learningCurves(curve)); };
   draw(about.curve);
   fill(main, h("h1", {}, about.name), heading, curves, about.recorded
     ? [filters(about, filter, change), h("div", { class: "bar" }, viewChoice(filter, change), counted), list]

@@ -157,7 +157,7 @@ const offline = {
     const siblings = rows.filter((each) => each === row || (row.group_id && each.group_id === row.group_id));
     return { ...rolloutOf(query), row, siblings: siblings.map((each) => [each.job_id, each.reward]) };
   },
-  tokens: (query) => windowOf(rolloutOf(query).tokens[query.segment], Number(query.start), Number(query.count)),
+  tokens: (query) => windowOf(rolloutOf(query).tokens[query.segment], Number(query.offset), Number(query.limit)),
   text: (query) => { const text = received(query); return { text: text.slice(query.offset, query.offset + query.limit), chars: text.length }; },
   outcome: (query) => { const { searched: _, tokens: __, ...rest } = rolloutOf(query); return rest; },
 };

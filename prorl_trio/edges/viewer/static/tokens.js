@@ -37,7 +37,7 @@ export function tokenView(query, segments, index, at, signal) {
     if (chunk.childElementCount || chunk.wanted) return;
     chunk.wanted = true;
     try {
-      const found = await ask("runs/tokens", { ...query, segment: index, start: chunk.dataset.start, count: CHUNK }, signal);
+      const found = await ask("runs/tokens", { ...query, segment: index, offset: chunk.dataset.start, limit: CHUNK }, signal);
       await nextFrame();
       if (chunk.wanted) render(chunk, found);
     } catch (error) {
