@@ -10,7 +10,11 @@ const SHAPELESS =
 export function inert(text) {
   return String(text).replace(SHAPELESS, (char) => {
     const code = char.codePointAt(0).toString(16);
-    return code.length <= 2 ? `\\x${code.padStart(2, "0")}` : code.length <= 4 ? `\\u${code.padStart(4, "0")}` : `\\U${code.padStart(8, "0")}`;
+    return code.length <= 2
+      ? `\\x${code.padStart(2, "0")}`
+      : code.length <= 4
+        ? `\\u${code.padStart(4, "0")}`
+        : `\\U${code.padStart(8, "0")}`;
   });
 }
 
@@ -66,30 +70,70 @@ export async function inSteps(items, size, signal, render) {
 /* ---------------------------------------------------------------- figures */
 
 export const number = (value, digits = 2) =>
-  value === null || value === undefined ? "\u2013" : Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(digits);
+  value === null || value === undefined
+    ? "\u2013"
+    : Number.isInteger(value)
+      ? value.toLocaleString("en")
+      : value.toFixed(digits);
 
 export function seconds(value) {
   if (value === null || value === undefined) return "\u2013";
   if (value < 100) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
   const minutes = Math.floor(value / 60);
-  return minutes < 100 ? `${minutes} min ${Math.floor(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  return minutes < 100
+    ? `${minutes} min ${Math.floor(value % 60)} s`
+    : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-export const size = (chars) => (chars < 10_000 ? `${chars} characters` : chars < 1e6 ? `${Math.round(chars / 1e3)} k characters` : `${(chars / 1e6).toFixed(1)} M characters`);
+export const size = (chars) =>
+  chars < 10_000
+    ? `${chars} characters`
+    : chars < 1e6
+      ? `${Math.round(chars / 1e3)} k characters`
+      : `${(chars / 1e6).toFixed(1)} M characters`;
 
 /** A table. Columns are [title, class]; rows are arrays of cells. */
 export function table(caption, columns, rows, properties = {}) {
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
-    h("table", properties,
+  return h(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
+    h(
+      "table",
+      properties,
       h("caption", { class: "unseen" }, caption),
-      h("thead", {}, h("tr", {}, columns.map(([title, kind]) => h("th", { scope: "col", class: kind }, title)))),
-      h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell, place) => h("td", { class: columns[place][1] }, cell)))))));
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          columns.map(([title, kind]) => h("th", { scope: "col", class: kind }, title)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map((cells) =>
+          h(
+            "tr",
+            {},
+            cells.map((cell, place) => h("td", { class: columns[place][1] }, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 /** Pairs of a name and a figure. */
 export function figures(pairs) {
-  return h("dl", { class: "figures" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "" && value !== false)
-    .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+  return h(
+    "dl",
+    { class: "figures" },
+    pairs
+      .filter(([, value]) => value !== null && value !== undefined && value !== "" && value !== false)
+      .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+  );
 }
 
 /** A fold whose body is made when it is opened first. */
@@ -117,20 +161,37 @@ export function textBlock(value, more, kind = "") {
   if (!cut) return box;
   let shown = value.text.length;
   const rest = h("span", { class: "quiet" });
-  const next = h("button", { type: "button", onclick: async () => {
-    next.disabled = true;
-    const { text } = await more(value.part, shown, MORE_CHARS);
-    shown += text.length;
-    buttons.before(h("pre", { dir: "auto" }, text));
-    next.disabled = false;
-    told();
-  } }, "Show more");
-  const save = h("button", { type: "button", onclick: async () => {
-    const { text } = await more(value.part, 0, value.chars);
-    const link = h("a", { href: URL.createObjectURL(new Blob([text], { type: "text/plain" })), download: `${value.part}.txt` });
-    link.click();
-    URL.revokeObjectURL(link.href);
-  } }, "Save as a file");
+  const next = h(
+    "button",
+    {
+      type: "button",
+      onclick: async () => {
+        next.disabled = true;
+        const { text } = await more(value.part, shown, MORE_CHARS);
+        shown += text.length;
+        buttons.before(h("pre", { dir: "auto" }, text));
+        next.disabled = false;
+        told();
+      },
+    },
+    "Show more",
+  );
+  const save = h(
+    "button",
+    {
+      type: "button",
+      onclick: async () => {
+        const { text } = await more(value.part, 0, value.chars);
+        const link = h("a", {
+          href: URL.createObjectURL(new Blob([text], { type: "text/plain" })),
+          download: `${value.part}.txt`,
+        });
+        link.click();
+        URL.revokeObjectURL(link.href);
+      },
+    },
+    "Save as a file",
+  );
   const buttons = h("p", { class: "more" }, next, save, rest);
   const told = () => {
     fill(rest, `${size(value.chars - shown)} of ${size(value.chars)} are left`);

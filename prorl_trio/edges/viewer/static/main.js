@@ -9,8 +9,16 @@ import { livePage } from "./live.js";
 const THEMES = ["auto", "light", "dark"];
 const THEME = "prorl-theme";
 const SLOW_MS = 400;
-const KEYS = [["j, k", "the next or the previous row, turn or fold"], ["Enter", "open it"], ["Escape", "go up, or leave a field"], ["/", "search"], ["g", "groups or rollouts"],
-  ["[, ]", "the previous or the next rollout of the group"], ["t", "theme"], ["?", "these keys"]];
+const KEYS = [
+  ["j, k", "the next or the previous row, turn or fold"],
+  ["Enter", "open it"],
+  ["Escape", "go up, or leave a field"],
+  ["/", "search"],
+  ["g", "groups or rollouts"],
+  ["[, ]", "the previous or the next rollout of the group"],
+  ["t", "theme"],
+  ["?", "these keys"],
+];
 const main = document.getElementById("main");
 const keys = document.getElementById("keys");
 let leaving = new AbortController();
@@ -24,8 +32,10 @@ function routeOf(hash) {
   if (names[0] !== "run" || !names[1]) return { page: runsPage, trail: [] };
   const run = names[1];
   const trail = [[run === "." ? "Run" : run, runHref(run)]];
-  if (names[2] === "rollout") return { page: rolloutPage, run, job: names[3], tab: names[4], parameters, trail: [...trail, [names[3], null]] };
-  if (names[2] === "compare") return { page: comparePage, run, jobs: [names[3], names[4]], trail: [...trail, ["Two rollouts", null]] };
+  if (names[2] === "rollout")
+    return { page: rolloutPage, run, job: names[3], tab: names[4], parameters, trail: [...trail, [names[3], null]] };
+  if (names[2] === "compare")
+    return { page: comparePage, run, jobs: [names[3], names[4]], trail: [...trail, ["Two rollouts", null]] };
   return { page: runPage, run, parameters, trail };
 }
 
@@ -35,8 +45,12 @@ async function show() {
   const { signal } = leaving;
   const route = routeOf(location.hash);
   const start = SOURCE === "node" ? "Node" : "Runs";
-  fill(document.getElementById("trail"), h("a", { href: "#/", class: "home" }, "prorl-trio"), h("a", { href: "#/" }, start),
-    route.trail.map(([name, href]) => (href ? h("a", { href }, name) : h("span", { "aria-current": "page" }, name))));
+  fill(
+    document.getElementById("trail"),
+    h("a", { href: "#/", class: "home" }, "prorl-trio"),
+    h("a", { href: "#/" }, start),
+    route.trail.map(([name, href]) => (href ? h("a", { href }, name) : h("span", { "aria-current": "page" }, name))),
+  );
   document.title = [...route.trail.map(([name]) => name).reverse(), "prorl-trio"].join(" \u00b7 ");
   window.scrollTo(0, 0);
   main.setAttribute("aria-busy", "true");
@@ -44,7 +58,8 @@ async function show() {
   try {
     await route.page(main, route, signal);
   } catch (error) {
-    if (!signal.aborted) fill(main, h("h1", {}, "This cannot be shown"), h("p", { class: "error", role: "alert" }, error.message));
+    if (!signal.aborted)
+      fill(main, h("h1", {}, "This cannot be shown"), h("p", { class: "error", role: "alert" }, error.message));
   }
   clearTimeout(slow);
   if (signal.aborted) return;
@@ -54,7 +69,8 @@ async function show() {
 
 /* ---------------------------------------------------------------- keys */
 
-const stops = () => [...main.querySelectorAll("a.row, .turns .assistant header a, .turns summary")].filter((each) => each.offsetParent);
+const stops = () =>
+  [...main.querySelectorAll("a.row, .turns .assistant header a, .turns summary")].filter((each) => each.offsetParent);
 
 function step(by) {
   const all = stops();
@@ -76,8 +92,14 @@ function sibling(by) {
 }
 
 const PRESSED = {
-  j: () => step(1), k: () => step(-1), Escape: up, "?": () => keys.showModal(), t: () => turnTheme(),
-  "/": () => main.querySelector("input[type=search]")?.focus(), "[": () => sibling(-1), "]": () => sibling(1),
+  j: () => step(1),
+  k: () => step(-1),
+  Escape: up,
+  "?": () => keys.showModal(),
+  t: () => turnTheme(),
+  "/": () => main.querySelector("input[type=search]")?.focus(),
+  "[": () => sibling(-1),
+  "]": () => sibling(1),
   g: () => main.querySelector(".choice button[aria-pressed=false]")?.click(),
 };
 
@@ -99,21 +121,44 @@ function setTheme(theme) {
 }
 
 function stored() {
-  try { return localStorage.getItem(THEME) || "auto"; } catch { return "auto"; }
+  try {
+    return localStorage.getItem(THEME) || "auto";
+  } catch {
+    return "auto";
+  }
 }
 
 function turnTheme() {
   const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
   setTheme(next);
-  try { localStorage.setItem(THEME, next); } catch { /* a page from a disk may have no storage */ }
+  try {
+    localStorage.setItem(THEME, next);
+  } catch {
+    /* a page from a disk may have no storage */
+  }
   say(`Theme: ${next}`);
 }
 
 setTheme(stored());
 document.getElementById("theme").addEventListener("click", turnTheme);
 document.getElementById("help").addEventListener("click", () => keys.showModal());
-document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
-fill(keys, h("h2", {}, "Keys"), h("dl", {}, KEYS.map(([key, does]) => h("div", {}, h("dt", {}, h("kbd", {}, key)), h("dd", {}, does)))), h("form", { method: "dialog" }, h("button", {}, "Close")));
-window.addEventListener("hashchange", () => { takeToken(); show(); });
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+fill(
+  keys,
+  h("h2", {}, "Keys"),
+  h(
+    "dl",
+    {},
+    KEYS.map(([key, does]) => h("div", {}, h("dt", {}, h("kbd", {}, key)), h("dd", {}, does))),
+  ),
+  h("form", { method: "dialog" }, h("button", {}, "Close")),
+);
+window.addEventListener("hashchange", () => {
+  takeToken();
+  show();
+});
 takeToken();
 show();

@@ -6,13 +6,23 @@ import { ask } from "./source.js";
 const CHUNK = 400;
 const NEAR = "600px";
 const GUESSED_PX = 260;
-export const KINDS = { s: "sampled", t: "template", o: "tool output", m: "message", g: "given", "=": "shared with the parent" };
+export const KINDS = {
+  s: "sampled",
+  t: "template",
+  o: "tool output",
+  m: "message",
+  g: "given",
+  "=": "shared with the parent",
+};
 export const COLOURS = { kind: "Kind", logprob: "Log-probability", version: "Policy version", mask: "Loss mask" };
 const HEAT = [-0.02, -0.11, -0.36, -0.7, -2.3, -5];
 const HEAT_NAMES = ["p \u2265 .98", "\u2265 .9", "\u2265 .7", "\u2265 .5", "\u2265 .1", "\u2265 .007", "below"];
 const VERSIONS = 6;
 
-const heatOf = (logprob) => { const found = HEAT.findIndex((bound) => logprob >= bound); return found < 0 ? HEAT.length : found; };
+const heatOf = (logprob) => {
+  const found = HEAT.findIndex((bound) => logprob >= bound);
+  return found < 0 ? HEAT.length : found;
+};
 
 /** Show the tokens of segment `index`, from `at` on. Returns an element; `signal` ends its requests. */
 export function tokenView(query, segments, index, at, signal) {
@@ -20,7 +30,13 @@ export function tokenView(query, segments, index, at, signal) {
   const versions = [...new Set(segments.flatMap((each) => each.spans.map((span) => span.policy_version)))];
   const facts = h("p", { class: "facts", "aria-live": "polite" }, "Click a token for its figures.");
   const legend = h("p", { class: "legend" });
-  const body = h("div", { class: "tokens by-kind", tabindex: 0, role: "region", "aria-label": `tokens of segment ${index}`, dir: "ltr" });
+  const body = h("div", {
+    class: "tokens by-kind",
+    tabindex: 0,
+    role: "region",
+    "aria-label": `tokens of segment ${index}`,
+    dir: "ltr",
+  });
   const chunks = [];
   for (let start = 0; start < segment.tokens; start += CHUNK) {
     const chunk = h("div", { class: "chunk", "data-start": start });
@@ -29,7 +45,10 @@ export function tokenView(query, segments, index, at, signal) {
   }
   body.append(...chunks);
 
-  const observer = new IntersectionObserver((entries) => entries.forEach((entry) => (entry.isIntersecting ? show(entry.target) : drop(entry.target))), { rootMargin: NEAR });
+  const observer = new IntersectionObserver(
+    (entries) => entries.forEach((entry) => (entry.isIntersecting ? show(entry.target) : drop(entry.target))),
+    { rootMargin: NEAR },
+  );
   signal.addEventListener("abort", () => observer.disconnect());
   chunks.forEach((chunk) => observer.observe(chunk));
 
@@ -37,7 +56,11 @@ export function tokenView(query, segments, index, at, signal) {
     if (chunk.childElementCount || chunk.wanted) return;
     chunk.wanted = true;
     try {
-      const found = await ask("runs/tokens", { ...query, segment: index, offset: chunk.dataset.start, limit: CHUNK }, signal);
+      const found = await ask(
+        "runs/tokens",
+        { ...query, segment: index, offset: chunk.dataset.start, limit: CHUNK },
+        signal,
+      );
       await nextFrame();
       if (chunk.wanted) render(chunk, found);
     } catch (error) {
@@ -59,7 +82,8 @@ export function tokenView(query, segments, index, at, signal) {
     for (const id of ids) {
       const token = document.createElement("span");
       const kind = kinds[place];
-      const span = kind === "s" ? segment.spans.findIndex((each) => start + place >= each.start && start + place < each.end) : -1;
+      const span =
+        kind === "s" ? segment.spans.findIndex((each) => start + place >= each.start && start + place < each.end) : -1;
       const version = span < 0 ? "" : ` v${versions.indexOf(segment.spans[span].policy_version) % VERSIONS}`;
       token.className = kind === "s" ? `k-s h${heatOf(logprobs[place])}${version}` : `k-${kind === "=" ? "p" : kind}`;
       token.textContent = texts === null ? `${id} ` : shownText(texts[place]);
@@ -82,7 +106,9 @@ export function tokenView(query, segments, index, at, signal) {
     }
     return parts.join(" \u00b7 ");
   };
-  body.addEventListener("pointerover", (event) => { if (event.target.facts && !event.target.title) event.target.title = inert(tell(event.target)); });
+  body.addEventListener("pointerover", (event) => {
+    if (event.target.facts && !event.target.title) event.target.title = inert(tell(event.target));
+  });
   body.addEventListener("click", (event) => {
     if (!event.target.facts) return;
     body.querySelector(".chosen")?.classList.remove("chosen");
@@ -90,25 +116,55 @@ export function tokenView(query, segments, index, at, signal) {
     fill(facts, tell(event.target));
   });
 
-  const colour = h("select", { id: "colour", onchange: () => paint(colour.value) }, Object.entries(COLOURS).map(([value, name]) => h("option", { value }, name)));
+  const colour = h(
+    "select",
+    { id: "colour", onchange: () => paint(colour.value) },
+    Object.entries(COLOURS).map(([value, name]) => h("option", { value }, name)),
+  );
   function paint(by) {
     body.className = `tokens by-${by}`;
     const keys = {
       kind: Object.entries(KINDS).map(([kind, name]) => [`k-${kind === "=" ? "p" : kind}`, name]),
       logprob: HEAT_NAMES.map((name, place) => [`k-s h${place}`, name]),
       version: versions.map((version, place) => [`k-s v${place % VERSIONS}`, `version ${version}`]),
-      mask: [["k-s", "1: trained on"], ["k-g", "0"]],
+      mask: [
+        ["k-s", "1: trained on"],
+        ["k-g", "0"],
+      ],
     }[by];
-    fill(legend, h("span", { class: `tokens-key by-${by}` }, keys.map(([kind, name]) => h("span", { class: kind }, name))));
+    fill(
+      legend,
+      h(
+        "span",
+        { class: `tokens-key by-${by}` },
+        keys.map(([kind, name]) => h("span", { class: kind }, name)),
+      ),
+    );
   }
   paint("kind");
 
-  const jump = h("input", { id: "jump", type: "number", min: 0, max: Math.max(0, segment.tokens - 1), onchange: () => go(Number(jump.value)) });
-  const go = (place) => chunks[Math.min(chunks.length - 1, Math.floor(place / CHUNK))]?.scrollIntoView({ block: "start" });
+  const jump = h("input", {
+    id: "jump",
+    type: "number",
+    min: 0,
+    max: Math.max(0, segment.tokens - 1),
+    onchange: () => go(Number(jump.value)),
+  });
+  const go = (place) =>
+    chunks[Math.min(chunks.length - 1, Math.floor(place / CHUNK))]?.scrollIntoView({ block: "start" });
   if (at > 0) requestAnimationFrame(() => go(at));
   return [
-    h("div", { class: "bar" }, h("label", { for: "colour" }, "Colour by"), colour, h("label", { for: "jump" }, "Go to token"), jump, legend),
-    facts, body,
+    h(
+      "div",
+      { class: "bar" },
+      h("label", { for: "colour" }, "Colour by"),
+      colour,
+      h("label", { for: "jump" }, "Go to token"),
+      jump,
+      legend,
+    ),
+    facts,
+    body,
   ];
 }
 
