@@ -176,8 +176,9 @@ class RunBook:
         if folder is None:
             return None
         if folder not in self._vocabularies:
-            there = (folder / "tokenizer.json").is_file()
-            self._vocabularies[folder] = Vocabulary(folder) if there else None
+            self._vocabularies[folder] = None
+            with suppress(OSError, ValueError):  # then tokens are shown by their ids
+                self._vocabularies[folder] = Vocabulary(folder)
         return self._vocabularies[folder]
 
     def close(self) -> None:
@@ -194,5 +195,5 @@ def _find_runs(root: Path) -> list[Path]:
             found.append(path)
         if len(path.relative_to(root).parts) >= MAX_DEPTH or len(found) >= MAX_RUNS:
             below.clear()
-        below.sort()
+        below[:] = sorted(name for name in below if not name.startswith("."))
     return found

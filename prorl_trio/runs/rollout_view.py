@@ -35,10 +35,10 @@ SAMPLED, TEMPLATE, TOOL, MESSAGE, GIVEN, SHARED = b"stomg="
 
 
 class Vocabulary:
-    """The texts of a tokenizer's ids, each by itself."""
+    """The texts of a tokenizer's ids, each by itself. Raises OSError or ValueError: the model has no usable one."""
 
     def __init__(self, model: Path) -> None:
-        self._tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._tokenizer: Any = Tokenizer.from_buffer((model / "tokenizer.json").read_bytes())
         self._texts: dict[int, str] = {}
 
     def texts(self, ids: npt.NDArray[np.int32]) -> list[str]:
@@ -250,11 +250,11 @@ def _arguments(call: ToolCall) -> str:
 
 
 def _pretty(value: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(_keyed(value), enc_hook=str), indent=2).decode()
+    return msgspec.json.format(msgspec.json.encode(keyed(value), enc_hook=str), indent=2).decode()
 
 
-def _keyed(value: Any) -> Any:
+def keyed(value: Any) -> Any:
     """Return `value` with texts as keys: what a handler puts into `details` may be msgpack and no JSON."""
     if isinstance(value, dict):
-        return {str(key): _keyed(item) for key, item in value.items()}
-    return [_keyed(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): keyed(item) for key, item in value.items()}
+    return [keyed(item) for item in value] if isinstance(value, list | tuple) else value

@@ -12,11 +12,11 @@ from prorl_trio.edges.requests import ErrorDetail
 from prorl_trio.edges.responses import Response
 from prorl_trio.edges.rest.app import RestApp
 from prorl_trio.edges.rest.call import ApiError, Endpoint
-from prorl_trio.edges.rest.schema import NoQuery
 from prorl_trio.edges.serve import Server
 from prorl_trio.edges.tcp import open_listeners
 from prorl_trio.edges.viewer.pages import viewer_endpoints
 from prorl_trio.runs.index import RowFilter, groups_of
+from prorl_trio.runs.rollout_view import keyed
 from prorl_trio.threads import run_sync
 from prorl_trio.types.errors import ConfigError
 
@@ -27,98 +27,88 @@ if TYPE_CHECKING:
     from prorl_trio.edges.rest.call import Call
     from prorl_trio.runs.book import RunBook
 
-Offset = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
-Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]
-MAX_TEXT_CHARS: Final = 1024 * 1024
+Place = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+MAX_ROWS: Final = 1000
 
 
-class RunQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The run: its path below the folder that is viewed."""
+class ViewQuery(RowFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The parameters of all questions; each reads those that it needs.
 
-    run: str
+    Attributes:
+        run: its path below the folder that is viewed. `job`: the id of one of its rollouts.
+        part, segment: the name of a long text, or the number of a segment, of that rollout.
+        offset, limit: the window of rows, characters or tokens.
+    """
 
-
-class RowsQuery(RowFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rows of a run that are listed, and the page of them."""
-
-    run: str
-    offset: Offset = 0
-    limit: Limit = 100
-
-
-class RolloutQuery(RunQuery, frozen=True, kw_only=True):
-    """A rollout of a run."""
-
-    job: str
-
-
-class WindowQuery(RolloutQuery, frozen=True, kw_only=True):
-    """A window of a rollout: of the characters of a text, or of the tokens of a segment."""
-
+    run: str = ""
+    job: str = ""
     part: str = ""
-    segment: Offset = 0
-    offset: Offset = 0
-    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_TEXT_CHARS)] = 1000
+    segment: Place = 0
+    offset: Place = 0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1024 * 1024)] = 100
 
 
 def run_endpoints(book: RunBook) -> list[Endpoint]:
     """Return the endpoints that show the runs of `book`."""
 
-    def runs(_query: Any) -> object:
+    def runs(_query: ViewQuery) -> object:
         found = [run.describe() for run in book.runs()]
         return {"root": str(book.root), "runs": sorted(found, key=lambda each: -each["changed_s"])}
 
-    def about(query: Any) -> object:
+    def about(query: ViewQuery) -> object:
         return book.run(query.run).about()
 
-    def rollouts(query: Any) -> object:
+    def rollouts(query: ViewQuery) -> object:
         rows = book.index(query.run).select(query)
-        return {"total": len(rows), "rows": rows[query.offset : query.offset + query.limit]}
+        return {"total": len(rows), "rows": rows[_window(query)]}
 
-    def groups(query: Any) -> object:
+    def groups(query: ViewQuery) -> object:
         return page_of_groups(groups_of(book.index(query.run).select(query)), query)
 
-    def rollout(query: Any) -> object:
+    def rollout(query: ViewQuery) -> object:
         row = book.index(query.run).row(query.job)
         siblings = book.index(query.run).select(RowFilter(group=row.group_id)) if row.group_id else [row]
         view = book.rollout(query.run, query.job).about
         return {**view, "row": row, "siblings": [[each.job_id, each.reward] for each in siblings]}
 
-    def text(query: Any) -> object:
+    def text(query: ViewQuery) -> object:
         return book.rollout(query.run, query.job).text(query.part, query.offset, query.limit)
 
-    def tokens(query: Any) -> object:
+    def tokens(query: ViewQuery) -> object:
         return book.rollout(query.run, query.job).tokens(query.segment, query.offset, query.limit)
 
-    def outcome(query: Any) -> object:
-        return book.rollout(query.run, query.job).outcome
+    def outcome(query: ViewQuery) -> object:
+        found = book.rollout(query.run, query.job).outcome
+        return msgspec.structs.replace(found, details=keyed(found.details))
 
     return [
-        _endpoint("/v1/runs", runs, NoQuery, "The recorded runs of the folder, the latest first."),
-        _endpoint("/v1/runs/about", about, RunQuery, "A run's figures and learning curve, and values for filters."),
-        _endpoint(
-            "/v1/runs/rollouts", rollouts, RowsQuery, "The rollouts that match a filter, sorted, a page of them."
-        ),
-        _endpoint("/v1/runs/groups", groups, RowsQuery, "The same by group, with the rewards of each."),
-        _endpoint("/v1/runs/rollout", rollout, RolloutQuery, "A rollout without its tokens; long texts are cut."),
-        _endpoint("/v1/runs/text", text, WindowQuery, "A part of a long text of a rollout."),
-        _endpoint("/v1/runs/tokens", tokens, WindowQuery, "A window of a segment's tokens, 4,096 at most."),
-        _endpoint("/v1/runs/outcome", outcome, RolloutQuery, "A rollout's outcome as it was recorded."),
+        _endpoint("/v1/runs", runs, "The recorded runs of the folder, the latest first."),
+        _endpoint("/v1/runs/about", about, "A run's figures and learning curve, and values for filters."),
+        _endpoint("/v1/runs/rollouts", rollouts, "The rollouts that match a filter, sorted, a page of them."),
+        _endpoint("/v1/runs/groups", groups, "The same by group, with the rewards of each."),
+        _endpoint("/v1/runs/rollout", rollout, "A rollout without its tokens; long texts are cut."),
+        _endpoint("/v1/runs/text", text, "A part of a long text of a rollout."),
+        _endpoint("/v1/runs/tokens", tokens, "A window of a segment's tokens, 4,096 at most."),
+        _endpoint("/v1/runs/outcome", outcome, "A rollout's outcome as it was recorded."),
     ]
 
 
-def page_of_groups(groups: list[dict[str, Any]], query: RowsQuery) -> dict[str, Any]:
+def page_of_groups(groups: list[dict[str, Any]], query: ViewQuery) -> dict[str, Any]:
     """Return a page of groups. Sorted by reward they are by their mean, by tokens by their sum; else as their rows."""
     key = {"reward": "mean", "sampled": "sampled"}.get(query.sort)
     if key is not None:
         known = [group for group in groups if group[key] is not None]
         known.sort(key=lambda group: group[key], reverse=query.descending)
         groups = known + [group for group in groups if group[key] is None]
-    return {"total": len(groups), "groups": groups[query.offset : query.offset + query.limit]}
+    return {"total": len(groups), "groups": groups[_window(query)]}
 
 
-def _endpoint(path: str, find: Callable[[Any], object], query: type[msgspec.Struct], summary: str) -> Endpoint:
-    def work(wanted: Any) -> bytes:
+def _window(query: ViewQuery) -> slice:
+    return slice(query.offset, query.offset + min(query.limit, MAX_ROWS))
+
+
+def _endpoint(path: str, find: Callable[[ViewQuery], object], summary: str) -> Endpoint:
+    def work(wanted: ViewQuery) -> bytes:
         try:
             return msgspec.json.encode(find(wanted), enc_hook=str)
         except (ConfigError, OSError) as exc:
@@ -133,7 +123,7 @@ def _endpoint(path: str, find: Callable[[Any], object], query: type[msgspec.Stru
         path=path,
         handler=answer,
         summary=summary,
-        query=query,
+        query=ViewQuery,
         replies={200: None},
         errors=(404,),
         operation_id=path.removeprefix("/v1/").replace("/", "_"),

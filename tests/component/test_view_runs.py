@@ -224,11 +224,21 @@ async def test_a_long_text_comes_in_parts(tmp_path):
         assert (tokens["texts"], tokens["kinds"]) == (None, "gggg")
 
 
+def test_a_model_that_is_gone_or_damaged_leaves_the_ids(tmp_path):
+    outcome = Writer(tmp_path / "model").rollout("a", "g", 1.0)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
+    for model in (tmp_path / "gone", tmp_path / "damaged"):
+        with closing(RunBook(write_run(tmp_path / f"run {model.name}", [outcome], model))) as book:
+            assert book.rollout(".", "a").decoded(0)[0] is None
+
+
 async def test_an_outcome_is_sent_as_it_was_recorded(service, book):
     sent = msgspec.json.decode(
         msgspec.json.encode(await ask(service, "runs/outcome", run="main", job="run-3-1")), type=Outcome
     )
     assert sent == book.index("main").read("run-3-1")
+    assert "(2, b'3')" in str(await ask(service, "runs/outcome", run="hostile", job="second"))
 
 
 async def test_a_damaged_run_is_an_error_that_names_it_and_the_others_are_shown(tmp_path):
@@ -253,7 +263,7 @@ async def test_a_damaged_run_is_an_error_that_names_it_and_the_others_are_shown(
         ("runs/about?run=nowhere", 404),
         ("runs/about?run=../viewed", 404),
         ("runs/about?run=%2Fetc", 404),
-        ("runs/about", 422),
+        ("runs/about", 404),
         ("runs/rollout?run=main&job=nobody", 404),
         ("runs/rollout?run=learning&job=run-0-0", 404),
         ("runs/text?run=main&job=run-0-0&part=received.99", 404),
@@ -262,7 +272,7 @@ async def test_a_damaged_run_is_an_error_that_names_it_and_the_others_are_shown(
         ("runs/tokens?run=main&job=run-lost&segment=0", 404),
         ("runs/tokens?run=main&job=run-0-0&segment=-1", 422),
         ("runs/rollouts?run=main&sort=constructor", 422),
-        ("runs/rollouts?run=main&limit=100000", 422),
+        ("runs/rollouts?run=main&limit=10000000", 422),
         ("status", 404),
     ],
 )

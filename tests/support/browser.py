@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), "")
-MODULES_MS = 10_000
+WAIT_MS = 30_000
 """Longest that a test waits for anything in a page."""
 WATCH = """
 window.problems = [];
@@ -52,7 +52,7 @@ def open_page(browser: Any, *, allowed: Sequence[str] = (), **options: Any) -> I
     context = browser.new_context(**options)
     context.add_init_script(WATCH)
     page = context.new_page()
-    page.set_default_timeout(MODULES_MS)
+    page.set_default_timeout(WAIT_MS)
     wrong, asked = list[str](), list[str]()
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(f"{error}"))

@@ -160,7 +160,8 @@ class Writer:
         turns[0] = msgspec.structs.replace(turns[0], observations=[output])
         return self.outcome(
             name, HOSTILE, 0.0, Trajectory(segments=[own], turns=turns, stop_reason="max_turns"),
-            details={HOSTILE: HOSTILE}, evaluation_log=HOSTILE, instance_id=HOSTILE, tags={HOSTILE: HOSTILE},
+            details={HOSTILE: {1: HOSTILE, (2, b"3"): HOSTILE}}, evaluation_log=HOSTILE, instance_id=HOSTILE,
+            tags={HOSTILE: HOSTILE},
         )  # fmt: skip
 
     def long(self, name: str, tokens: int) -> Outcome:
