@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 ROLLOUTS: Final = 10_000
 TOKENS: Final = 1_000
 LONG_TOKENS: Final = 100_000
+CHUNK: Final = 250
+"""Tokens that the page renders at once."""
 GROUP: Final = 8
 ROUNDS, QUICK_ROUNDS = 15, 5
 LIST_MS, SEARCH_MS, PAINT_MS, TASK_MS = 200.0, 1000.0, 500.0, 50.0
@@ -142,7 +144,7 @@ def _scroll(page: Any) -> None:
     for place in (LONG_TOKENS // 2, LONG_TOKENS - 1):
         page.fill("#jump", str(place))
         page.keyboard.press("Enter")
-        page.wait_for_selector(f".chunk[data-start='{place // 400 * 400}'] .k-s")
+        page.wait_for_selector(f".chunk[data-start='{place // CHUNK * CHUNK}'] .k-s")
 
 
 def _timed_ms(do: Callable[[], object]) -> float:

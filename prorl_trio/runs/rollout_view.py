@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
+from prorl_trio.chat.model_folder import MAX_FILE_BYTES
+from prorl_trio.file_systems import read_regular
 from prorl_trio.types.errors import UnknownJob
 from prorl_trio.types.models import ASIDE
 
@@ -38,7 +40,7 @@ class Vocabulary:
     """The texts of a tokenizer's ids, each by itself. Raises OSError or ValueError: the model has no usable one."""
 
     def __init__(self, model: Path) -> None:
-        self._tokenizer: Any = Tokenizer.from_buffer((model / "tokenizer.json").read_bytes())
+        self._tokenizer: Any = Tokenizer.from_buffer(read_regular(model / "tokenizer.json", MAX_FILE_BYTES))
         self._texts: dict[int, str] = {}
 
     def texts(self, ids: npt.NDArray[np.int32]) -> list[str]:

@@ -3,9 +3,9 @@
 import { h, fill, inert, number, nextFrame } from "./dom.js";
 import { ask } from "./source.js";
 
-const CHUNK = 400;
+const CHUNK = 250;
 const NEAR = "600px";
-const GUESSED_PX = 260;
+const GUESSED_PX = 160;
 export const KINDS = {
   s: "sampled",
   t: "template",
