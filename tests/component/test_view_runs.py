@@ -25,8 +25,11 @@ from prorl_trio.runs.index import OutcomeIndex, RowFilter, groups_of
 from prorl_trio.runs.recording import OutcomeFile, read_outcomes
 from prorl_trio.types.errors import ConfigError, UnknownJob
 from prorl_trio.types.models import Outcome, Trajectory
+from support.fake_fleet import open_fake_fleet
 from support.fake_node import FakeNode
 from support.fake_rest import TOKEN, RestService, open_rest
+from support.fake_service import TOKEN as FLEET_TOKEN
+from support.fleet_head import open_head
 from support.view_rig import runs_view
 from support.viewed_runs import HOSTILE, Writer, sample_runs, write_learning, write_run
 
@@ -321,6 +324,18 @@ async def test_a_node_serves_the_same_page_without_anything_recorded():
         assert (await rest.call("GET", "/v1/runs")).status == 404
         described = (await rest.call("GET", "/openapi.json")).json()["paths"]
         assert [path for path in described if path.startswith("/ui")] == ["/ui"]
+
+
+async def test_a_fleets_head_serves_it_with_the_state_of_its_members(tmp_path):
+    (tmp_path / "fleet").mkdir(mode=0o700)
+    async with open_fake_fleet(tmp_path / "fleet", "a"), open_head(tmp_path / "fleet", "a") as head:
+        host, port = head.url.removeprefix("ws://").split(":")
+        service = RestService((host, int(port)), None, trio.CancelScope())
+        page = await service.call("GET", "/ui", headers={"Authorization": ""})
+        assert (page.status, b'data-source="node"' in page.body) == (200, True)
+        status = await service.call("GET", "/v1/status", headers={"Authorization": f"Bearer {FLEET_TOKEN}"})
+        member = status.json()["node"]["members"]["a"]
+        assert (member["connected"], member["host"], member["held_jobs"]) == (True, "h1", 0)
 
 
 # ---------------------------------------------------------------- the page's own files

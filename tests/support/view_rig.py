@@ -50,7 +50,7 @@ class ShownNode(FakeNode):
             {"url": "http://gpu1:8000", "state": "down", "in_flight": 0, "error": "no \x1b[2Janswer"},
         ]  # fmt: skip
         return {
-            "node_id": "n1", "nodes": {"member-1": {"uptime_s": 9.0, "draining": True, "jobs": jobs}},
+            "node_id": "n1", "members": {"member-1": {"host": "h1", "connected": False}}, "left_out": {"b": "x"},
             "draining": False, "uptime_s": trio.current_time() % 1e6, "jobs": jobs,
             "totals": {"jobs_ended": len(self.submitted) - len(self.live), "turns": 200, "tokens_sampled": 5000},
             "loop": {"p99_ms": 3.0, "max_ms": 20.0},

@@ -186,20 +186,24 @@ function render(parts, { node, sessions }, causes) {
       ]),
     ),
   );
-  const members = Object.entries(node.nodes ?? {});
+  const members = Object.entries(node.members ?? {});
+  const leftOut = Object.entries(node.left_out ?? {});
   update(
     parts.members,
-    members.length > 0 && [
+    members.length + leftOut.length > 0 && [
       h("h2", {}, "Members"),
       table(
         "Members",
-        [["node"], ["jobs", "n"], ["up", "n"], ["state"]],
-        members.map(([name, report]) => [
-          name,
-          number(report.pipeline?.jobs ?? report.jobs?.length),
-          seconds(report.uptime_s),
-          report.draining ? "draining" : "takes jobs",
-        ]),
+        [["node"], ["host"], ["jobs", "n"], ["free places", "n"], ["up", "n"], ["state", "wide"]],
+        [
+          ...members.map(([name, each]) => [
+            ...[name, each.host, number(each.held_jobs), number(each.free_places), seconds(each.uptime_s)],
+            each.connected
+              ? each.behind || (each.draining ? "draining" : "takes jobs")
+              : h("span", { class: "bad" }, "lost"),
+          ]),
+          ...leftOut.map(([name, why]) => [...[name, "", "", "", ""], h("span", { class: "bad" }, `left out: ${why}`)]),
+        ],
       ),
     ],
   );
