@@ -6,7 +6,7 @@ import secrets
 import signal
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import click
 import trio
@@ -14,6 +14,7 @@ import trio
 from prorl_ipc.nursery import open_single_nursery
 from prorl_trio.client.terminal import say
 from prorl_trio.config import ListenConfig
+from prorl_trio.edges.tcp import is_loopback
 from prorl_trio.runs.book import RunBook
 from prorl_trio.runs.export import export_html
 from prorl_trio.runs.recording import named_path
@@ -21,8 +22,6 @@ from prorl_trio.runs.served import serve_runs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-TOKEN_BYTES: Final = 24
 
 
 @click.command()
@@ -51,7 +50,7 @@ def view(
                 export.write_bytes(content)
             say(f"{export}: {len(content) / 1e6:.1f} MB; open it in a browser")
             return
-        listen = ListenConfig(host=host, port=port, token=secrets.token_urlsafe(TOKEN_BYTES))
+        listen = ListenConfig(host=host, port=port, token=secrets.token_urlsafe())
         trio.run(_serve, book, listen, follow)
     finally:
         book.close()
@@ -65,5 +64,11 @@ async def _serve(book: RunBook, listen: ListenConfig, follow: bool) -> None:
             shown = f"[{host}]" if ":" in host else host
             say(f"{len(book.runs())} runs in {book.root}; Ctrl-C ends this")
             say(f"http://{shown}:{port}/ui#token={listen.token}")
+            if not is_loopback(host):
+                say(
+                    "there is no TLS: others on the network can read the address, and the runs",
+                    err=True,
+                    color="yellow",
+                )
             async for _ in signals:
                 nursery.cancel_scope.cancel("a signal")

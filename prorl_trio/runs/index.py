@@ -153,9 +153,7 @@ class OutcomeIndex:
         tasks: handler and family by instance id, as far as they are known.
         agent: the program that works on the tasks, where outcomes themselves name none.
 
-    Raises:
-        OSError: the file cannot be opened.
-        ConfigError: it is something else.
+    Raises OSError if the file cannot be opened, and ConfigError if it is something else.
     """
 
     def __init__(self, path: Path, tasks: Mapping[str, tuple[str, str]] | None = None, agent: str = "") -> None:

@@ -78,7 +78,7 @@ def run_endpoints(book: RunBook) -> list[Endpoint]:
         return book.rollout(query.run, query.job).tokens(query.segment, query.offset, query.limit)
 
     def outcome(query: ViewQuery) -> object:
-        found = book.rollout(query.run, query.job).outcome
+        found = book.index(query.run).read(query.job)
         return msgspec.structs.replace(found, details=keyed(found.details))
 
     return [
