@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -36,9 +35,8 @@ def open_browser() -> Iterator[Any]:
     playwright = pytest.importorskip(
         "playwright.sync_api", reason=because("Playwright is not installed", "make setup-dev")
     )
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=arguments)
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield browser
         browser.close()
 
