@@ -194,6 +194,12 @@ def test_filters_are_in_the_address(browser, viewer):
         page.reload()
         settled(page)
         assert rows(page) == found
+        page.click("text=run-1-3")
+        page.wait_for_selector("h1:has-text('run-1-3')")
+        page.keyboard.press("Escape")
+        page.wait_for_selector("h1:has-text('main')")
+        settled(page)
+        assert rows(page) == found
 
 
 def test_keys_are_enough(browser, viewer):

@@ -1,6 +1,6 @@
 /* Addresses, keys and themes. */
 
-import { h, fill, say } from "./dom.js";
+import { h, fill, inert, say } from "./dom.js";
 import { SOURCE, takeToken } from "./source.js";
 import { rolloutPage, comparePage, runHref } from "./rollout.js";
 import { runsPage, runPage } from "./runs.js";
@@ -21,6 +21,7 @@ const KEYS = [
 ];
 const main = document.getElementById("main");
 const keys = document.getElementById("keys");
+const lists = new Map();
 let leaving = new AbortController();
 
 /** Return what an address asks for: its page, its names, and the way to it. */
@@ -31,7 +32,7 @@ function routeOf(hash) {
   if (SOURCE === "node") return { page: livePage, trail: [] };
   if (names[0] !== "run" || !names[1]) return { page: runsPage, trail: [] };
   const run = names[1];
-  const trail = [[run === "." ? "Run" : run, runHref(run)]];
+  const trail = [[run === "." ? "Run" : run, lists.get(run) ?? runHref(run)]];
   if (names[2] === "rollout")
     return { page: rolloutPage, run, job: names[3], tab: names[4], parameters, trail: [...trail, [names[3], null]] };
   if (names[2] === "compare")
@@ -51,7 +52,7 @@ async function show() {
     h("a", { href: "#/" }, start),
     route.trail.map(([name, href]) => (href ? h("a", { href }, name) : h("span", { "aria-current": "page" }, name))),
   );
-  document.title = [...route.trail.map(([name]) => name).reverse(), "prorl-trio"].join(" \u00b7 ");
+  document.title = inert([...route.trail.map(([name]) => name).reverse(), "prorl-trio"].join(" \u00b7 "));
   window.scrollTo(0, 0);
   main.setAttribute("aria-busy", "true");
   const slow = setTimeout(() => say("Loading \u2026"), SLOW_MS);
@@ -156,7 +157,9 @@ fill(
   ),
   h("form", { method: "dialog" }, h("button", {}, "Close")),
 );
-window.addEventListener("hashchange", () => {
+window.addEventListener("hashchange", ({ oldURL }) => {
+  const left = routeOf(new URL(oldURL).hash);
+  if (left.page === runPage) lists.set(left.run, new URL(oldURL).hash);
   takeToken();
   show();
 });

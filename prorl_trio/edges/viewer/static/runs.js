@@ -130,7 +130,6 @@ export async function runPage(main, { run, parameters }, signal) {
       ? [filters(about, filter, change), h("div", { class: "bar" }, viewChoice(filter, change), counted), list]
       : h("p", { class: "quiet" }, "This run recorded no trajectories of its own."),
   );
-  if (!about.recorded) return;
 
   let timer = 0;
   function change(changed, soon = false) {
@@ -175,13 +174,13 @@ export async function runPage(main, { run, parameters }, signal) {
     }
     list.setAttribute("aria-busy", "false");
   }
-  await refresh();
-  if (SOURCE === "follow")
-    follow(run, about, signal, (now) => {
-      describe(now);
-      draw(now.curve);
-      refresh();
-    });
+  if (about.recorded) await refresh();
+  if (SOURCE !== "follow") return;
+  follow(run, about, signal, (now) => {
+    describe(now);
+    draw(now.curve);
+    if (about.recorded) refresh();
+  });
 }
 
 async function follow(run, about, signal, changed) {
