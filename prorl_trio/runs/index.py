@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HEADER_BYTES: Final = 5
 ARRAY32: Final = 0xDD
-MAX_ERROR_CHARS: Final = 200
+MAX_HEAD_CHARS: Final = 200
 FAMILY_TAG: Final = "family"
 
 
@@ -36,7 +36,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one outcome, by which it is listed, filtered and sorted.
 
     Attributes:
-        place: its place in the file, from 0. `error`: its beginning.
+        place: its place in the file, from 0. `error`, `task`: the beginning of its error, and of what it was asked.
         stop: its trajectory's stop reason; empty if it has no trajectory.
         handler, family: of its task, as far as they are known; else empty.
         agent: the program that worked on it, or the kind of agent that it says it is; empty for the node's own.
@@ -53,6 +53,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     cause: str
     error: str
+    task: str
     stop: str
     handler: str
     family: str
@@ -221,6 +222,7 @@ class OutcomeIndex:
         trajectory, timing = found.trajectory, found.timing
         segments = [] if trajectory is None else trajectory.segments
         turns = [] if trajectory is None else trajectory.turns
+        said = [message for turn in turns for message in turn.messages]
         sampled, total = 0, 0.0
         for segment in segments:
             sampled += int(np.count_nonzero(segment.loss_mask))
@@ -235,7 +237,8 @@ class OutcomeIndex:
             status=found.status,
             reward=found.reward,
             cause=found.cause or "",
-            error=found.error[:MAX_ERROR_CHARS],
+            error=found.error[:MAX_HEAD_CHARS],
+            task=next((each.content for each in said if each.role == "user"), "")[:MAX_HEAD_CHARS],
             stop="" if trajectory is None else trajectory.stop_reason,
             handler=handler,
             family=found.tags.get(FAMILY_TAG, family),
@@ -310,6 +313,7 @@ def _group(name: str, members: list[Row]) -> dict[str, Any]:
     return {
         "group": name,
         "instance": members[0].instance_id,
+        "task": members[0].task,
         "mean": mean,
         "spread": spread,
         "sampled": sum(row.sampled for row in members),

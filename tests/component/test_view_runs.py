@@ -112,6 +112,7 @@ def test_rows_are_filtered_and_sorted(book, wanted, jobs):
 def test_groups_have_their_rewards_with_mean_and_spread(book):
     groups = {each["group"]: each for each in groups_of(book.index("main").select(RowFilter()))}
     assert [reward for _, reward, _, _ in groups["group-1"]["rollouts"]] == [0.0, 0.0, None, 0.5]
+    assert groups["group-1"]["task"] == "Sort the lines of data.txt by length."
     assert groups["group-1"]["mean"] == pytest.approx(1 / 6)
     assert groups["group-3"]["spread"] == pytest.approx(np.std([0.25, 0.75, 0.0, 1.0]))
     assert groups["group-9"]["mean"] is None

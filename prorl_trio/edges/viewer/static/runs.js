@@ -1,6 +1,6 @@
 /* The runs of a folder, and one run: its curves, its groups and its rollouts, filtered and sorted by the server. */
 
-import { h, fill, fold, figures, inSteps, table, number, seconds } from "./dom.js";
+import { h, fill, firstLine, fold, figures, inSteps, table, number, seconds } from "./dom.js";
 import { SOURCE, ask } from "./source.js";
 import { learningCurves, rewardCell } from "./charts.js";
 import { runHref, rolloutHref } from "./rollout.js";
@@ -358,6 +358,7 @@ function groupTable(run, groups, filter, change) {
     sorter("reward", "Mean", "n", filter, change),
     h("th", { scope: "col", class: "n" }, "Spread"),
     sorter("sampled", "Sampled", "n", filter, change),
+    h("th", { scope: "col" }, "Asked"),
   ];
   return sortedTable(
     "Groups",
@@ -367,11 +368,7 @@ function groupTable(run, groups, filter, change) {
         h(
           "tr",
           {},
-          h(
-            "td",
-            { title: group.instance },
-            h("a", { href: rolloutHref(run, group.rollouts[0][0]), class: "row" }, group.group),
-          ),
+          h("td", {}, h("a", { href: rolloutHref(run, group.rollouts[0][0]), class: "row" }, group.group)),
           h(
             "td",
             { class: "strip" },
@@ -386,6 +383,7 @@ function groupTable(run, groups, filter, change) {
           h("td", { class: "n" }, number(group.mean)),
           h("td", { class: "n" }, number(group.spread)),
           h("td", { class: "n" }, number(group.sampled)),
+          h("td", { class: "quiet", title: group.instance }, firstLine(group.task)),
         ),
     ),
   );

@@ -140,6 +140,7 @@ function groupsOf(rows) {
     return {
       group,
       instance: members[0].instance_id,
+      task: members[0].task,
       mean,
       spread:
         mean === null ? null : Math.sqrt(rewards.reduce((sum, each) => sum + (each - mean) ** 2, 0) / rewards.length),
