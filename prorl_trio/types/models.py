@@ -754,6 +754,8 @@ class JobSpec(_Model, frozen=True):
             the next token is sampled by or what the trainer has announced (the last resume). None: the node's bound.
         max_trajectory_tokens: of each segment, prompt included; None, or more than the node's limit or the engine's
             context, takes that.
+        max_completion_tokens: of each segment after the prompt that it begins with, which is what the policy samples and
+            what it is told then; None: no limit of its own.
         recorded: nothing is sampled: what an earlier rollout of the instance left is graded again, by EVAL alone.
         agent: a program that works on the task in place of the node's own loop; a text is the `preset` of one.
     """
@@ -771,14 +773,16 @@ class JobSpec(_Model, frozen=True):
     retry: RetryPolicy = RetryPolicy()
     max_staleness: int | None = None
     max_trajectory_tokens: int | None = None
+    max_completion_tokens: int | None = None
     recorded: Recorded | None = None
     agent: AgentProgram | str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.agent, str):
             msgspec.structs.force_setattr(self, "agent", AgentProgram(preset=self.agent))
-        if self.max_trajectory_tokens is not None and self.max_trajectory_tokens < 1:
-            raise ValueError(f"max_trajectory_tokens must be >= 1, got {self.max_trajectory_tokens}")
+        for name in ("max_trajectory_tokens", "max_completion_tokens"):
+            if (tokens := getattr(self, name)) is not None and tokens < 1:
+                raise ValueError(f"{name} must be >= 1, got {tokens}")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0, got {self.max_staleness}")
         if not 1 <= len(self.job_id) <= 200:
