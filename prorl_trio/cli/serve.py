@@ -129,6 +129,6 @@ def serve(
 
     async def serve() -> bool:
         async with open_garbage_searches():
-            return await serve_node(config, load=load, task_status=ready)
+            return await serve_node(config, load=load, ends_process=True, task_status=ready)
 
     sys.exit(0 if trio.run(serve) else EXIT_JOBS_CUT)

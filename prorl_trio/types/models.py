@@ -754,8 +754,8 @@ class JobSpec(_Model, frozen=True):
             the next token is sampled by or what the trainer has announced (the last resume). None: the node's bound.
         max_trajectory_tokens: of each segment, prompt included; None, or more than the node's limit or the engine's
             context, takes that.
-        max_completion_tokens: of each segment after the prompt that it begins with, which is what the policy samples and
-            what it is told then; None: no limit of its own.
+        max_completion_tokens: of each segment after the prompt that it begins with: what the policy samples and what
+            it is told between its turns; None: no limit of its own.
         recorded: nothing is sampled: what an earlier rollout of the instance left is graded again, by EVAL alone.
         agent: a program that works on the task in place of the node's own loop; a text is the `preset` of one.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked

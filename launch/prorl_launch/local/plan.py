@@ -57,7 +57,7 @@ async def run_nodes(
     """Run the nodes until all have ended, and return their exit codes; those that were killed have none.
 
     SIGTERM, SIGINT and SIGHUP to this process go to each node: the first drains, the second cancels its jobs, the third
-    kills. Nothing of a node outlives the call, nor this process if it is killed. The head gets the signals, too; if it
+    kills; later ones, and any after the call, are dropped. Nothing of a node outlives the call, nor this process if it is killed. The head gets the signals, too; if it
     ends before, as when it is killed, it is started again; and it is ended when all nodes have ended.
 
     Args:
@@ -113,7 +113,10 @@ async def run_nodes(
 
 
 async def _pass_on_signals(running: dict[str, int], asked: trio.Event, scope: trio.CancelScope) -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for number in numbers:  # the receiver puts these handlers back: what comes later must not change the exit code
+        signal.signal(number, lambda _number, _frame: None)
+    with trio.open_signal_receiver(*numbers) as signals:
         count = 0
         async for _ in signals:
             count += 1

@@ -178,7 +178,11 @@ class RolloutWorker:
         self._rules = group_rules(args, rows_per_rollout, rules)
         self._client = client
         self._tasks = tasks
-        self._options = {"job": job_templates(job, args), "correct": correct, "seed": args.seed if seed is None else seed}
+        self._options = {
+            "job": job_templates(job, args),
+            "correct": correct,
+            "seed": args.seed if seed is None else seed,
+        }
         self._rows_per_rollout = rows_per_rollout
         self._scale = scale_advantages
         self._filler_id = int(tokenizer.eos_token_id)
