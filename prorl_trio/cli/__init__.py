@@ -26,11 +26,23 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COMMANDS: Final = ("cancel", "eval", "fleet", "regrade", "serve", "show", "simulate", "status", "submit", "top")
+COMMANDS: Final = (
+    "backends",
+    "cancel",
+    "eval",
+    "fleet",
+    "regrade",
+    "serve",
+    "show",
+    "simulate",
+    "status",
+    "submit",
+    "top",
+)
 """Each is the function of its name, in the module of its name."""
 PLUGINS: Final = "prorl_trio.commands"
 STDERR: Final = 2
-ASKING: Final = ("eval", "regrade", "submit", "status", "top", "cancel", "show")
+ASKING: Final = ("backends", "eval", "regrade", "submit", "status", "top", "cancel", "show")
 """Commands whose own words say what happens, an error in the end: that a connection is tried again is no news."""
 
 

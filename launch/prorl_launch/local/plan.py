@@ -57,8 +57,9 @@ async def run_nodes(
     """Run the nodes until all have ended, and return their exit codes; those that were killed have none.
 
     SIGTERM, SIGINT and SIGHUP to this process go to each node: the first drains, the second cancels its jobs, the third
-    kills; later ones, and any after the call, are dropped. Nothing of a node outlives the call, nor this process if it is killed. The head gets the signals, too; if it
-    ends before, as when it is killed, it is started again; and it is ended when all nodes have ended.
+    kills; later ones, also after the call, are dropped. Nothing of a node outlives the call, nor this process if it is
+    killed. The head gets the signals, too; if it ends before, as when it is killed, it is started again; and it is
+    ended when all nodes have ended.
 
     Args:
         fleet: the fleet's folder.

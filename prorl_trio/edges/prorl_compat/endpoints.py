@@ -14,6 +14,7 @@ import trio
 
 from prorl_ipc.session import AllJobs, TheseJobs
 from prorl_trio.config import BackendConfig, HeadConfig
+from prorl_trio.edges.operations import operate
 from prorl_trio.edges.requests import ErrorDetail, error_of
 from prorl_trio.edges.responses import Response
 from prorl_trio.edges.rest.call import ApiError, Endpoint, decode_body, status_of
@@ -55,6 +56,7 @@ RESOLVED_ABOVE: Final = 0.99
 """Rewards above this count as solved, as in the ProRL server."""
 TOKEN_KEYS: Final = ("token_ids", "input_ids", "logprobs")
 
+WHO: Final = "a client of the ProRL API"
 DEFAULT_DATA_SOURCE: Final = "swebench"
 _T = TypeVar("_T")
 _ROUTING: Final = frozenset({"data_source", "instance_id", "trajectory_id"})
@@ -518,11 +520,11 @@ class _Server:
             return _say(f"Added LLM server {address}")
         self._engines.add(url)
         try:
-            await node.operate(AddBackend(url=url))
+            await operate(node, AddBackend(url=url), WHO)
         except BackendError as exc:
             if not exc.retryable:
                 raise
-            await node.operate(AddBackend(url=url, when_up=True))
+            await operate(node, AddBackend(url=url, when_up=True), WHO)
             return _say(f"Buffered LLM server {address}: it joins when it is up")
         return _say(f"Added LLM server {address}")
 
@@ -531,7 +533,7 @@ class _Server:
         await trio.lowlevel.checkpoint()
         while self._engines:
             with suppress(UnknownBackend):
-                await call.api.node.operate(RemoveBackends(url=self._engines.pop()))
+                await operate(call.api.node, RemoveBackends(url=self._engines.pop()), WHO)
         return _say("Cleared all LLM servers")
 
     def _session(self, api: Api) -> Session:
