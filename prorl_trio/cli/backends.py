@@ -23,9 +23,10 @@ _BACKEND = click.argument("backend", metavar="URL")
 
 @click.group()
 def backends() -> None:
-    """List, add, drain, weigh and remove the LLM backends of a node or a fleet.
+    """List and change the LLM backends of a node.
 
-    Jobs keep running. The node logs each change with the session that asked for it, which is named after your user id.
+    It works with the head of a fleet, too. Jobs keep running. The node logs each change with the session that asked for
+    it, which is named after your user id.
 
     \b
         prorl-trio backends list
@@ -62,7 +63,9 @@ def list_(node: Node, as_json: bool) -> None:
 @backends.command()
 @connection_options
 @_BACKEND
-@click.option("--weight", type=click.FloatRange(min=0, min_open=True), help="Its share of rollouts beside others; 1.")
+@click.option(
+    "--weight", type=click.FloatRange(min=0, min_open=True), help="Its share of rollouts beside others. Default: 1."
+)
 @click.option("--when-up", is_flag=True, help="Add it also if it is down now: it joins when it is up.")
 def add(node: Node, backend: str, weight: float | None, when_up: bool) -> None:
     """Probe the engine at URL and let it take rollouts. One that drains takes rollouts again."""
