@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 def show(run: Path, job_id: str | None, model: Path | None, sides: bool, logprobs: bool, pager: bool | None) -> None:
     """Show one recorded trajectory, or the list of all.
 
-    RUN is a run's folder, or its trajectories.msgpack. With JOB_ID: its segments, with a mark and a colour for each kind of token, sub-agents indented; the seconds of each
-    stage, and of each turn the seconds and log-probabilities. JOB_ID may be any unique part of a job's id.
+    RUN is a run's folder, or its trajectories.msgpack. With JOB_ID: its segments, with a mark and a colour for each
+    kind of token, sub-agents indented; the seconds of each stage, and of each turn the seconds and log-probabilities.
+    JOB_ID may be any unique part of a job's id.
     """
     file = trajectories_in(run)
     outcomes = read_outcomes(file)

@@ -50,6 +50,10 @@ if TYPE_CHECKING:
 
 
 _POLL_S = 1.0
+_BEGIN_S = 10.0
+"""Longest time in which `up` waits for the log of a job that runs."""
+_LOOK_S = 0.3
+_TAIL_LINES = 5
 _SCRIPT = "job.sh"
 _ENGINES_BEGIN_S = 120.0
 """Longest time between the starts of nodes and of engines, which one script makes."""
@@ -104,6 +108,15 @@ _VARIABLES: Final = {
     "time": ("TIMELIMIT",),
 }
 """Variables with other names than the options that they overrule."""
+
+
+_SIZES: Final = (
+    ("processors", "--cpus-per-task", ("cpus-per-task", "cpus-per-gpu", "exclusive")),
+    ("memory", "--mem", ("mem-per-node", "mem-per-cpu", "mem-per-gpu", "mem", "exclusive")),
+)
+"""Resources of a node, with the option to ask for each, and all that do. Options may be shortened."""
+_SHORTEST: Final = 3
+"""Letters of a shortened option that tell these from others."""
 
 
 def check_options(groups: Sequence[Sequence[str]], env: Mapping[str, str]) -> None:
@@ -168,6 +181,19 @@ def engines_of_node(engines: Sequence[str], machines: Sequence[str], machine: st
     if engines and not shares[machine]:
         return [engines[machines.index(machine) % len(engines)]]
     return shares[machine]
+
+
+def unsized(options: Sequence[str], env: Mapping[str, str]) -> str:
+    """Return what the options and variables of sbatch leave to the cluster: processors, memory, both; empty: nothing."""
+    variables = [name.removeprefix(_PREFIX) for name in env if name.startswith(_PREFIX)]
+    given = [*_names(options), *(name.lower().replace("_", "-") for name in variables)]
+    words = [name for name in given if len(name) >= _SHORTEST]
+    missing = [
+        f"{what} ({option})"
+        for what, option, names in _SIZES
+        if not any(each.startswith(word) for word in words for each in names)
+    ]
+    return " and ".join(missing)
 
 
 class _Group(click.Group):
@@ -247,6 +273,10 @@ def up(
         **options,
     )
     check_options(sbatch_groups(plan), os.environ)
+    if lacks := unsized(sbatch, os.environ):
+        say(
+            f"WARNING: sbatch is not asked for {lacks}, and many clusters give little then: one CPU a machine", err=True
+        )
     script = batch_script(plan)
     if only_print:
         click.echo(script, nl=False)
@@ -262,6 +292,8 @@ def up(
             return
         write_job(folder, job_id)
     say(f"job {job_id}; its script is {files / _SCRIPT}, its log {files / job_id}.log")
+    if "output" not in _names(sbatch):
+        _check_begun(job_id, files / f"{job_id}.log")
 
 
 @slurm.command()
@@ -446,6 +478,29 @@ def _submit(script: Path, groups: list[list[str]]) -> str:
     if not job_id:
         say(said)
     return job_id
+
+
+def _check_begun(job_id: str, log: Path) -> None:
+    """Return once the job waits for machines, or has begun and its log is here. Blocks, for `_BEGIN_S` at most.
+
+    Raises:
+        ConfigError: it has ended already; with what its log has, and what to look at.
+    """
+    shared = f"is {log.parent} on a disk that all machines share? A folder below /tmp usually is not"
+    deadline, has_begun = time.monotonic() + _BEGIN_S, False
+    while time.monotonic() < deadline:
+        try:
+            jobs = queue.find_jobs([job_id])
+        except queue.SlurmFailed:
+            return
+        if not jobs:
+            end = log.read_text(errors="replace").strip().splitlines()[-_TAIL_LINES:] if log.exists() else []
+            raise ConfigError(f"job {job_id} has ended at once: {chr(10).join(end) or f'it has left no log; {shared}'}")
+        if jobs[0].state == "PENDING" or has_begun:
+            return
+        has_begun = log.exists()  # a script that fails at once is gone at the next look
+        time.sleep(_LOOK_S)  # a command without a loop; Slurm tells nobody
+    say(f"WARNING: job {job_id} runs, and its log has not appeared; {shared}", err=True)
 
 
 def _job_of(fleet_dir: Path) -> str:
