@@ -13,6 +13,7 @@ from support.quiet_clock import stretched, wait_until
 RUN = [sys.executable, "-m", "prorl_trio.cli", "slurm"]
 WAITING_SBATCH = """#!/bin/sh
 if mkdir {folder}/begun; then read go <{folder}/go; echo 17; else echo 18; fi
+echo "17|x" >{folder}/queue; : >{folder}/fleet/slurm/17.log
 """
 LATE_SBATCH = """#!/bin/sh
 env >{folder}/env

@@ -184,7 +184,7 @@ def engines_of_node(engines: Sequence[str], machines: Sequence[str], machine: st
 
 
 def unsized(options: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return what the options and variables of sbatch leave to the cluster: processors, memory, both; empty: nothing."""
+    """Return what sbatch's options and variables leave to the cluster: processors, memory, both; empty: nothing."""
     variables = [name.removeprefix(_PREFIX) for name in env if name.startswith(_PREFIX)]
     given = [*_names(options), *(name.lower().replace("_", "-") for name in variables)]
     words = [name for name in given if len(name) >= _SHORTEST]
