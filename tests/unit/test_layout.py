@@ -9,7 +9,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[2]
-MAX_MODULES_OUTSIDE_ROOMS = 5
+MAX_MODULES_OUTSIDE_ROOMS = 6
 IN_THE_WHEEL = {"prorl_trio": ".", "prorl_daemon": "sandbox_daemon", "prorl_ipc": "ipc", "prorl_launch": "launch"}
 
 
