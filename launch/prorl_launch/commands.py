@@ -49,7 +49,9 @@ def _print(report: Report) -> None:
     for check in report.checks:
         if check.remedy:
             console.print(f"{_MARKS[check.state]} {check.name}. What to do: {_escape(check.remedy)}", soft_wrap=True)
-    console.print("a rollout can run here" if report.usable else "[red]no rollout can run here yet[/red]")
+    missing = ", ".join(check.name for check in report.checks if check.state == "missing")
+    why = f"[red]no rollout can run here yet; missing: {_escape(missing)}[/red]"
+    console.print("a rollout can run here" if report.usable else why)
 
 
 def _escape(text: str) -> str:
