@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from prorl_trio.types.errors import ConfigError
@@ -36,14 +38,33 @@ def load_plugins(group: str, base: type[Any]) -> dict[str, type[Any]]:
     found: dict[str, type[Any]] = {}
     for entry in entry_points(group=group):
         what = f"{group}: {entry.name!r} ({entry.value})"
-        try:
-            plugin = entry.load()
-        except Exception as exc:
-            raise ConfigError(f"{what} cannot be loaded: {described(exc, entry.module)}") from exc
-        if not (isinstance(plugin, type) and issubclass(plugin, base)):
-            raise ConfigError(f"{what} is not a subclass of {base.__name__}")
-        if missing := sorted(getattr(plugin, "__abstractmethods__", ())):
-            raise ConfigError(f"{what} does not define {', '.join(missing)}")
+        plugin = _load(entry, base, what)
         if found.setdefault(entry.name, plugin) is not plugin:
             raise ConfigError(f"{what}: two installed packages declare that name; remove one")
     return found
+
+
+def load_class(target: str, base: type[Any]) -> type[Any]:
+    """Import and return the class that `MODULE:CLASS` names, also from the working directory.
+
+    Raises:
+        ConfigError: as `load_plugins`; or `target` is not of that form.
+    """
+    module, colon, name = target.partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"{target!r} is not MODULE:CLASS")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    return _load(EntryPoint(name, target, ""), base, repr(target))
+
+
+def _load(entry: EntryPoint, base: type[Any], what: str) -> type[Any]:
+    try:
+        plugin = entry.load()
+    except Exception as exc:
+        raise ConfigError(f"{what} cannot be loaded: {described(exc, entry.module)}") from exc
+    if not (isinstance(plugin, type) and issubclass(plugin, base)):
+        raise ConfigError(f"{what} is not a subclass of {base.__name__}")
+    if missing := sorted(getattr(plugin, "__abstractmethods__", ())):
+        raise ConfigError(f"{what} does not define {', '.join(missing)}")
+    return plugin

@@ -32,6 +32,7 @@ COMMANDS: Final = (
     "eval",
     "fleet",
     "regrade",
+    "run",
     "serve",
     "show",
     "simulate",
@@ -42,7 +43,7 @@ COMMANDS: Final = (
 """Each is the function of its name, in the module of its name."""
 PLUGINS: Final = "prorl_trio.commands"
 STDERR: Final = 2
-ASKING: Final = ("backends", "eval", "regrade", "submit", "status", "top", "cancel", "show")
+ASKING: Final = ("backends", "eval", "regrade", "run", "submit", "status", "top", "cancel", "show")
 """Commands whose own words say what happens, an error in the end: that a connection is tried again is no news."""
 
 
@@ -110,8 +111,8 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
     "--log-level",
     envvar="PRORL_LOG_LEVEL",
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="What to log, on standard error; or PRORL_LOG_LEVEL. Default: info; warning for eval, regrade, submit, "
-    "status, top, cancel and show.",
+    help="What to log, on standard error; or PRORL_LOG_LEVEL. Default: info; warning for backends, eval, regrade, run, "
+    "submit, status, top, cancel and show.",
 )
 @click.option(
     "--log-format",
