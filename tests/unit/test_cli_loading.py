@@ -61,7 +61,20 @@ def test_the_simulation_is_loaded_by_its_command_alone():
 def test_the_help_says_of_each_command_in_one_line_what_it_is_for():
     lines = CliRunner().invoke(main, ["--help"], terminal_width=80).output.partition("Commands:\n")[2].splitlines()
     names = [line.split()[0] for line in lines]
-    assert {*names} == {*main.commands, "agents", "demo", "doctor", "image", "learn", "local", "slurm", "tasks"}
+    assert {*names} == {
+        *main.commands,
+        "agents",
+        "demo",
+        "doctor",
+        "engine",
+        "examples",
+        "image",
+        "learn",
+        "local",
+        "setup",
+        "slurm",
+        "tasks",
+    }
     assert all(len(line.split()) > 3 and line.endswith(".") and not line.endswith("...") for line in lines), lines
 
 
