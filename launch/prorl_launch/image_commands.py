@@ -58,7 +58,7 @@ def image() -> None:
 @click.argument("references", nargs=-1, metavar="[REFERENCE]...")
 @click.option("--tasks", type=click.Path(path_type=Path), help="Pull all that a JSONL task file names in `image`.")
 @click.option("--suite", type=click.Choice([*SUITES]), help="With --tasks: a row without an image has this suite's.")
-@click.option("--again", is_flag=True, help="Also what is stored already: its tag may have moved.")
+@click.option("--again", is_flag=True, help="Pull stored images again, because a tag may have moved.")
 @click.option("--no-https", is_flag=True, help="The registry speaks plain HTTP.")
 @click.option(
     "--jobs",
@@ -267,7 +267,13 @@ def remove(names: tuple[str, ...]) -> None:
 
 
 @image.command("prune")
-@click.option("--days", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Unused for so long.")
+@click.option(
+    "--days",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="Remove images unused for this many days.",
+)
 def prune_(days: float) -> None:
     """Remove layers that no image names and no sandbox has used for a while, and what killed commands left."""
     for digest in prune(days * _DAY_S):

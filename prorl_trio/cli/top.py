@@ -251,7 +251,14 @@ def _seconds(seconds: float) -> str:
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON a report: what `status` prints.")
 @click.option("--sort", type=click.Choice(SORTS), default="progress", show_default=True, help="Order of the jobs.")
 @click.option("--stuck", "only_stuck", is_flag=True, help="Only jobs to which nothing happened for stuck_after_s.")
-@click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="In s.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two reports.",
+)
 def top(node: Node, **options: Any) -> None:
     """Watch a node live, and what every job waits for. Ctrl-C ends it.
 

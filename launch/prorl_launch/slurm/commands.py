@@ -79,7 +79,7 @@ _HEAD_CONFIG = click.option(
 )
 _LOCAL = click.option("--local-dir", default="", help="Folder on each machine's own disk, for sockets; else found.")
 _PULSE = click.option(
-    "--pulse-timeout-s", type=click.FloatRange(min=1), help="End the command without a pulse so long."
+    "--pulse-timeout-s", type=click.FloatRange(min=1), help="End the command if no pulse arrives for this many seconds."
 )
 
 _PREFIX: Final = "SBATCH_"
@@ -221,7 +221,11 @@ def slurm() -> None:
 @click.option("--nodes", type=click.IntRange(min=1), required=True, help="Machines, with one node each.")
 @click.option("--print", "only_print", is_flag=True, help="Print the batch script, and submit nothing.")
 @click.option(
-    "--drain-s", type=click.IntRange(1, 65535), default=300, show_default=True, help="Drain before the limit, so long."
+    "--drain-s",
+    type=click.IntRange(1, 65535),
+    default=300,
+    show_default=True,
+    help="Begin to drain this many seconds before the time limit.",
 )
 @click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="See `run`.")
 @_HEAD_CONFIG
@@ -235,7 +239,9 @@ def slurm() -> None:
 @click.option(
     "--engine-nodes", type=click.IntRange(min=0), default=0, help="Machines for engines alone; 0: the nodes'."
 )
-@click.option("--engine-sbatch", multiple=True, metavar="OPTION", help="Of sbatch's, for these machines; many times.")
+@click.option(
+    "--engine-sbatch", multiple=True, metavar="OPTION", help="Extra sbatch option for engine machines. Repeatable."
+)
 @click.argument("sbatch", nargs=-1, type=click.UNPROCESSED, metavar="[OPTION OF SBATCH]...")
 def up(
     fleet_dir: Path,
@@ -323,7 +329,9 @@ def drain(fleet_dir: Path) -> None:
 
 @slurm.command()
 @_FLEET
-@click.option("--drain-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Drain first, so long.")
+@click.option(
+    "--drain-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Drain for this many seconds first."
+)
 @click.option("--timeout-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Longest wait.")
 def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
     """End a fleet, wait until its job is gone, and remove the entries of nodes that were killed."""
@@ -359,10 +367,16 @@ def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
 @click.option("--job", "job_id", help="With the machines of this step; default: SLURM_JOB_ID.")
 @click.option("--tasks", required=True, type=click.IntRange(min=1), help="Tasks of srun.")
 @click.option("--drain-file", type=click.Path(path_type=Path), help="Once it is there, the tasks get SIGTERM, once.")
-@click.option("--again-after-s", type=click.FloatRange(min=0), help="Start srun again if it ends, after so long.")
+@click.option("--again-after-s", type=click.FloatRange(min=0), help="Start srun again this many seconds after it ends.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two beats.")
 @click.option("--query-s", type=click.FloatRange(min=1), default=10.0, show_default=True, help="Between two questions.")
-@click.option("--controller-timeout-s", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Of them.")
+@click.option(
+    "--controller-timeout-s",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Give up when slurmctld does not answer for this many seconds.",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def pulse(
     folder: Path,
@@ -414,7 +428,9 @@ def engine(folder: Path, port: int, command: tuple[str, ...]) -> None:
 @click.option("--engines", default="", metavar="MACHINES", help="Those with an engine, with commas between them.")
 @click.option("--machines", default="", metavar="MACHINES", help="Those with a node, with commas between them.")
 @click.option("--engine-ports", type=click.Path(path_type=Path), help="Folder in which engines tell their ports.")
-@click.option("--drain-s", type=click.FloatRange(min=0), help="Drain so long where Slurm tells no end of the job.")
+@click.option(
+    "--drain-s", type=click.FloatRange(min=0), help="Drain for this many seconds where Slurm tells no end of the job."
+)
 def node(
     fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_ports: Path | None, drain_s: float | None
 ) -> None:

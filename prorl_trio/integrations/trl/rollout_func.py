@@ -34,7 +34,7 @@ class TaskLookup:
 
     Args:
         rows: of a dataset, each with a column `prompt`: text or messages. Two rows of one prompt must give the same
-            instance: nothing else tells them apart.
+            instance, whatever its id: nothing else tells them apart. The first row's id counts then.
         instance_of: makes the instance of a row.
 
     Raises:
@@ -50,7 +50,7 @@ class TaskLookup:
                 raise ConfigError(f"row {number} of the dataset has no `prompt`")
             instance = instance_of(row)
             known = self._instances.setdefault(_key(row["prompt"]), instance)
-            if known != instance:
+            if msgspec.structs.replace(instance, instance_id=known.instance_id) != known:  # else one row is a copy
                 raise ConfigError(
                     f"rows of the dataset with the instances {known.instance_id!r} and {instance.instance_id!r} have "
                     f"the same prompt, and TRL hands on nothing else: {row['prompt']!r:.200}"
