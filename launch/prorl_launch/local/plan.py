@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import signal
@@ -115,18 +116,21 @@ async def run_nodes(
 
 async def _pass_on_signals(running: dict[str, int], asked: trio.Event, scope: trio.CancelScope) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    for number in numbers:  # the receiver puts these handlers back: what comes later must not change the exit code
+    for number in numbers:  # the receiver puts these handlers back
         signal.signal(number, lambda _number, _frame: None)
-    with trio.open_signal_receiver(*numbers) as signals:
-        count = 0
-        async for _ in signals:
-            count += 1
-            asked.set()
-            if count == _CUT:
-                scope.cancel("the third signal")
-            for pid in running.values():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+    try:
+        with trio.open_signal_receiver(*numbers) as signals:
+            for count in itertools.count(1):
+                await anext(signals)
+                asked.set()
+                if count == _CUT:
+                    scope.cancel("the third signal")
+                for pid in running.values():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+    finally:
+        for number in numbers:  # the process ends: what comes later must not change its exit code
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _wait_found(
