@@ -132,4 +132,4 @@ clean: ## remove what was made in the checkout
 
 clean-cache: python ## remove what was made in the cache folder: engine and trainer environments, the model, tokenizers, peers, images, logs
 	cd "$$($(SOURCES) $(PYTHON) -c 'from prorl_launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf agents uv uv-* engine-* train-* verl-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs
+		rm -rf agents import-paths uv uv-* engine-* train-* verl-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs

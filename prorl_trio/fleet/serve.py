@@ -84,7 +84,10 @@ class _Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def serve_fleet(
-    config: HeadConfig, *, task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED
+    config: HeadConfig,
+    *,
+    ends_process: bool = False,
+    task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
     """Run the head of the fleet in `config.fleet.dir` until SIGTERM or SIGINT. For the main thread, for the signals.
 
@@ -93,7 +96,8 @@ async def serve_fleet(
     the head's next start has them again. Without, they are cancelled. At SIGHUP the token file is read again, unless
     `on_hangup` says that the head drains.
 
-    Reports the listener's (host, port) through `task_status`. Returns True if no job was left or cut.
+    Reports the listener's (host, port) through `task_status`. Returns True if no job was left or cut. With
+    `ends_process` later signals are dropped, because the process ends with the head.
 
     Raises:
         ConfigError: the head cannot start; says what to do.
@@ -107,7 +111,7 @@ async def serve_fleet(
     edges = await trio.to_thread.run_sync(check_listen, config, configured_endpoints(config))
     await check_address(config.listen)
     clean = True
-    with open_end_signals(config.on_hangup, reloads=True) as signals:
+    with open_end_signals(config.on_hangup, reloads=True, ends_process=ends_process) as signals:
         async with until_started(signals) as starting:
             async with (
                 _open_whole(config, edges, starting) as (fleet, sessions, address),

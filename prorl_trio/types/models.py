@@ -756,6 +756,8 @@ class JobSpec(_Model, frozen=True):
             in use for the next token or announced by the trainer (the last resume). None: the node's limit.
         max_trajectory_tokens: maximum tokens per segment, prompt included. None takes the node's limit or the engine's
             context, which also cap larger values.
+        max_completion_tokens: maximum tokens per segment after its opening prompt: sampled tokens, and the messages
+            between turns. None: no limit of its own.
         recorded: an earlier rollout of the instance to grade again, by EVAL alone. Nothing is sampled.
         agent: a program that works on the task instead of the node's own loop. A text is its `preset`.
     """
@@ -773,14 +775,16 @@ class JobSpec(_Model, frozen=True):
     retry: RetryPolicy = RetryPolicy()
     max_staleness: int | None = None
     max_trajectory_tokens: int | None = None
+    max_completion_tokens: int | None = None
     recorded: Recorded | None = None
     agent: AgentProgram | str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.agent, str):
             msgspec.structs.force_setattr(self, "agent", AgentProgram(preset=self.agent))
-        if self.max_trajectory_tokens is not None and self.max_trajectory_tokens < 1:
-            raise ValueError(f"max_trajectory_tokens must be >= 1, got {self.max_trajectory_tokens}")
+        for name in ("max_trajectory_tokens", "max_completion_tokens"):
+            if (tokens := getattr(self, name)) is not None and tokens < 1:
+                raise ValueError(f"{name} must be >= 1, got {tokens}")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0, got {self.max_staleness}")
         if not 1 <= len(self.job_id) <= 200:
