@@ -1,1 +1,1 @@
-"""Presets: how agents that people already have are installed, pointed at the gateway, and started."""
+"""Presets: how to install and start existing agents, and how to connect them to the gateway."""

@@ -1,4 +1,4 @@
-"""aider, by Chat Completions (LiteLLM): edits in the model's text, and no tools. A context that is full stops it."""
+"""aider, over Chat Completions (LiteLLM). It edits through the model's text, without tools. A full context stops it."""
 
 from __future__ import annotations
 

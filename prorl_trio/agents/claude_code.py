@@ -1,4 +1,7 @@
-"""Anthropic's claude-code, by Messages. It shortens its history where a context is full, and says who asks."""
+"""Anthropic's claude-code, over Messages.
+
+It compacts its history when the context is full, and identifies sub-agents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's codex, by Responses. A context that is full ends it; it shortens its history by its own count before."""
+"""OpenAI's codex, over Responses. A full context stops it; it compacts its history earlier, by its own token count."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prorl_trio.agents.preset import Preset, Start, Started
 
 BINARY: Final = "node_modules/codex-linux/vendor/x86_64-unknown-linux-musl/bin/codex"
 COMPACTED_AT: Final = 0.8
-"""The share of the context at which it shortens its history."""
+"""Share of the context at which codex compacts its history."""
 
 
 def _start(start: Start) -> Started:

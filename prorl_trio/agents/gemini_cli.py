@@ -1,4 +1,4 @@
-"""Google's gemini-cli, by generateContent. A context that is full ends it: it takes any model for one of a million."""
+"""Google's gemini-cli, over generateContent. It assumes a context of a million tokens, so a full context stops it."""
 
 from __future__ import annotations
 

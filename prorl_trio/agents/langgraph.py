@@ -1,4 +1,4 @@
-"""LangGraph, by Chat Completions: its agent that calls tools in a loop, with a shell."""
+"""LangGraph's tool-calling agent with a shell, over Chat Completions."""
 
 from __future__ import annotations
 

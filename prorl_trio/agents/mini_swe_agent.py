@@ -1,4 +1,4 @@
-"""mini-swe-agent, by Chat Completions (LiteLLM). A context that is full ends it."""
+"""mini-swe-agent, over Chat Completions (LiteLLM). A full context stops it."""
 
 from __future__ import annotations
 

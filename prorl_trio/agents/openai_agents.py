@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK, by Responses: one agent with a shell."""
+"""OpenAI's Agents SDK, over Responses: one agent with a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""opencode, by Chat Completions. It asks for a title first, and shortens its history by its own count."""
+"""opencode, over Chat Completions. It first requests a title, and compacts its history by its own token count."""
 
 from __future__ import annotations
 

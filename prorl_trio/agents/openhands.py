@@ -1,4 +1,7 @@
-"""The SDK of OpenHands, by Chat Completions (LiteLLM): its agent with a terminal and an editor. It condenses."""
+"""The OpenHands SDK's agent with a terminal and an editor, over Chat Completions (LiteLLM).
+
+It condenses its history.
+"""
 
 from __future__ import annotations
 

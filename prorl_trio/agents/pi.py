@@ -1,4 +1,4 @@
-"""pi, by Chat Completions. Where a context is full it ends with 0 and says nothing."""
+"""pi, over Chat Completions. When the context is full it exits silently with code 0."""
 
 from __future__ import annotations
 

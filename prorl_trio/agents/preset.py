@@ -1,4 +1,4 @@
-"""What a preset says of an agent, and where the agent is installed."""
+"""The description of an agent, and the location of its installation."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GROUP: Final = "prorl_trio.agents"
-"""The entry points by which packages offer presets: `mine = "my_package.agents:PRESET"`."""
+"""The entry-point group by which packages offer presets: `mine = "my_package.agents:PRESET"`."""
 INSIDE: Final = "/opt/agents"
-"""Where agents are in a sandbox, each in a folder of its name. Nothing there can be written."""
+"""The read-only folder of agents in a sandbox. Each agent has a subfolder of its name."""
 INSTALLED: Final = ".installed"
-"""A file in the folder of an agent whose installation was finished."""
+"""The file in an agent's folder that marks a finished installation."""
 
 
 class Start(NamedTuple):
-    """What an agent is started with.
+    """The parameters with which an agent is started.
 
     Attributes:
-        root: the folder that it was installed into, as its process sees it.
-        home: a folder of its own for this rollout, which can be written.
-        url: of the gateway, without the path of an API.
-        key: that its SDK is to show.
-        model: the name that the model goes by.
-        instruction: what is to be done.
-        context_tokens: the most that a dialogue may have.
-        output_tokens: the most that a turn may have.
+        root: the agent's installation folder, as its process sees it.
+        home: a writable folder for this rollout alone.
+        url: the gateway's URL, without the path of an API.
+        key: the API key that the agent's SDK sends.
+        model: the model name that the agent requests.
+        instruction: the task.
+        context_tokens: maximum length of a dialogue.
+        output_tokens: maximum length of a turn.
     """
 
     root: str
@@ -52,7 +52,7 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """How an agent is started: its command, its variables, and files by their path below `Start.home`."""
+    """How to start an agent: its command, its environment variables, and files by their path below `Start.home`."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -61,15 +61,15 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """An agent that people have.
+    """An existing agent that can work on rollouts.
 
     Attributes:
-        name: by which jobs ask for it.
-        source: the packages that it is made of, `{version}` being its own: of npm, or of PyPI.
-        index: which of the two. What is of PyPI comes with a Python of its own: see `python_program`.
-        python: the version of Python that it needs at least.
-        versions: those that it was tested with, the newest first.
-        start: says how it is started.
+        name: jobs request the agent by this name.
+        source: the npm or PyPI packages to install; `{version}` stands for the agent's version.
+        index: the package index. Agents from PyPI are installed with their own Python, see `python_program`.
+        python: the minimum version of Python.
+        versions: the tested versions, newest first.
+        start: returns how to start the agent.
     """
 
     name: str
@@ -81,12 +81,15 @@ class Preset:
 
     @property
     def folder(self) -> Path:
-        """Where it is installed on this machine: the root of a layer, which has it below `INSIDE`."""
+        """Return the installation folder on this machine.
+
+        It is the root of a layer that contains the agent below `INSIDE`.
+        """
         return cache_dir() / "agents" / f"{self.name}-{self.versions[0]}"
 
     @property
     def is_installed(self) -> bool:
-        """Return whether its installation was finished."""
+        """Return whether the installation has finished."""
         return (self.folder / INSTALLED).exists()
 
 
@@ -94,7 +97,7 @@ LOADER: Final = f"ld-linux-{platform.machine().replace('_', '-')}.so." + (
     "2" if platform.machine() == "x86_64" else "1"
 )
 PACKAGES: Final = "packages"
-"""The folder of the packages of an agent of PyPI, beside the `bin` and `lib` of its Python."""
+"""The folder of a PyPI agent's packages, next to the `bin` and `lib` of its Python."""
 _BOOT: Final = (
     "import runpy, sys; sys.path.insert(0, sys.argv[1]); what = sys.argv[2]; del sys.argv[1:3]; "
     "run = runpy.run_path if what.endswith('.py') else runpy.run_module; "
@@ -103,10 +106,10 @@ _BOOT: Final = (
 
 
 def python_program(start: Start, what: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs a module, or a file `.py`, by an agent's own Python, not by one of the image.
+    """Return the command that runs a module or a `.py` file with the agent's own Python instead of the image's.
 
-    It is started by its own loader, so that it may be in any folder, and needs no variables, which the programs that
-    the agent runs would inherit.
+    Python is started through its own loader. It therefore works in any folder and needs no environment variables, which
+    the agent's child processes would inherit.
     """
     root = start.root
     python = (f"{root}/lib/{LOADER}", "--library-path", f"{root}/lib", f"{root}/bin/python3", "-I")
@@ -114,7 +117,10 @@ def python_program(start: Start, what: str, *arguments: str) -> tuple[str, ...]:
 
 
 def python_script(start: Start, text: str, **env: str) -> Started:
-    """Return how a script is run by an agent's own Python: with the instruction and the model's name as arguments."""
+    """Return how to run a script with the agent's own Python.
+
+    Its arguments are the instruction and the model's name.
+    """
     argv = python_program(start, f"{start.home}/agent.py", start.instruction, start.model)
     return Started(argv=argv, env={"HOME": start.home, **env}, files={"agent.py": text})
 
@@ -140,7 +146,7 @@ def shell(command: str) -> str:
 
 @cache
 def presets() -> dict[str, Preset]:
-    """Return the presets of all installed packages, by name. One that cannot be imported is left out, and logged."""
+    """Return the presets of all installed packages by name. A preset that cannot be imported is logged and skipped."""
     found: dict[str, Preset] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda each: each.name):
         try:
@@ -153,7 +159,11 @@ def presets() -> dict[str, Preset]:
 
 
 def find_preset(name: str) -> Preset:
-    """Return a preset whose agent is installed on this machine. Raises ConfigError: there is none, with the remedy."""
+    """Return the preset of an agent that is installed on this machine.
+
+    Raises:
+        ConfigError: no such agent is installed; the message contains the remedy.
+    """
     preset = presets().get(name)
     if preset is None:
         raise ConfigError(f"there is no agent {name!r}; there are: {', '.join(presets()) or 'none'}")

@@ -1,4 +1,4 @@
-"""Pydantic AI, by Chat Completions: one agent with a shell."""
+"""Pydantic AI, over Chat Completions: one agent with a shell."""
 
 from __future__ import annotations
 

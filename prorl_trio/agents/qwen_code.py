@@ -1,4 +1,4 @@
-"""qwen-code, by Chat Completions. A turn that was cut is asked for again with a higher limit."""
+"""qwen-code, over Chat Completions. It requests a truncated turn again with a higher limit."""
 
 from __future__ import annotations
 

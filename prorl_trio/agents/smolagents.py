@@ -1,4 +1,4 @@
-"""smolagents, by Chat Completions: its agent that calls tools, with a shell."""
+"""smolagents' tool-calling agent with a shell, over Chat Completions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The `prorl-trio` command: one module a command, loaded when it is run.
+"""The `prorl-trio` command. Each subcommand is a module that is imported when the subcommand runs.
 
-More commands come from the entry-point group `prorl_trio.commands` of other packages.
+Other packages add commands through the entry-point group `prorl_trio.commands`.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ COMMANDS: Final = (
     "top",
     "view",
 )
-"""Each is the function of its name, in the module of its name."""
+"""Each command is the function of the same name in the module of the same name."""
 PLUGINS: Final = "prorl_trio.commands"
 STDERR: Final = 2
 ASKING: Final = ("backends", "eval", "regrade", "run", "submit", "status", "top", "cancel", "show", "view")
-"""Commands whose own words say what happens, an error in the end: that a connection is tried again is no news."""
+"""Commands that report errors themselves. They log only warnings by default, so reconnects are not shown."""
 
 
 class _Commands(LazyGroup):
-    """The commands; a `ProrlError`, or which file cannot be used, is told in one line instead of a traceback."""
+    """The commands. A `ProrlError` or an unusable file is reported in one line instead of a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return self._invoke(ctx)
         except* ProrlError as group:
             from prorl_ipc.nursery import (
-                leaves,  # with trio, which the command that failed has loaded, and `--help` has not
+                leaves,  # this needs trio: the failed command has already loaded it, `--help` has not
             )
 
             errors = leaves(group)
@@ -64,7 +64,7 @@ class _Commands(LazyGroup):
             if code == EXIT_INTERNAL:
                 logging.getLogger(__name__).error("a bug of ours", exc_info=group)
             for handler in logging.getLogger().handlers:
-                handler.flush()  # what ended the command is its last line
+                handler.flush()  # print the reason for the exit last
             for error in errors:
                 click.secho(printable(f"error: {error}"), fg="red", err=True)
         except* KeyboardInterrupt:
@@ -86,7 +86,7 @@ class _Commands(LazyGroup):
 
 
 def _open_standard_streams() -> None:
-    """Open what is closed of standard input, output and error, so that no other file gets its number."""
+    """Open standard input, output and error if they are closed, so that no other file gets their numbers."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -95,7 +95,7 @@ def _open_standard_streams() -> None:
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an exception that nobody expected: its message may quote anybody."""
+    """Print an unexpected exception. Control codes are escaped, because its message may quote untrusted text."""
     del kind
     sys.stderr.write(printable("".join(traceback.format_exception(error.with_traceback(trace)))))
 
@@ -127,9 +127,9 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 def main(context: click.Context, verbose: bool, log_level: str | None, log_format: LogFormat) -> None:
     """Rollout-as-a-service for RL training of multi-turn LLM agents.
 
-    A node (`serve`) takes jobs from a trainer over a WebSocket. An agent works on each job, with an LLM backend and in
-    a sandbox of its own. The node sends back the job's tokens, exactly as they were sampled, and its reward. Begin with
-    `prorl-trio doctor` and `prorl-trio demo`.
+    A node (`serve`) accepts jobs from a trainer over a WebSocket. An agent works on each job with an LLM backend, in a
+    sandbox of its own. The node returns the tokens exactly as they were sampled, and the reward. Start with `prorl-trio
+    doctor` and `prorl-trio demo`.
     """
     _open_standard_streams()
     default = "warning" if context.invoked_subcommand in ASKING else "info"

@@ -1,4 +1,4 @@
-"""`python -m prorl_trio.cli`: the same as the `prorl-trio` command."""
+"""Run the `prorl-trio` command as `python -m prorl_trio.cli`."""
 
 from prorl_trio.cli import main
 

@@ -1,4 +1,4 @@
-"""`prorl-trio backends`: look at and change a node's pool of LLM backends."""
+"""`prorl-trio backends`: list and change a node's pool of LLM backends."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _BACKEND = click.argument("backend", metavar="URL")
 def backends() -> None:
     """List and change the LLM backends of a node.
 
-    It works with the head of a fleet, too. Jobs keep running. The node logs each change with the session that asked for
-    it, which is named after your user id.
+    The head of a fleet works as well. Running jobs are not interrupted. The node logs each change with the session that
+    requested it. The session id contains your user id.
 
     \b
         prorl-trio backends list
@@ -68,7 +68,7 @@ def list_(node: Node, as_json: bool) -> None:
 )
 @click.option("--when-up", is_flag=True, help="Add it also if it is down now: it joins when it is up.")
 def add(node: Node, backend: str, weight: float | None, when_up: bool) -> None:
-    """Probe the engine at URL and let it take rollouts. One that drains takes rollouts again."""
+    """Probe the engine at URL and add it to the pool. A draining backend accepts rollouts again."""
     _ask(node, lambda client: client.add_backend(backend, weight=weight, when_up=when_up))
     say(f"added {backend}")
 
@@ -77,7 +77,10 @@ def add(node: Node, backend: str, weight: float | None, when_up: bool) -> None:
 @connection_options
 @_BACKEND
 def drain(node: Node, backend: str) -> None:
-    """Give the backend at URL no new rollouts. Its rollouts move to others with their next turn; `add` undoes it."""
+    """Send no new rollouts to the backend at URL. Its rollouts move to other backends at their next turn.
+
+    Use `add` to undo.
+    """
     _ask(node, lambda client: client.drain_backend(backend))
     say(f"{backend} drains")
 
@@ -87,7 +90,7 @@ def drain(node: Node, backend: str) -> None:
 @_BACKEND
 @click.argument("weight", type=click.FloatRange(min=0, min_open=True))
 def weigh(node: Node, backend: str, weight: float) -> None:
-    """Change the share of rollouts of the backend at URL: with WEIGHT 2 it gets twice as many as with 1."""
+    """Set the share of rollouts of the backend at URL. Weight 2 gets twice as many rollouts as weight 1."""
     _ask(node, lambda client: client.weigh_backend(backend, weight))
     say(f"{backend} has the weight {weight:g}")
 
@@ -96,11 +99,11 @@ def weigh(node: Node, backend: str, weight: float) -> None:
 @connection_options
 @_BACKEND
 def remove(node: Node, backend: str) -> None:
-    """Take the backend at URL out of the pool. Turns that run there end there; rollouts move with their next turn."""
+    """Remove the backend at URL from the pool. Turns in progress finish there; rollouts move at their next turn."""
     _ask(node, lambda client: client.remove_backend(backend))
     say(f"removed {backend}")
 
 
 def _ask(node: Node, work: Callable[[RolloutClient], Awaitable[BackendList]]) -> BackendList:
-    """Return what the node answers, to a session whose name says whose it is."""
+    """Run `work` against the node, in a session named after the user."""
     return with_client(node, work, session_id=f"operator-{os.getuid()}-{os.urandom(4).hex()}")

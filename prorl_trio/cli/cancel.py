@@ -1,4 +1,4 @@
-"""`prorl-trio cancel`: end jobs of a node, whoever submitted them."""
+"""`prorl-trio cancel`: cancel jobs of any session on a node."""
 
 from __future__ import annotations
 
@@ -45,14 +45,18 @@ def cancel(
     everything: bool,
     reason: str,
 ) -> None:
-    """Cancel jobs of a node, whoever submitted them. It returns when nothing of them is left there.
+    """Cancel jobs of any session on a node. Wait until they have ended.
 
-    Each cancelled job still has its outcome, `cancelled` and without a reward, which goes to the trainer that
-    submitted it. Say which jobs by their ids, or by --group, --tag and --session (of several, all must hold; a tag may
-    be given again), or --all. `prorl-trio top` shows what is live. What has ended is left alone, and said to have.
+    Each cancelled job still produces an outcome, with status `cancelled` and without a reward. It goes to the trainer
+    that submitted the job. Select jobs by id, by --group, --tag and --session, or with --all. If several filters are
+    given, a job must match all of them. --tag is repeatable. `prorl-trio top` lists live jobs. Jobs that had already
+    ended are reported and left unchanged.
 
-    Exit code: 0 done, also where no job was live; 1 some ids are unknown to the node (the rest were cancelled), or
-    the node cannot be reached.
+    \b
+    Exit codes:
+        0  success, even if no matching job was live
+        1  the node does not know some ids (all other jobs were cancelled), or
+           cannot be reached
 
     \b
         prorl-trio cancel 7f3a-q1-0 7f3a-q1-1

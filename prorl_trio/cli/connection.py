@@ -1,4 +1,4 @@
-"""The options of the commands that talk to a node, and the connection that they describe."""
+"""The connection options that commands share, and the connection that the options describe."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _OPTIONS = (
 
 
 def connection_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say which node, and with which token. `command` gets `node`, which connects to it."""
+    """Add the options for the node's address and token. `command` receives `node`, which opens the connection."""
 
     @wraps(command)
     def with_node(
@@ -95,7 +95,7 @@ def connection_options(command: Callable[..., None]) -> Callable[..., None]:
 def with_client(
     node: Node, work: Callable[[RolloutClient], Awaitable[_Found]], session_id: str | None = None
 ) -> _Found:
-    """Connect to `node`, in a new session or that of `session_id`, and return what `work` returns."""
+    """Connect to `node`, in a new session or in the session `session_id`, and return the result of `work`."""
 
     async def run() -> _Found:
         async with node(session_id=session_id) as client:

@@ -1,4 +1,4 @@
-"""`prorl-trio eval`: how good a policy is on a task set, with how sure that is."""
+"""`prorl-trio eval`: estimate a policy's score on a task set, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ OF_THE_PLAN = (
     "tasks", "specs", "skip_bad", "oracle", "limit", "rollouts", "ks", "temperature", "top_p", "max_turns", "agent",
     "max_output_tokens", "attempts", "model", "out",
 )  # fmt: skip
-"""Options that say what is evaluated: with --resume the folder says it."""
+"""Options that define the evaluation. They cannot be combined with --resume, because the folder records them."""
 
 
 def _no_nan(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    """Refuse NaN, which is within every range of click's and above no reward."""
+    """Refuse NaN: it passes click's range check, and no reward would reach it."""
     if value is not None and math.isnan(value):
         raise click.BadParameter("nan is no number", context, option)
     return value
@@ -86,21 +86,27 @@ def eval(
     correct_from: float | None,
     **options: Any,
 ) -> None:
-    """Score the policy on a task set. Mean reward, pass@1 and pass@k with confidence intervals, by family.
+    """Score the policy on a task set. Report mean reward, pass@1 and pass@k with confidence intervals, by family.
 
-    N rollouts are sampled of each task, and recorded one by one. A rollout is correct if its reward is at least 1, or
-    what --correct-from says. Pass@k is the unbiased estimate over the rollouts that
-    have a reward. Those that have none (failed, timed out, cancelled, rejected by the node, or not run) are counted
-    beside it, and the bounds say what the score would be, had all of them been wrong, or right.
+    The node samples N rollouts of each task, and each rollout is recorded as soon as it ends. A rollout is correct if
+    its reward is at least 1, or at least --correct-from. Pass@k is the unbiased estimate over the rollouts that have a
+    reward. Rollouts without a reward (failed, timed out, cancelled, rejected by the node, or not run) are counted
+    separately. The bounds are the scores if all of these rollouts had been wrong, or correct.
 
-    Ctrl-C cancels what runs, records what was done, and says how to go on. What was sampled is not sampled again.
+    Ctrl-C cancels the running rollouts, records the finished ones, and prints the command that resumes the evaluation.
+    A resumed evaluation does not sample recorded rollouts again.
 
-    With --oracle nothing is sampled, and the node needs no engine: solution/solve.sh of each task in a Harbor folder
-    runs where the agent would work, and the task's verifier says what that is worth. Each that is worth less than 1 is
-    named, with the end of its verifier's log: the task, its environment here, or its solution is wrong.
+    With --oracle nothing is sampled, and the node needs no engine. For each task in a Harbor folder, solution/solve.sh
+    runs where the agent would work, and the task's verifier scores it. Every task whose solution scores less than 1 is
+    listed with the last lines of its verifier's log. The cause is the task, its environment on this node, or its
+    solution.
 
-    Exit code: 0 every rollout was completed (with --oracle: and earned 1); 3 some were not, or were rejected, and it
-    says why; 130 interrupted; 1 the node or the task file cannot be used.
+    \b
+    Exit codes:
+        0    every rollout completed (with --oracle: and scored 1)
+        1    the node or the task file cannot be used
+        3    some rollouts did not complete or were rejected; the reasons are printed
+        130  interrupted
 
     \b
         prorl-trio eval --tasks compmath

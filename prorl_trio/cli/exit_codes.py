@@ -1,4 +1,4 @@
-"""Exit codes of the command besides 0, 1 (an error of the user or the machine) and click's 2 (wrong usage)."""
+"""Exit codes other than 0, 1 (an error of the user or the machine) and click's 2 (wrong usage)."""
 
 from __future__ import annotations
 

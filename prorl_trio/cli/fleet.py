@@ -46,23 +46,28 @@ logger = logging.getLogger(__name__)
 )
 @click.option("--port", type=click.IntRange(0, 65_535), help="The port, instead of the file's (0: any free one).")
 def fleet(folder: Path | None, config_path: Path | None, ledger: Path | None, port: int | None) -> None:
-    """Run the head of a fleet, which is used as a node.
+    """Run the head of a fleet.
 
-    It is the one address at which trainers use all nodes of the folder, until SIGTERM or Ctrl-C.
+    Trainers use all nodes in the fleet's folder through this one address, as if it were a single node. The head runs
+    until SIGTERM or Ctrl-C.
 
-    The head takes jobs as a node does, and has the nodes work on them. It can be killed and started again at any time:
-    with the same ledger, sessions, jobs and outcomes are those of before, and the nodes go on meanwhile.
+    The head accepts jobs and passes them to the nodes. It can be killed and restarted at any time: with the same
+    ledger, it restores its sessions, jobs and outcomes. The nodes keep working while the head is down.
 
-    The first signal drains: the head takes no new jobs, and lets those it has end, for drain_timeout_s at most. The
-    second ends it at once. Jobs that are left go on in the nodes, and are the next start's.
+    The first signal drains the head: it accepts no new jobs and waits for running jobs, at most drain_timeout_s. The
+    second signal stops it at once. Remaining jobs continue on the nodes, and the head picks them up after its restart.
 
-    SIGHUP reads listen.token_file again; on a head that was started from a terminal it drains (on_hangup).
+    SIGHUP reloads listen.token_file. If the head was started from a terminal, SIGHUP drains it instead (on_hangup).
 
-    The token is that of the configuration or PRORL_TOKEN; without either, the head makes one. Trainers that use the
-    folder, `connect(fleet=DIR)`, read the token there.
+    The token comes from the configuration or PRORL_TOKEN. Without either, the head generates a token. Trainers that
+    connect with `connect(fleet=DIR)` read the token from the folder.
 
-    Exit code: 0 every job had its own outcome; 3 jobs are left to the next start, or were cancelled; 1 it could not
-    start or its configuration is wrong; 70 a bug of prorl-trio ended it.
+    \b
+    Exit codes:
+        0   every job has an outcome of its own
+        1   the head could not start, or its configuration is wrong
+        3   jobs were cancelled, or remain for the next start
+        70  the head stopped because of a bug in prorl-trio
     """
     config = HeadConfig() if config_path is None else load_head_config(config_path)
     listen = config.listen
@@ -84,7 +89,7 @@ def fleet(folder: Path | None, config_path: Path | None, ledger: Path | None, po
 
 
 def _with_token(listen: ListenConfig) -> ListenConfig:
-    """Return the configuration with the token of the environment, or a new one if there is none at all."""
+    """Return the configuration with the token from the environment, or with a new token if none is configured."""
     given = agreed_token(listen, os.environ.get(TOKEN_VARIABLE, ""))
     if listen.token_file and not given:
         return listen

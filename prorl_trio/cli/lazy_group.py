@@ -1,4 +1,4 @@
-"""A click group whose commands are imported when they are run: its help and its errors load none of them."""
+"""A click group that imports a command only to run it. The group's help and errors import none."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class LazyGroup(click.Group):
-    """A group of the commands in `modules`, and of those that other packages declare under the entry point `plugins`.
+    """A group of the commands in `modules` and of the commands that other packages declare as entry points.
 
     Args:
         modules: `package.module:function` by the name of the command.
-        plugins: the group of entry points. A name of `modules` cannot be taken by one.
+        plugins: the entry-point group. Plugins cannot override a name in `modules`.
     """
 
     def __init__(self, name: str | None = None, *, modules: Mapping[str, str], plugins: str, **options: Any) -> None:
-        # click suggests names out of `commands`, where somebody mistypes one; the commands themselves are not there.
+        # click suggests corrections for mistyped names from `commands`; these placeholders provide the names.
         super().__init__(name, {each: click.Command(each) for each in modules}, **options)
         self._own = {each: EntryPoint(each, target, plugins) for each, target in modules.items()}
         self._plugins = plugins
@@ -51,7 +51,7 @@ class LazyGroup(click.Group):
 
 
 def _docstring(entry: EntryPoint) -> str:
-    """Return the docstring of a command out of its source, for an import would load all that the command works with."""
+    """Return a command's docstring from its source. An import would load everything that the command uses."""
     source = None
     with suppress(ImportError):
         spec = find_spec(entry.module)

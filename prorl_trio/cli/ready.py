@@ -1,4 +1,4 @@
-"""The line READY, by which a server's command tells that it listens."""
+"""The READY line, by which a server command reports that it is listening."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 class Ready:
-    """The task status of a server's start, which prints on standard output that it listens.
+    """A task status for a server's start that prints a line on standard output once the server listens.
 
-    Output that cannot be written is logged, and ends nothing.
+    If the line cannot be written, the error is logged and ignored.
     """
 
     def __init__(self, *, secure: bool) -> None:
         self._secure = secure
 
     def started(self, value: Any = None) -> None:
-        """Print the address, a (host, port). See `trio.TaskStatus`."""
+        """Print the address, a (host, port) pair. See `trio.TaskStatus`."""
         try:
             say(f"READY {endpoint_url(value, secure=self._secure)}")
         except OSError as exc:

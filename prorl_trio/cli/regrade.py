@@ -1,4 +1,4 @@
-"""`prorl-trio regrade`: the rollouts of a recorded run, graded again without sampling."""
+"""`prorl-trio regrade`: grade the rollouts of a recorded run again, without sampling."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "regrade.json"
 MAX_LINES = 20
-"""Limit of the rollouts that are printed one by one, of a kind."""
+"""Maximum number of rollouts to list for each kind."""
 
 
 @click.command()
@@ -49,14 +49,19 @@ MAX_LINES = 20
 @click.option("--out", type=click.Path(path_type=Path), help="Record below this folder. [the one that RUN is in]")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON; the rest on standard error.")
 def regrade(node: Node, run: Path, tasks: str | None, out: Path | None, as_json: bool) -> None:
-    """Grade the rollouts of a recorded run again. Nothing is sampled; the node does EVAL alone.
+    """Grade the rollouts of a recorded run again, without sampling.
 
-    RUN is a folder of `eval`, `submit` or `demo`. A new folder gets all its rollouts, with new rewards where they were
-    graded. What cannot be graded stays as it was, and is listed with the reason: it never came to its evaluation, has
-    no task of its id, or its handler does not say how it is restored. Of an evaluation the scores are computed anew.
+    RUN is a folder written by `eval`, `submit` or `demo`. The node runs only the EVAL stage. A new folder receives all
+    rollouts, with new rewards for the regraded ones. A rollout that cannot be graded is copied unchanged and listed
+    with the reason: it never reached EVAL, its task is missing, or its handler cannot restore it. For an evaluation,
+    the scores are recomputed.
 
-    Exit code: 0 every rollout was graded; 3 some were not; 130 interrupted; 1 the node, the run or the tasks cannot be
-    used.
+    \b
+    Exit codes:
+        0    every rollout was graded
+        1    the node, the run or the tasks cannot be used
+        3    some rollouts were not graded
+        130  interrupted
 
     \b
         prorl-trio regrade runs/20260101-120000
@@ -84,7 +89,7 @@ def regrade(node: Node, run: Path, tasks: str | None, out: Path | None, as_json:
 
 
 def _instances(run: Path, tasks: str | None) -> list[TaskInstance]:
-    """Return the tasks to grade by. Raises ConfigError: the run does not say which."""
+    """Return the tasks to grade with. Raises ConfigError if the run does not record them."""
     if tasks is not None:
         return load_task_set(tasks)
     if (run / TASKS).exists():
@@ -98,7 +103,7 @@ def _instances(run: Path, tasks: str | None) -> list[TaskInstance]:
 def _record(
     run: Path, folder: Path, outcomes: Sequence[Outcome], instances: Sequence[TaskInstance], people: Console
 ) -> None:
-    """Write the outcomes to `folder`; of an evaluation also its report, which is printed, too."""
+    """Write the outcomes to `folder`. For an evaluation, also write and print its report."""
     if (run / PLAN).exists():
         changed = {instance.instance_id: instance for instance in instances}
         its_own = [changed.get(each.instance_id, each) for each in load_task_set(str(run / TASKS), check=False)]

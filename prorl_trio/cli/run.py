@@ -1,4 +1,4 @@
-"""`prorl-trio run`: a few rollouts of one handler, in this process."""
+"""`prorl-trio run`: run a few rollouts of one handler in this process."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 ECHO = "echo"
 PATIENCE_S = 86_400.0
-"""For each stage and tool: who debugs a handler must not be cut short."""
+"""Time limit for each stage and tool, in seconds. It is long so that a debugging session is not interrupted."""
 
 
 class _Sink:
-    """The receiver of the outcome of one job. See `JobSink`."""
+    """A `JobSink` that receives the outcome of one job."""
 
     session_id = "run"
 
@@ -85,11 +85,14 @@ def run(
 ) -> None:
     """Run a few tasks of one handler in this process.
 
-    HANDLER is a class, as MODULE:CLASS (modules of the working directory are found), or the name of an installed
-    handler. The handler runs in this process, without budgets, so that `breakpoint()` in it, or `python -m pdb -m
-    prorl_trio run ...`, stops there. Each task gets its transcript, its reward and what the evaluator logged.
+    HANDLER is MODULE:CLASS (modules in the working directory are found) or the name of an installed handler. The
+    handler runs in this process without budgets, so `breakpoint()` and `python -m pdb -m prorl_trio run ...` work in
+    it. For each task, the command prints the transcript, the reward and the evaluator's log.
 
-    Exit code: 0 every rollout has a reward; 1 one has none.
+    \b
+    Exit codes:
+        0  every rollout has a reward
+        1  at least one rollout has none
 
     \b
         prorl-trio run my_env:SupportHandler --task tasks.jsonl
@@ -115,7 +118,7 @@ def run(
 async def _run(
     handler: AgentHandler, specs: Sequence[JobSpec], policy: str, model: Path | None, provider: str
 ) -> list[bool]:
-    """Run the jobs one after the other; return of each whether it has a reward."""
+    """Run the jobs one after the other. Return for each job whether it has a reward."""
     async with AsyncExitStack() as stack:
         if model is None:
             model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-echo-")), "model")

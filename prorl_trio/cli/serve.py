@@ -91,19 +91,25 @@ def serve(
 ) -> None:
     """Run a node until SIGTERM or Ctrl-C.
 
-    The first one drains the node: it takes no new jobs, and lets those it has end, for drain_timeout_s at most (SIGTERM
-    in an allocation of Slurm's: until that ends). The second cancels the jobs that are left. A third kills the node.
+    The first signal drains the node: it accepts no new jobs and waits for running jobs, at most drain_timeout_s. After
+    SIGTERM in a Slurm allocation, it waits until the allocation ends. The second signal cancels the remaining jobs. A
+    third kills the node.
 
-    Exit code: 0 every job had its own outcome; 3 jobs were cut short (they end as `cancelled`; with
-    fleet.restart_within_s the next start runs them); 1 it could not start or its configuration is wrong; 70 a bug of
-    prorl-trio ended it.
+    SIGHUP reloads the configuration file. These settings change at once: worker counts, queue limits, admission,
+    session weights, budgets, limits of agents and backends, backend health checks, and monitoring. The log names the
+    settings that need a restart. If the node was started from a terminal, SIGHUP means that the terminal was closed,
+    and the node drains (see --on-hangup).
 
-    SIGHUP reads the file again: worker counts, queue limits, admission, weights of sessions, budgets, limits of agents
-    and backends, how backends are watched, and monitoring change at once; the log says what needs a restart. On a node
-    that was started from a terminal, SIGHUP means that the terminal is gone: that node drains (see --on-hangup).
+    The WebSocket and REST share one port. With listen.tls_cert and listen.tls_key (PEM files), the node uses TLS: the
+    WebSocket becomes wss:// and REST https://.
 
-    The WebSocket and REST are at one port. With listen.tls_cert and listen.tls_key, PEM files, it speaks TLS: the
-    WebSocket is wss:// and REST https://.
+    \b
+    Exit codes:
+        0   every job has an outcome of its own
+        1   the node could not start, or its configuration is wrong
+        3   jobs were cut short: they end as `cancelled`, or run again at the next
+           start if fleet.restart_within_s is set
+        70  the node stopped because of a bug in prorl-trio
 
     \b
     A minimal node.toml:
@@ -129,7 +135,7 @@ def serve(
         if port is not None:
             config = msgspec.structs.replace(config, listen=msgspec.structs.replace(config.listen, port=port))
         given = token or agreed_token(config.listen, os.environ.get(TOKEN_VARIABLE, ""))
-        if not given or (config.listen.token_file and not token):  # in a file it may change
+        if not given or (config.listen.token_file and not token):  # a token file may change at run time
             return config
         listen = msgspec.structs.replace(config.listen, token=given, token_file="")
         return msgspec.structs.replace(config, listen=listen)

@@ -1,4 +1,4 @@
-"""`prorl-trio show`: recorded trajectories, token by token."""
+"""`prorl-trio show`: print recorded trajectories token by token."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 @click.option("--logprobs", is_flag=True, help="Besides, each sampled token with its id and log-probability.")
 @click.option("--pager/--no-pager", default=None, help="Show it in $PAGER, or less; default: where it is too long.")
 def show(run: Path, job_id: str | None, model: Path | None, sides: bool, logprobs: bool, pager: bool | None) -> None:
-    """Show one recorded trajectory, or the list of all.
+    """Show one recorded trajectory, or list all of a run.
 
-    RUN is a run's folder, or its trajectories.msgpack. With JOB_ID: its segments, with a mark and a colour for each
-    kind of token, sub-agents indented; the seconds of each stage, and of each turn the seconds and log-probabilities.
-    JOB_ID may be any unique part of a job's id.
+    RUN is the folder of a run, or its trajectories.msgpack. With JOB_ID, the command prints the job's segments, with a
+    mark and a colour for each kind of token, and sub-agents indented. It also prints the seconds of each stage, and the
+    seconds and log-probabilities of each turn. JOB_ID may be any unique part of a job id.
     """
     file = trajectories_in(run)
     outcomes = read_outcomes(file)
@@ -59,7 +59,7 @@ def show(run: Path, job_id: str | None, model: Path | None, sides: bool, logprob
 
 
 def _chat_format(file: Path, model: Path | None) -> ChatFormat | None:
-    """The model the run was made with, if it is still where it was; an explicit one must be there."""
+    """Return the format of the run's own model if it is still on disk. An explicitly given model must exist."""
     if model is not None:
         return ChatFormat.load(model)
     info = read_run_info(file.parent)

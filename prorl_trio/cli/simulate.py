@@ -1,4 +1,4 @@
-"""`prorl-trio simulate`: how many workers a node needs, found out in simulated time."""
+"""`prorl-trio simulate`: find the number of workers that a node needs, in simulated time."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def simulate(
     double: bool,
     as_json: bool,
 ) -> None:
-    """Size a node on a laptop. It runs the real pipeline over a simulated engine and sandboxes, minutes in a second.
+    """Size a node on a laptop. The real pipeline runs minutes per second over a simulated engine and sandboxes.
 
-    NAME is init_workers, run_workers, eval_workers, sandbox_starts or engines, or the path of any field, such as
+    NAME is init_workers, run_workers, eval_workers, sandbox_starts, engines, or the path of any field, such as
     engine.max_batch or work.turns.p50. The same seed gives the same figures.
 
     \b
-    A sim.toml; what it does not say is as below, and in a node as it is by default:
+    A sim.toml. Omitted fields have the values below, or a node's defaults:
         jobs = 512
         [stages]                       # as in node.toml, like [sandbox], [budgets], [backends] and [agent]
         run_workers = 32
@@ -61,8 +61,8 @@ def simulate(
         max_batch = 64
         kv_tokens = 1_000_000
         prefill_tokens_per_s = 20_000
-        tokens_per_s = { value = 60 }  # of one completion alone
-        max_tokens_per_s = 2_500       # of all together
+        tokens_per_s = { value = 60 }  # of a single completion that runs alone
+        max_tokens_per_s = 2_500       # of all completions together
         speeds = []                    # of the first ones, as factors: [0.5] makes the first half as fast
         [work]                         # p50 and p95, or value, or percentiles = [[0, 0.1], [50, 2], [100, 9]]
         turns = { p50 = 8, p95 = 20 }
@@ -161,7 +161,7 @@ def _wait_table(report: SimulationReport) -> Table:
 
 
 def _sized_table(tried: Sequence[Sized], title: str, than_jobs_per_h: float, chosen: Sized | None = None) -> Table:
-    """`than_jobs_per_h`: what the third column compares with."""
+    """Return a table of the sizes that were tried. The third column is relative to `than_jobs_per_h`."""
     table = Table(title=title)
     table.add_column("setting")
     for heading in ("jobs/h", "", "failed"):
@@ -186,7 +186,7 @@ def _said(one: Sized) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Log no failures: the simulation was told to have them."""
+    """Suppress the log of failures, because the simulation injects them on purpose."""
     logging.disable(logging.WARNING)
     try:
         yield

@@ -1,4 +1,4 @@
-"""`prorl-trio status`: the live state of a node as JSON."""
+"""`prorl-trio status`: print the live state of a node as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 @click.command()
 @connection_options
 def status(node: Node) -> None:
-    """Print the live state of a node as JSON. Jobs by stage, backends, sandboxes, sessions."""
+    """Print the live state of a node as JSON.
+
+    It contains jobs by stage, backends, sandboxes and sessions.
+    """
 
     async def work(client: RolloutClient) -> None:
         report = await client.status()

@@ -1,4 +1,4 @@
-"""`prorl-trio submit`: run rollouts on a node, and record them."""
+"""`prorl-trio submit`: run rollouts on a node and record them."""
 
 from __future__ import annotations
 
@@ -57,14 +57,17 @@ def submit(
     model: str,
     out: Path,
 ) -> None:
-    """Submit rollouts to a node, and record what comes back. It waits for all of them and prints a summary.
+    """Submit rollouts to a node and record their outcomes. Wait for all of them and print a summary.
 
-    Before anything is submitted, every row of a task file is read, and its gold answer is graded against itself. A file
-    with rows that cannot be used is refused as a whole, unless --skip-bad leaves them out. The node checks the same
-    when a task is submitted. It names the tasks that it rejects, and runs the others.
+    Before submitting, the command reads every row of the task file and grades each gold answer against itself. A file
+    with unusable rows is refused as a whole, unless --skip-bad omits these rows. The node repeats the check for each
+    submitted task. It reports the tasks that it rejects and runs all others.
 
-    Exit code: 0 all were completed, whatever their reward; 3 some were rejected or not completed, and it says why;
-    1 the node or the task file cannot be used.
+    \b
+    Exit codes:
+        0  every rollout completed, whatever its reward
+        1  the node or the task file cannot be used
+        3  some rollouts were rejected or did not complete; the reasons are printed
 
     \b
     Each line of a JSONL task file:

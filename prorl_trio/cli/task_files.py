@@ -1,4 +1,4 @@
-"""The task sets that commands are given, and what they print about rows that cannot be used."""
+"""The loading of task sets for commands, and the report of unusable rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ agent_option = click.option(
 def load_tasks(
     tasks: str, *, specs: Path | None, skip_bad: bool, limit: int | None, solutions: bool = False
 ) -> TaskSet:
-    """Load a set of tasks, and print to standard error which rows were left out.
+    """Load a task set and print the omitted rows to standard error.
 
     Raises:
         ConfigError: the set cannot be used, see `open_task_set`.

@@ -1,4 +1,4 @@
-"""`prorl-trio top`: a node's live state on a terminal, once or again and again."""
+"""`prorl-trio top`: show the live state of a node in a terminal, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ SORTS: Final = ("progress", "age", "stage", "turns")
 
 BAR_CELLS: Final = 20
 NARROW_COLUMNS: Final = 90
-"""A narrower terminal is not shown everything of a job."""
+"""A terminal narrower than this many columns shows fewer columns of the job table."""
 CHROME_LINES: Final = 3
-"""Lines of a table besides its rows: its head and a rule, and the line that says how many rows are left out."""
+"""Lines of a table other than its rows: the header, a rule, and the count of omitted rows."""
 _ORDER: Final = {name: index for index, name in enumerate(("eval", "ran", "run", "ready", "init", "queued"))}
 
 
 class TopOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`only_stuck`: no other jobs. `once`: one report, then end. `as_json`: one line of JSON a report."""
+    """Options of `top`.
+
+    `only_stuck` hides all other jobs, `once` prints one report and exits, `as_json` prints one line of JSON per report.
+    """
 
     sort: Sort = "progress"
     only_stuck: bool = False
@@ -49,16 +52,19 @@ class TopOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates:
-    """Jobs, turns and tokens per second between two reports; at first, since the node started."""
+    """Jobs, turns and tokens per second between two reports.
+
+    The first report covers the time since the node started.
+    """
 
     def __init__(self) -> None:
         self._last: Mapping[str, Any] = {}
         self._last_s = 0.0
 
     def update(self, report: Mapping[str, Any]) -> dict[str, float]:
-        """Return the growth of the totals since the report before, per second."""
+        """Return the growth of the totals per second since the previous report."""
         totals, now_s = _part(report, "totals"), float(report.get("uptime_s", 0.0))
-        if now_s < self._last_s:  # another node answers now
+        if now_s < self._last_s:  # a different node answers now
             self._last, self._last_s = {}, 0.0
         used_s = max(now_s - self._last_s, 1e-3)
         rates = {name: (value - self._last.get(name, 0)) / used_s for name, value in totals.items()}
@@ -69,7 +75,7 @@ class Rates:
 def render_top(
     report: Mapping[str, Any], rates: Mapping[str, float], options: TopOptions, width: int, height: int | None = None
 ) -> RenderableType:
-    """The whole report; with `height`, as many jobs as fit into so many lines."""
+    """Return the whole report. If `height` is given, it contains only as many jobs as fit into that many lines."""
     backends = _part(report, "backends").get("backends", [])
     sessions = {name: each for name, each in _part(report, "sessions").items() if _matters(each)}
     parts: list[RenderableType] = [_head(report, rates), _stages(report), _sandboxes(report)]
@@ -88,7 +94,7 @@ def render_top(
 
 
 def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Nodes differ in what they say of themselves."""
+    """Return one part of a report, or an empty mapping: not every node reports every part."""
     part = report.get(name)
     return part if isinstance(part, Mapping) else {}
 
@@ -129,9 +135,9 @@ def _sandboxes(report: Mapping[str, Any]) -> Text:
 
 
 def _backends(backends: list[Mapping[str, Any]]) -> RenderableType:
-    """Return a table of the node's own tasks and of each engine's whole load, with the errors below it.
+    """Return a table of the node's own tasks and the total load of each engine, followed by the errors.
 
-    Of a fleet's head, the table names the node of each backend.
+    For the head of a fleet, the table names the node of each backend.
     """
     node = ["node"] if any("node_id" in backend for backend in backends) else []
     table = _table("backend", *node, "state", "tasks", "ever", "running", "waiting", "KV")
@@ -170,14 +176,14 @@ def _sessions(sessions: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _matters(session: Mapping[str, Any]) -> bool:
-    """Somebody is there, or something is left. Whoever looked at the node once has a session, too."""
+    """Return whether to show a session: it has a connection, jobs or outcomes. Every visitor has a session."""
     return any(session.get(name) for name in ("connected", "running", "undelivered"))
 
 
 def _jobs(
     jobs: list[Mapping[str, Any]], left_out: int, options: TopOptions, width: int, rows: int | None
 ) -> RenderableType:
-    """The table of jobs. `left_out` of the queued ones are not in the report."""
+    """Return the table of jobs. `left_out` is the number of queued jobs that the report omits."""
     stuck = [job for job in jobs if job.get("stuck")]
     shown = sorted(stuck if options.only_stuck else jobs, key=lambda job: _key(job, options.sort))
     wide, programs = width >= NARROW_COLUMNS, any(job.get("agent") for job in jobs)
@@ -217,7 +223,7 @@ def _jobs(
 
 
 def _key(job: Mapping[str, Any], sort: Sort) -> tuple[Any, ...]:
-    """Stuck ones first, whatever the order, and last those that only wait for their turn: they are many, and quiet."""
+    """Return the sort key of a job. Stuck jobs always come first and queued jobs last."""
     by: dict[Sort, Any] = {
         "progress": -job.get("last_progress_s", 0.0),
         "age": -job.get("age_s", 0.0),
@@ -260,11 +266,11 @@ def _seconds(seconds: float) -> str:
     help="Seconds between two reports.",
 )
 def top(node: Node, **options: Any) -> None:
-    """Watch a node live, and what every job waits for. Ctrl-C ends it.
+    """Watch a node live, and see what every job is waiting for. Ctrl-C exits.
 
-    It shows stages, backends, sandboxes, sessions and jobs. Jobs that are stuck come first, marked with `!`, then
-    those at work, then those in the queue. `quiet` is how long nothing happened to a job. The lines below a job have
-    the other dialogues of its agent's program that wait.
+    The view shows stages, backends, sandboxes, sessions and jobs. Stuck jobs come first, marked with `!`, then active
+    jobs, then queued jobs. `quiet` is the time since the last event of a job. The lines below a job list the waiting
+    dialogues of its other agents.
     """
     chosen = TopOptions(**options)
     with suppress(KeyboardInterrupt):
@@ -272,9 +278,9 @@ def top(node: Node, **options: Any) -> None:
 
 
 async def run_top(status: Callable[[], Awaitable[Mapping[str, Any]]], console: Console, options: TopOptions) -> None:
-    """Show what `status` returns every `interval_s`, for ever or `once`.
+    """Show the result of `status` every `interval_s` seconds, until cancelled or `once`.
 
-    On a terminal that can do it the report stays in place, otherwise one follows the other.
+    On a capable terminal the report is updated in place. Otherwise reports follow one another.
     """
     rates = Rates()
     in_place = console.is_terminal and not console.is_dumb_terminal and not options.once and not options.as_json

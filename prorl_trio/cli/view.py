@@ -1,4 +1,4 @@
-"""`prorl-trio view`: recorded runs in a browser, or as one HTML file."""
+"""`prorl-trio view`: show recorded runs in a browser, or export them as one HTML file."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def view(
 ) -> None:
     """View recorded runs, evaluations and learning runs in a browser.
 
-    FOLDER is a run's folder, or one that has several below it. The address that is printed contains a secret: whoever
-    has it can read the runs. Ctrl-C ends the server.
+    FOLDER is the folder of a run, or a folder that contains several runs. The printed address contains a secret: anyone
+    with this address can read the runs. Ctrl-C stops the server.
     """
     if jobs and export is None:
         raise click.UsageError("--rollout needs --export")

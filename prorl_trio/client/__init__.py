@@ -1,4 +1,4 @@
-"""The trainer's side: a trio client, and a blocking one for trainers that do not know trio."""
+"""The trainer's side: a trio client, and a blocking client for trainers without trio."""
 
 from __future__ import annotations
 

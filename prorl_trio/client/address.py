@@ -79,11 +79,12 @@ class EndpointFile:
     async def read(self) -> list[Address]:
         """Return the addresses in the file, in the order in which to try them.
 
-        First the node's Unix socket, if the file names one that exists on this host and belongs to our own user; last,
-        and always, the WebSocket address. The node may have ended since. Reads in a worker thread.
+        The node's Unix socket comes first, if the file names one that exists on this host and belongs to the current
+        user. The WebSocket address is always last. The node may have stopped since it wrote the file. Reads in a worker
+        thread.
 
         Raises:
-            OSError: there is no such file, or it cannot be read.
+            OSError: the file does not exist or cannot be read.
             ProtocolError: the file was not written by a node.
         """
         return await trio.to_thread.run_sync(self._read, limiter=self._reading)
@@ -118,7 +119,7 @@ class HeadFile:
 
         Raises:
             OSError: no head has been started there, or its entry cannot be read.
-            ProtocolError: an address in it is not valid.
+            ProtocolError: an address in the entry is not valid.
         """
         entry = await self._entry()
         try:
@@ -128,7 +129,7 @@ class HeadFile:
             raise ProtocolError(f"the entry of {self} is not valid: {exc}") from None
 
     async def read_token(self) -> str:
-        """Return the token that the head has now.
+        """Return the head's current token.
 
         Raises:
             OSError: no head has been started there, or its entry cannot be read.

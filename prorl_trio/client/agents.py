@@ -1,4 +1,4 @@
-"""An agent of the trainer's own, in its process: it works on a rollout, and the policy answers it."""
+"""An agent that runs in the trainer's own process. It works on a rollout, and the policy answers its requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANCEL_S: Final = 10.0
 
 
 class AgentClient(Protocol):
-    """What an agent needs of a client."""
+    """The methods of a client that an agent needs."""
 
     async def submit(self, specs: Sequence[JobSpec]) -> list[Accepted | Rejected]:
         """See `RolloutClient.submit`."""
@@ -43,15 +43,15 @@ class OpenedAgent:
     """A rollout that waits for its agent. Made by `open_agent`.
 
     Attributes:
-        job_id: of its job.
-        urls: where the policy answers, by SDK: `openai` (Chat Completions and Responses), `anthropic`, `google`.
+        job_id: the id of the rollout's job.
+        urls: the policy's base URLs by SDK: `openai` (Chat Completions and Responses), `anthropic`, `google`.
         key: the API key.
-        model: the name that the model goes by.
-        env: the variables in which SDKs look for all of these.
-        messages: what is to be done, as the task's handler says it.
-        context_tokens: the most that a dialogue may have.
-        answer: to be set, for a task that wants one; None: what the policy said last.
-        reward: to be set by who grades the rollout itself; None: the task's handler does.
+        model: the model name that the agent requests.
+        env: the environment variables from which SDKs read these values.
+        messages: the task, as its handler phrases it.
+        context_tokens: maximum length of a dialogue.
+        answer: set this for a task that expects an answer; None: the policy's last message.
+        reward: set this if the agent grades the rollout itself; None: the task's handler grades it.
     """
 
     def __init__(
@@ -79,24 +79,24 @@ class OpenedAgent:
 
     @property
     def instruction(self) -> str:
-        """Return what is to be done, as one text."""
+        """Return the task as one text."""
         return "\n\n".join(message.content for message in self.messages)
 
 
 @asynccontextmanager
 async def open_agent(client: AgentClient, spec: JobSpec) -> AsyncIterator[OpenedAgent]:
-    """Submit a job, wait until it wants its agent, and be that agent in the block.
+    """Submit a job, wait until it needs its agent, and act as that agent in the block.
 
-    At the block's end the rollout is graded, and its outcome comes by `results` as any other. An exception in the
+    When the block ends, the rollout is graded, and `results` returns its outcome like any other. An exception in the
     block cancels the job.
 
     Args:
-        client: of the node that is to run it.
-        spec: the job; its `agent` is made external.
+        client: a client of the node that runs the job.
+        spec: the job; its `agent` is replaced by an external agent.
 
     Raises:
-        ServiceError: the job was refused, or it ended before; or the session is over.
-        NoAgentWanted: at the block's end, if the attempt has failed meanwhile, and the job is tried again.
+        ServiceError: the node refused the job, the job ended before it needed its agent, or the session is over.
+        NoAgentWanted: at the end of the block, if the attempt failed during the block and the job is retried.
     """
     if not (isinstance(spec.agent, AgentProgram) and spec.agent.external):
         spec = msgspec.structs.replace(spec, agent=AgentProgram(external=True))
@@ -110,7 +110,7 @@ async def open_agent(client: AgentClient, spec: JobSpec) -> AsyncIterator[Opened
         while opened is None:
             try:
                 opened = await client.operate(OpenAgent(job_id=spec.job_id, wait_s=WAIT_S))
-            except NoAgentWanted:  # it waits in a queue
+            except NoAgentWanted:  # the job is queued
                 await trio.lowlevel.checkpoint()
         agent = OpenedAgent(spec.job_id, **msgspec.structs.asdict(opened))
         yield agent

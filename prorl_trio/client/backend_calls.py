@@ -52,7 +52,7 @@ _SERVICE_ERRORS: Final = {
 
 
 class _Verb(Generic[P, AnswerT]):
-    """A method of a client that has it carry out the request of its arguments."""
+    """A method that has the node carry out the request made from its arguments."""
 
     def __init__(self, request: Callable[P, NodeRequest[AnswerT]]) -> None:
         self._request = request
@@ -76,9 +76,12 @@ class _Verb(Generic[P, AnswerT]):
 
 
 class _BackendVerbs:
-    """The operations on the pool of LLM backends, one line each, for clients of every kind. Jobs go on meanwhile.
+    """The operations on the pool of LLM backends, one line each, for clients of every kind.
 
-    Each method takes the fields of its request, a Struct of `prorl_trio.types.backends`, whose docstring it has.
+    Jobs continue during a change.
+
+    Each method takes the fields of its request, a Struct in `prorl_trio.types.backends`, and has the docstring of that
+    Struct.
     """
 
     list_backends = _Verb(ListBackends)
@@ -101,14 +104,14 @@ class BlockingBackendCalls(_BackendVerbs, abc.ABC):
 
     @abc.abstractmethod
     def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
-        """Have the node carry out a request: see `BackendCalls.operate`."""
+        """Have the node carry out a request. See `BackendCalls.operate`."""
 
 
 class BackendCalls(_BackendVerbs, abc.ABC):
     """The operations on the node's pool of LLM backends.
 
     Each method returns when the node has answered, and raises ServiceError when the session is over. A cancel withdraws
-    the request: it changes nothing, unless the node had carried it out before.
+    the request. The request then has no effect, unless the node had already carried it out.
 
     Attributes:
         weight_stores: the folders of the weights that `PolicyUpdate.load_state_dict` wrote.
@@ -125,7 +128,10 @@ class BackendCalls(_BackendVerbs, abc.ABC):
         """Send one request, made by `build` from its id, and return the node's answer."""
 
     async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
-        """Have the node carry out a request: what the other methods are made of. See the request for its errors."""
+        """Have the node carry out a request. The other methods are built on this one.
+
+        The request's docstring lists its errors.
+        """
         arguments = msgspec.Raw(msgspec.msgpack.encode(request))
         call = partial(CallBackends, operation=request.operation, arguments=arguments)
         answer = await self._ask(BackendsAnswer, lambda request_id: call(request_id=request_id))

@@ -1,4 +1,4 @@
-"""The blocking client, for trainers without trio: plain calls, from any thread, with or without an event loop."""
+"""The blocking client, for trainers without trio. Its methods can be called from any thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 JOIN_TIMEOUT_S: Final = 10.0
-"""Longest `close` waits for the client's thread; closing the connection takes less."""
+"""Maximum time in seconds that `close` waits for the client's thread. Closing the connection takes less."""
 R = TypeVar("R")
 P = ParamSpec("P")
 
@@ -44,15 +44,15 @@ T = TypeVar("T")
 
 
 class _Abandoned(Exception):
-    """Raised inside a block that is to be left as by an exception."""
+    """Raised inside a block that must be left as if by an exception."""
 
 
 class HostedBlock(Generic[T]):
-    """A block, entered by a task of its own. It holds no reference to the client whose loop it is in.
+    """A block that a task of its own enters. It holds no reference to the client whose loop it runs in.
 
     Attributes:
-        value: the block's; it is there once the block is entered.
-        error: the exception that ended it, if one did after it was entered.
+        value: the block's value; it is set once the block is entered.
+        error: the exception that ended the block after it was entered, if any.
     """
 
     value: T
@@ -65,7 +65,7 @@ class HostedBlock(Generic[T]):
         self._left = trio.Event()
 
     async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
-        """Be in the block until it is to be left. An exception before it is entered is raised, a later one is kept."""
+        """Stay in the block until `leave` is called. Raise an exception from entering the block; store a later one."""
         entered = False
         try:
             async with self._block as self.value:
@@ -84,7 +84,10 @@ class HostedBlock(Generic[T]):
             self._left.set()
 
     async def leave(self, *, abandon: bool) -> None:
-        """Leave the block, as by an exception if `abandon`, and return when it is left. Twice does no more."""
+        """Leave the block, as if by an exception if `abandon`, and wait until it is left.
+
+        Calling it again has no effect.
+        """
         self._abandoned = self._abandoned or abandon
         self._leave.set()
         await self._left.wait()
@@ -122,18 +125,19 @@ class BlockingClient(BlockingBackendCalls):
             for outcome in client.results():
                 ...
 
-    A private trio loop runs in a daemon thread: heartbeats and reconnects go on while the trainer computes, and no
-    event loop of the trainer's is touched. A method that is called inside an event loop blocks that loop until it
-    returns. All methods may be called from any thread, and raise what those of `RolloutClient` raise. A call
-    interrupted by Ctrl-C is withdrawn and loses nothing. A client that nobody closes ends with its last reference or
-    with the interpreter, which it does not keep from exiting; the outcome that `results` returned last is then not
-    acknowledged.
+    A private trio loop runs in a daemon thread. Heartbeats and reconnects therefore continue while the trainer
+    computes, and the trainer's own event loop is not touched. A method that is called inside an event loop blocks that
+    loop until it returns. All methods may be called from any thread, and raise the exceptions of the same method of
+    `RolloutClient`. A call that Ctrl-C interrupts is withdrawn without loss.
+
+    A client that is never closed ends with its last reference or with the interpreter, which it does not keep from
+    exiting. In that case the outcome that `results` returned last is not acknowledged.
 
     Args:
         url: see `connect`.
         token: see `connect`.
         session_id: see `connect`.
-        **options: the further keyword arguments of `connect`; with `fleet` it is a session on the head of a fleet.
+        **options: the other keyword arguments of `connect`. With `fleet`, the session is on the head of a fleet.
 
     Raises:
         ServiceError: as `connect`. The constructor blocks until the client is connected.
@@ -151,13 +155,13 @@ class BlockingClient(BlockingBackendCalls):
             raise
         self._cursor = self._client.cursor
         self.session_id = self._client.session_id
-        """Pass it to the constructor to come back to this session, also from another process."""
+        """Pass it to the constructor to resume this session, also from another process."""
 
     @property
     def cursor(self) -> int:
         """Return the cursor of the outcome that `results` returned last.
 
-        Save it with a checkpoint, and pass it as `resume_after` when you come back.
+        Save it with a checkpoint, and pass it as `resume_after` when resuming the session.
         """
         return self._cursor
 
@@ -166,10 +170,10 @@ class BlockingClient(BlockingBackendCalls):
     def results(
         self, count: int | None = None, *, timeout_s: float | None = None, follow: bool = False
     ) -> BlockingResults:
-        """Return an iterator over the outcomes; see `RolloutClient.results` for `count` and `follow`.
+        """Return an iterator over the outcomes. See `RolloutClient.results` for `count` and `follow`.
 
-        Several threads may iterate at once: each outcome goes to one of them. If the next outcome takes longer than
-        `timeout_s`, TimeoutError is raised; nothing is lost, and the iterator may be asked again.
+        Several threads may iterate at once; each outcome goes to one of these threads. If the next outcome takes longer
+        than `timeout_s`, the iterator raises TimeoutError. No outcome is lost, and iteration may continue.
         """
         return BlockingResults(self, count, timeout_s, follow=follow)
 
@@ -177,13 +181,13 @@ class BlockingClient(BlockingBackendCalls):
     status = _blocking(RolloutClient.status)
 
     def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
-        """Have the node carry out a request to its pool of LLM backends: see `RolloutClient.operate`."""
+        """Have the node carry out a request on its pool of LLM backends. See `RolloutClient.operate`."""
         answer: AnswerT = self._call(self._client.operate, request)
         return answer
 
     @contextmanager
     def open_agent(self, spec: JobSpec) -> Iterator[OpenedAgent]:
-        """Be a job's agent in the block; see `RolloutClient.open_agent`.
+        """Act as a job's agent in the block. See `RolloutClient.open_agent`.
 
         with client.open_agent(spec) as agent:
             answers = openai.OpenAI(base_url=agent.urls["openai"], api_key=agent.key)
@@ -209,7 +213,7 @@ class BlockingClient(BlockingBackendCalls):
             with client.policy_update("2") as update:
                 update.load_folder("/checkpoints/2")
 
-        An exception in the block, or a Ctrl-C, leaves the old version everywhere.
+        If the block raises an exception, or Ctrl-C interrupts it, every engine stays at the old version.
         """
         return BlockingPolicyUpdate(
             self,
@@ -217,18 +221,22 @@ class BlockingClient(BlockingBackendCalls):
         )
 
     def host(self, open_block: Callable[[RolloutClient], AbstractAsyncContextManager[T]]) -> Hosted[T]:
-        """Enter an async block over this client in its loop, and stay in it until `Hosted.leave`, or the client's end.
+        """Enter an async block over this client in its loop.
 
-        For what works in the background. Raises what entering raises.
+        Stay in it until `Hosted.leave`, or until the client is closed.
+
+        This is meant for background work. Raises the exceptions that entering the block raises.
         """
         block = HostedBlock(open_block(self._client))
         self._call(self._loop.start_hosted, block)
         return Hosted(self, block)
 
     def close(self) -> None:
-        """Acknowledge what `results` returned, close the connection and wait for the client's thread to end.
+        """Acknowledge the outcomes that `results` returned, close the connection and wait for the client's thread to
+        end.
 
-        Calls in progress raise ConnectionLost. Jobs go on. Closing twice, or in a forked process, does nothing.
+        Calls in progress raise ConnectionLost. Jobs continue. Closing the client again, or in a forked process, has no
+        effect.
 
         Raises:
             InternalError: the thread did not end within `JOIN_TIMEOUT_S`.
@@ -241,7 +249,7 @@ class BlockingClient(BlockingBackendCalls):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # After an exception the outcome given out last may not have been used: the session's next client gets it.
+        # After an exception the last returned outcome may be unused: the session's next client receives it again.
         self._close(acknowledge=exc_type is None)
 
     def _close(self, *, acknowledge: bool) -> None:
@@ -257,9 +265,11 @@ class BlockingClient(BlockingBackendCalls):
         self._loop.join()
 
     def _next(self, timeout_s: float | None, *, follow: bool) -> Outcome | None:
-        """Return the next outcome and move the cursor. None: nothing is outstanding, and all is acknowledged.
+        """Return the next outcome and advance the cursor.
 
-        Blocks until an outcome arrives. One thread at a time waits for the node; others wait for their turn.
+        Return None if nothing is outstanding and all is acknowledged.
+
+        Blocks until an outcome arrives. One thread at a time waits for the node; other threads wait for their turn.
 
         Raises:
             TimeoutError: neither the turn nor an outcome came within `timeout_s`.
@@ -269,7 +279,8 @@ class BlockingClient(BlockingBackendCalls):
             raise TimeoutError(f"no result within {timeout_s:g} s: another thread waited before")
         try:
             left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            # The cursor moves on this side, with the outcome in hand: an interrupted call is given the same one again.
+            # The cursor moves on this side once the outcome has arrived, so an interrupted call returns the same
+            # outcome again.
             arrived = self._call(partial(_next_within, follow=follow), self._client, self._cursor, left_s)
             if arrived is None:
                 return None
@@ -310,7 +321,7 @@ class BlockingPolicyUpdate:
     ) -> None:
         """Write tensors, have every engine load them, and wait for that. See `PolicyUpdate.load_state_dict`.
 
-        The tensors are taken in the caller's own thread, whose CUDA device and process group they may need.
+        The tensors are read in the caller's thread, because they may need its CUDA device and process group.
         """
         staged = self._client._call(partial(self._update.stage, folder, base=base, check=check))
         staged.write(state)
@@ -360,7 +371,7 @@ class BlockingResults:
             raise StopIteration
         outcome = self._client._next(self._timeout_s, follow=self._follow)
         if outcome is None:
-            self._left = 0  # an iterator that has ended stays so
+            self._left = 0  # an exhausted iterator stays exhausted
             raise StopIteration
         if self._left is not None:
             self._left -= 1
@@ -376,14 +387,14 @@ class Hosted(Generic[T]):
 
     @property
     def value(self) -> T:
-        """Return what the block gave when it was entered."""
+        """Return the value of the entered block."""
         return self._block.value
 
     def call(self, afn: Callable[..., Awaitable[R]], *args: object) -> R:
-        """Run `afn(*args)` in the loop and return its result. If an error has ended the block, raise that.
+        """Run `afn(*args)` in the loop and return its result. If an error has ended the block, raise that error.
 
         Raises:
-            ConnectionLost: the client, or the block, has ended.
+            ConnectionLost: the client or the block has ended.
         """
         try:
             return self._client._call(afn, *args)
@@ -392,9 +403,11 @@ class Hosted(Generic[T]):
             raise
 
     def leave(self, *, abandon: bool) -> None:
-        """Leave the block, as by an exception if `abandon`, and wait until it is left. Twice does no more.
+        """Leave the block, as if by an exception if `abandon`, and wait until it is left.
 
-        Raises what leaving raises, or what ended the block before.
+        Calling it again has no effect.
+
+        Raises the exception that leaving raises, or the exception that had ended the block.
         """
         with suppress(ConnectionLost):  # the client is closed, and the block with it
             self._client._call(partial(self._block.leave, abandon=abandon))
@@ -413,7 +426,9 @@ class _Loop:
         self._token: Future[trio.lowlevel.TrioToken] = Future()
         self._client: Future[RolloutClient] = Future()
         self._scope = trio.CancelScope()
-        self._calls: dict[trio.CancelScope, trio.Event] = {}  # those in progress; the event is set when one has ended
+        self._calls: dict[
+            trio.CancelScope, trio.Event
+        ] = {}  # calls in progress; the event is set when the call has ended
         self._thread = threading.Thread(target=self._run, name="prorl-trio client", daemon=True)
 
     def start(self) -> RolloutClient:
@@ -422,11 +437,11 @@ class _Loop:
         return self._client.result()
 
     def stop(self) -> None:
-        """Ask the loop to end, and return at once. May be called at any time, from any thread, and twice."""
+        """Ask the loop to end, and return at once. It may be called at any time, from any thread, and repeatedly."""
         self._token.add_done_callback(lambda token: _run_soon(token.result(), self._scope.cancel))
 
     def join(self) -> None:
-        """Wait until the thread has ended, which takes at most as long as a client needs to close its connection.
+        """Wait until the thread has ended. This takes no longer than a client needs to close its connection.
 
         Raises:
             InternalError: the thread still runs after `JOIN_TIMEOUT_S`.
@@ -436,12 +451,13 @@ class _Loop:
             raise InternalError(f"the client's thread did not end within {JOIN_TIMEOUT_S:g} s")
 
     def call(self, afn: Callable[..., Awaitable[T]], *args: object) -> T:
-        """Run `afn(*args)` in the loop and block until it ends; return its result, or raise its exception.
+        """Run `afn(*args)` in the loop and block until it ends. Return its result, or raise its exception.
 
-        A KeyboardInterrupt here cancels it there. No later call begins before the cancelled one has ended.
+        A KeyboardInterrupt in this thread cancels it in the loop. No later call begins before the cancelled call has
+        ended.
 
         Raises:
-            ConnectionLost: the loop has ended, or ends meanwhile.
+            ConnectionLost: the loop has ended, or ends during the call.
         """
         token, scope = self._token.result(), trio.CancelScope()
 
@@ -458,20 +474,23 @@ class _Loop:
 
         ended = capture(lambda: trio.from_thread.run(withdrawable, trio_token=token))
         if isinstance(ended, Error):
-            # It may be a KeyboardInterrupt of this thread: then nobody waits for the call any more.
+            # This may be a KeyboardInterrupt in this thread: then nothing waits for the call any more.
             _run_soon(token, scope.cancel)
             if isinstance(ended.error, trio.RunFinishedError) or only_cancelled(ended.error):
                 raise ConnectionLost("the client is closed")
         return ended.unwrap()
 
     async def _wait_for_withdrawn_calls(self) -> None:
-        await trio.lowlevel.checkpoint()  # a call that is withdrawn itself goes no further
+        await trio.lowlevel.checkpoint()  # do not start a call that is already withdrawn
         for scope, ended in list(self._calls.items()):
             if scope.cancel_called:
                 await ended.wait()
 
     async def start_hosted(self, block: HostedBlock[Any]) -> None:
-        """Have a block entered by a task of the loop; return when it is. Raises what entering raises."""
+        """Have a task of the loop enter a block, and return when it is entered.
+
+        Raises the exceptions that entering raises.
+        """
         await self._hosts.start(block.run)
 
     def call_sync(self, fn: Callable[..., T], *args: object) -> T:

@@ -1,4 +1,4 @@
-"""The trainer's client, for trio. Without trio, take `prorl_trio.client.BlockingClient`."""
+"""The trainer's client for trio. Without trio, use `prorl_trio.client.BlockingClient`."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ if TYPE_CHECKING:
 
 BATCH_BYTES: Final = 1024 * 1024
 BATCH_JOBS: Final = 1_000
-"""Limits of one `Submit` frame, in jobs and bytes; a larger submit is cut up. A frame has at least one job."""
+"""Limits of one `Submit` frame, in jobs and bytes. A larger submit is split. A frame has at least one job."""
 FRAME_OVERHEAD_BYTES: Final = 64
 """Upper bound of the bytes that `Submit` adds to its jobs."""
 ADMISSION_PATIENCE_S: Final = 600.0
-"""Longest `submit` goes on asking a node that has no room."""
+"""Maximum time in seconds that `submit` retries on a full node."""
 MIN_RETRY_S: Final = 0.02
 CLEAR_TIMEOUT_S: Final = 30.0
-"""For the removal of the weights' folders when the client is closed."""
+"""Time limit in seconds for removing the folders of weights when the client is closed."""
 MAX_CALLS: Final = 32
-"""Limit of one client's requests in flight; further ones wait for their turn."""
+"""Maximum number of a client's requests in flight. Further requests wait for their turn."""
 
 _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
@@ -106,7 +106,9 @@ class ObservedStream:
 
     @property
     def lost(self) -> int:
-        """Return the number of frames that were dropped so far, by the node and here, because nobody took them."""
+        """Return the number of frames dropped so far by the node and by this client, because they were not read in
+        time.
+        """
         return self._state.observed.lost
 
     def __aiter__(self) -> ObservedStream:
@@ -128,10 +130,10 @@ class ObservedStream:
 
 
 class RolloutClient(ResultCalls, BackendCalls):
-    """A trainer's session on one node. Made by `connect`; use it only in the trio loop it was made in.
+    """A trainer's session on one node. Made by `connect`. Use it only in the trio loop in which it was made.
 
-    A lost connection is opened again without the caller's help; calls in flight wait for it and are sent again. When
-    that fails for good, every call raises the reason (`ConnectionLost`, `SessionLost`, `SessionReplaced`, ...), and
+    The client reconnects automatically. Calls in flight wait for the new connection and are sent again. When
+    reconnecting fails for good, every call raises the reason (`ConnectionLost`, `SessionLost`, `SessionReplaced`, ...).
     `results` raises it after the outcomes that had arrived. A cancelled call may or may not have reached the node.
     """
 
@@ -150,12 +152,12 @@ class RolloutClient(ResultCalls, BackendCalls):
 
     @property
     def session_id(self) -> str:
-        """Return the session's id. Pass it to `connect` to come back, also from another process."""
+        """Return the session's id. Pass it to `connect` to resume the session, also from another process."""
         return self._state.session_id
 
     @property
     def session_state(self) -> ClientState:
-        """Return the session as this client knows it, for a client of several nodes."""
+        """Return this client's view of the session, for a client of several nodes."""
         return self._state
 
     @property
@@ -177,19 +179,18 @@ class RolloutClient(ResultCalls, BackendCalls):
         patience_s: float = ADMISSION_PATIENCE_S,
         attempts: Mapping[str, int] | None = None,
     ) -> list[Accepted | Rejected]:
-        """Submit jobs; return one answer per spec, in the order of `specs` (`index` is the position there).
+        """Submit jobs. Return one answer per spec, in the order of `specs` (`index` is the position there).
 
         An accepted job gets exactly one outcome, through `results`. A rejected job is not on the node: `code` and
-        `message` say why, `path` names the field, `retry_after_s` says when there may be room. A spec that was
-        submitted before does not run again: it is accepted as the job that is there.
+        `message` contain the reason, `path` names the field, and `retry_after_s` is the delay after which there may be
+        room. Submitting the same spec again does not run it again: the answer accepts the existing job.
 
-        A job for which the node has no room (`code` is `admission`) is submitted again when the node says so, for
-        `patience_s` in all; 0 takes the first answer. Often room is made only by the caller: another task must take
-        `results` meanwhile. Jobs are sent in batches. A cancel may leave some of them on the node; to submit the same
-        specs again is safe.
+        A job that a full node refuses (`code` is `admission`) is resubmitted when the node suggests, for at most
+        `patience_s` seconds in all. With 0 the first answer is final. Often only the caller frees capacity: another
+        task must consume `results` during the wait. Jobs are sent in batches. A cancel may leave some jobs on the node;
+        submitting the same specs again is safe.
 
-        `attempts` is for jobs that are moved here from a node that is lost: how many attempts of each have begun there,
-        by job id.
+        `attempts` is for jobs that are moved from a lost node: the number of attempts begun there, by job id.
 
         Raises:
             ServiceError: the session is over.
@@ -206,9 +207,9 @@ class RolloutClient(ResultCalls, BackendCalls):
         return [msgspec.structs.replace(answer, index=index) for index, answer in enumerate(answers)]
 
     async def check(self, specs: Sequence[JobSpec]) -> list[Rejected]:
-        """Return the answers for the jobs that the node would refuse, whatever room it has. Submits nothing.
+        """Return the answers for the jobs that the node would refuse regardless of its capacity. Submits nothing.
 
-        `index` is the job's position in `specs`. The node looks at handler, payload and gold answer.
+        `index` is the job's position in `specs`. The node checks handler, payload and gold answer.
 
         Raises:
             ServiceError: the session is over.
@@ -228,7 +229,10 @@ class RolloutClient(ResultCalls, BackendCalls):
     async def _submit_batch(
         self, batch: Sequence[tuple[str, msgspec.Raw]], deadline_s: float, attempts: Mapping[str, int]
     ) -> list[Accepted | Rejected]:
-        """Submit one frame's jobs, those without room again and again until the deadline; return their answers."""
+        """Submit the jobs of one frame and return their answers.
+
+        Retry the jobs that the full node refuses until the deadline.
+        """
         answers: dict[int, Accepted | Rejected] = {}
         waiting = list(range(len(batch)))
         while True:
@@ -246,33 +250,33 @@ class RolloutClient(ResultCalls, BackendCalls):
     def events(self) -> EventStream:
         """Return an iterator over the stage changes of this session's jobs, for people and progress bars.
 
-        Events may be lost: the node drops some under load, and this client drops the oldest when nobody takes them.
-        Ends with the session.
+        Events may be lost: the node drops some under load, and this client drops the oldest unread events. The iterator
+        ends with the session.
         """
         return EventStream(self._state)
 
     def observed(self) -> ObservedStream:
         """Return an iterator over stages and outcomes of other sessions' jobs, if `connect` asked to observe.
 
-        For display only: there is nothing to acknowledge. Frames may be lost: `ObservedStream.lost` counts those that
-        this client or the network was too slow for; those sent while the connection is lost are not counted. Ends with
-        the session.
+        The events are for display only: nothing needs to be acknowledged. Frames may be lost. `ObservedStream.lost`
+        counts the frames for which this client or the network was too slow, but not frames sent while disconnected. The
+        iterator ends with the session.
         """
         return ObservedStream(self._state)
 
     def open_agent(self, spec: JobSpec) -> AbstractAsyncContextManager[OpenedAgent]:
-        """Submit a job, wait until it wants its agent, and be that agent in the block.
+        """Submit a job, wait until it needs its agent, and act as that agent in the block.
 
             async with client.open_agent(spec) as agent:
                 answers = openai.AsyncOpenAI(base_url=agent.urls["openai"], api_key=agent.key)
                 ...
 
-        At the block's end the rollout is graded, by its handler or with `agent.reward`, and its outcome comes by
-        `results` as any other. An exception in the block cancels the job.
+        When the block ends, the rollout is graded by its handler or with `agent.reward`. `results` returns its outcome
+        like any other. An exception in the block cancels the job.
 
         Raises:
-            ServiceError: the job was refused, or it ended before; or the session is over.
-            NoAgentWanted: at the block's end, if the attempt has failed meanwhile, and the job is tried again.
+            ServiceError: the node refused the job, the job ended before it needed its agent, or the session is over.
+            NoAgentWanted: at the end of the block, if the attempt failed during the block and the job is retried.
         """
         return open_agent(self, spec)
 
@@ -289,27 +293,27 @@ class RolloutClient(ResultCalls, BackendCalls):
         session_id: str | None = None,
         everything: bool = False,
     ) -> Cancelled:
-        """Cancel jobs of this session, or of any session of the node; return when nothing of them is left there.
+        """Cancel jobs of this session, or of any session of the node. Return when they have stopped running.
 
-        Their outcomes come through the `results` of their own session, as any other. In the answer, `cancelled` lists
-        the jobs that had no outcome yet, `ended` the given ids that had one, and `unknown` those that are not known
-        there: never submitted, or ended and acknowledged.
+        The outcomes of the cancelled jobs come through the `results` of their own session, like any other. In the
+        answer, `cancelled` lists the jobs that had no outcome yet, and `ended` the given ids with an outcome. `unknown`
+        lists the ids that were never submitted there, or whose jobs ended and were acknowledged.
 
         Args:
             job_ids: jobs, by id.
-            reason: becomes the outcomes' `error`; if empty, it says who cancelled them.
-            group_id: cancel, too, all jobs of that group that have not ended.
-            tags: cancel, too, all jobs that have all these tags and have not ended.
+            reason: the `error` of the outcomes; if empty, the error names the canceller.
+            group_id: also cancel all jobs of this group that have not ended.
+            tags: also cancel all jobs that have all these tags and have not ended.
             whole_session: cancel all jobs of this session that have not ended.
-            ahead: remember unknown ids, and cancel them when they are submitted: for a cancel that may arrive before
-                the submit of another process.
-            on_node: jobs of any session are meant. All must hold that is given of `group_id`, `tags` and `session_id`.
-            session_id: with `on_node`: cancel, too, the jobs of that session that have not ended.
+            ahead: remember unknown ids, and cancel these jobs when they are submitted. Use it for a cancel that may
+                arrive before the submit of another process.
+            on_node: cancel jobs of any session. A job must match all of the given `group_id`, `tags` and `session_id`.
+            session_id: with `on_node`: also cancel the jobs of that session that have not ended.
             everything: with `on_node`: cancel all jobs of the node that have not ended.
 
         Raises:
             ServiceError: the session is over.
-            ValueError: arguments that are for a session go with `on_node`, or the other way round.
+            ValueError: the arguments mix options for this session with options for `on_node`.
         """
         if (whole_session or ahead) if on_node else (everything or session_id is not None):
             raise ValueError("whole_session and ahead are for a session; session_id and everything go with on_node")
@@ -335,10 +339,10 @@ class RolloutClient(ResultCalls, BackendCalls):
         return await self._ask(Cancelled, lambda i: Cancel(i, targets, reason, on_node))
 
     async def withdraw(self, job_ids: Sequence[str], reason: str, *, ended: bool = False) -> None:
-        """Cancel jobs of this session so that those which this ends have no outcome, and their ids are free again.
+        """Cancel jobs of this session without producing outcomes, so that their ids are free again.
 
-        For jobs that are submitted somewhere else. Submit none of them here before this has returned. `ended`: those
-        that have ended, and whose outcome is not acknowledged, are forgotten, too.
+        This is for jobs that are submitted elsewhere. Do not submit them here again before this call has returned. With
+        `ended`, jobs that have ended but are not acknowledged are forgotten as well.
 
         Raises:
             ServiceError: the session is over.
@@ -354,29 +358,31 @@ class RolloutClient(ResultCalls, BackendCalls):
         timeout_s: float = 600.0,
         max_idle_s: float | None = None,
     ) -> AbstractAsyncContextManager[PolicyUpdate]:
-        """Open a block that replaces the policy's weights: backends pause in it, and resume under `version` after it.
+        """Open a block that replaces the policy's weights.
+
+        Backends pause in the block, and resume under `version` after it.
 
             async with client.policy_update("2", mode="abort") as update:
                 await update.load_folder("/checkpoints/2")
 
-        In place of `load_folder`, `load_state_dict` takes tensors, or the block may move the weights by means of its
-        own. An exception in the block, a cancel, or an engine that fails, leaves the old version everywhere.
+        Instead of `load_folder`, `load_state_dict` accepts tensors, or the block may transfer the weights itself. If
+        the block raises an exception or is cancelled, or an engine fails, every engine stays at the old version.
 
         Args:
-            version: completions are recorded under it from the block's end on.
-            mode: the fate of completions in flight: `wait` for them; `abort` them, to be continued afterwards from the
-                tokens that were received; or `keep` them, to go on with the new weights.
-            timeout_s: limit for the pause, for each load, and for the way back to the old version.
-            max_idle_s: how long the block may take between two steps, as for training in it; None: `timeout_s`.
+            version: the name under which completions are recorded after the block.
+            mode: the handling of completions in flight: `wait` for them; `abort` them and continue them later from the
+                received tokens; or `keep` them and continue with the new weights.
+            timeout_s: limit in seconds for the pause, for each load, and for the rollback to the old version.
+            max_idle_s: maximum time in seconds between two steps of the block, such as for training in it; None:
+                `timeout_s`.
 
         Raises:
-            PolicyUpdateFailed: an engine could not be paused, failed to load, or says afterwards that it has other
-                weights.
-            WeightsRefused: the weights are not whole, or not of the model that the engines serve.
+            PolicyUpdateFailed: an engine could not be paused, failed to load, or reports different weights afterwards.
+            WeightsRefused: the weights are incomplete, or belong to a model that the engines do not serve.
             PauseTimeout: the pause took too long; nothing has changed.
             BackendsBusy: another pause or resume is running, or another trainer's update; nothing has changed.
-            UpdateRefused: the block ignored a load that failed; or the node has given the update up, as it heard
-                nothing of this client for `LEASE_S`, or the block took longer than `max_idle_s` without a step.
+            UpdateRefused: the block ignored a load that failed; or the node abandoned the update, because it received
+                nothing from this client for `LEASE_S`, or the block made no step within `max_idle_s`.
             ServiceError: the session is over.
         """
         return open_policy_update([self], version, mode=mode, timeout_s=timeout_s, max_idle_s=max_idle_s)
@@ -395,7 +401,7 @@ class RolloutClient(ResultCalls, BackendCalls):
         self._nursery.start_soon(run)
 
     def stop_background(self) -> None:
-        """Cancel what runs in the background."""
+        """Cancel the background tasks."""
         for scope in self._background:
             scope.cancel()
 
@@ -409,7 +415,7 @@ class RolloutClient(ResultCalls, BackendCalls):
         return msgspec.msgpack.decode(report.statistics, type=dict[str, Any])
 
     async def room(self) -> RoomReport:
-        """Return what the node could take of this session's jobs now. It reserves nothing.
+        """Return the number of this session's jobs that the node could accept now. It reserves nothing.
 
         Raises:
             ServiceError: the session is over.
@@ -442,7 +448,7 @@ class RolloutClient(ResultCalls, BackendCalls):
         return call.answer
 
     async def _call(self, call: Call[Any] | SubmitCall) -> None:
-        """Send `call` and wait until it is answered, over as many connections as it takes.
+        """Send `call` and wait until it is answered, over as many connections as necessary.
 
         Raises:
             ServiceError: the client failed before the answer was complete.
@@ -544,7 +550,7 @@ def _where(url: str | None, endpoint_file: str | PathLike[str] | None) -> Addres
 
 
 def _pages(job_ids: Sequence[str]) -> list[list[str]]:
-    """Return the ids in lists that fit into one frame each; one empty list if there are none."""
+    """Return the ids in lists that fit into one frame each, or one empty list for no ids."""
     starts = range(0, max(1, len(job_ids)), MAX_FRAME_JOBS)
     return [list(job_ids[start : start + MAX_FRAME_JOBS]) for start in starts]
 
@@ -560,12 +566,12 @@ def _check_jobs(jobs: list[msgspec.Raw], request_id: int) -> CheckJobs:
 def _tls_context(ca_file: str | PathLike[str] | None) -> ssl.SSLContext:
     try:
         return client_context(ca_file)
-    except OSError as exc:  # an SSLError is one
+    except OSError as exc:  # SSLError is a subclass
         raise ConfigError(f"tls_ca: {ca_file} cannot be used: {exc}") from exc
 
 
 def _retry_after_s(answer: Accepted | Rejected) -> float | None:
-    """Return in how many seconds to submit the job again; None: not at all."""
+    """Return the delay in seconds after which to submit the job again; None: do not retry."""
     return answer.retry_after_s if isinstance(answer, Rejected) and answer.code == AdmissionRejected.code else None
 
 

@@ -1,4 +1,4 @@
-"""The way in: a session on a node, or on the head of a fleet."""
+"""The functions that open a session, on a node or on the head of a fleet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prorl_trio.client.client import RolloutClient
 
 HEAD_POLL_S: Final = 0.2
-"""Interval at which a client looks for the entry of a head that is not there yet."""
+"""Interval in seconds at which a client polls for the missing entry of a head."""
 
 
 @asynccontextmanager
@@ -50,46 +50,46 @@ async def connect(
             async for outcome in client.results():
                 ...
 
-    Leaving the block without an exception acknowledges all that `results` has yielded; with an exception or a cancel,
-    the outcome yielded last is kept for the session's next client. Either way the connection is closed, within 2 s, and
-    jobs go on.
+    Leaving the block without an exception acknowledges all outcomes that `results` has yielded. After an exception or a
+    cancel, the last yielded outcome is kept for the session's next client. In both cases the connection is closed
+    within 2 s, and jobs continue.
 
-    With `fleet`, the session is on the head of the fleet in that folder (`prorl-trio fleet`), which is found by its
-    entry there, also after its next start, on another machine or port. Jobs go where there is room, those of a lost
-    node run on others as their next attempt, and each outcome comes once.
+    With `fleet`, the session is on the head of the fleet in that folder (`prorl-trio fleet`). The client finds the head
+    by its entry there, also after a restart on another machine or port. Jobs run where there is capacity. The jobs of a
+    lost node run on other nodes as their next attempt, and each outcome comes once.
 
     Args:
-        url: the node's address; `unix://` on its own host only.
-        token: the node's token. For a fleet it may be left out: it is in the head's entry.
-        endpoint_file: in place of `url`: the node's `listen.endpoint_file`. It is read again for every connection, so
+        url: the node's address; `unix://` only on the node's own host.
+        token: the node's token. It may be omitted for a fleet, because the head's entry contains it.
+        endpoint_file: instead of `url`: the node's `listen.endpoint_file`. It is read again for every connection, so
             that the client finds a node that was restarted on another port. On the node's own host, as the same user,
             the client uses the Unix socket.
-        fleet: in place of `url`: the folder of a fleet, the `fleet.dir` of its nodes.
-        session_id: a session to come back to; its outcomes that were never acknowledged come first. None: a new one.
-        resume_after: the `RolloutClient.cursor` of the last outcome that the caller has: the outcomes up to it are not
-            sent again, and are acknowledged.
-        connect_timeout_s: how long to try for the first connection.
-        reconnect_timeout_s: how long to try when a connection is lost. An error page of a proxy does not end the
+        fleet: instead of `url`: the folder of a fleet, the `fleet.dir` of its nodes.
+        session_id: a session to resume; its unacknowledged outcomes come first. None: a new session.
+        resume_after: the `RolloutClient.cursor` of the last outcome that the caller has. Outcomes up to it are
+            acknowledged and not sent again.
+        connect_timeout_s: time limit for the first connection, in seconds.
+        reconnect_timeout_s: time limit for reconnecting, in seconds. An error page of a proxy does not end the
             attempts.
         max_message_bytes: limit of one message in either direction; at most the limit in the node's configuration.
-        heartbeat_interval_s: how often to send a heartbeat.
-        heartbeat_timeout_s: after so long without any frame, the connection is lost.
-        tls_ca: for `wss://`, a PEM file with the certificates to trust; None: those of the system.
+        heartbeat_interval_s: interval between heartbeats, in seconds.
+        heartbeat_timeout_s: the connection counts as lost after this many seconds without any frame.
+        tls_ca: for `wss://`, a PEM file with the certificates to trust; None: the system's certificates.
         shared_memory: on the node's own host, map the node's token arrays instead of receiving them. The arrays of an
-            outcome are then views of the node's memory, which the node uses again once the outcome is acknowledged,
-            that is, when the next outcome is asked for: use them before, or keep `outcome.detached()`. After that,
-            `outcome.check()` and `pad_batch` raise StaleReference. Elsewhere, and with a fleet, this changes nothing.
-        max_unacked_outcomes: how many outcomes the node may send beyond the acknowledged ones. 0, or more than the
-            node's own limit: that limit.
-        max_unacked_bytes: the same limit in bytes; one outcome is sent whatever its size.
+            outcome are then views of the node's memory. The node reuses this memory once the outcome is acknowledged,
+            that is, when the next outcome is requested. Use the arrays before, or keep `outcome.detached()`. After
+            that, `outcome.check()` and `pad_batch` raise StaleReference. It has no effect elsewhere, or with a fleet.
+        max_unacked_outcomes: number of outcomes that the node may send beyond the acknowledged ones. 0, or a number
+            above the node's own limit: that limit.
+        max_unacked_bytes: the same limit in bytes. A single outcome is sent whatever its size.
         observe_all: show the jobs of all other sessions in `observed`.
         observe_group: show the other sessions' jobs of this group in `observed`.
 
     Raises:
         ConnectionLost: no connection within `connect_timeout_s`; or the fleet has no head.
-        Unauthorized: wrong token, or text that cannot be one. Calls of the client raise it, too, when the node's token
-            is replaced; a fleet's client without a `token` of its own takes the new one from the folder.
-        ProtocolError: the other side is no node, or a node of another version; its certificate is not trusted; or
+        Unauthorized: the token is wrong or malformed. Calls of the client raise it, too, when the node's token is
+            replaced. A fleet's client without a `token` of its own reads the new token from the folder.
+        ProtocolError: the other side is not a node, or is a node of another version; its certificate is not trusted; or
             `endpoint_file` was not written by a node.
         AdmissionRejected: the node has too many sessions.
         ConfigError: `tls_ca` cannot be used.
@@ -133,7 +133,7 @@ async def connect(
 
 
 async def _wait_token(head: HeadFile) -> str:
-    """Return the token of a fleet's head, as soon as one has been started."""
+    """Return the token of a fleet's head, as soon as a head has been started."""
     while True:
         try:
             return await head.read_token()

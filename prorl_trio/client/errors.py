@@ -8,7 +8,7 @@ from prorl_trio.types.errors import ServiceError
 class ConnectionLost(ServiceError):
     """The node could not be reached within the client's time limits, or the client is closed.
 
-    The session is not over: `connect` again with its `session_id` finds the jobs and their outcomes.
+    The session is not over: `connect` with its `session_id` finds the jobs and their outcomes.
     """
 
     code = "connection_lost"

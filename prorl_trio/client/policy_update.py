@@ -1,4 +1,4 @@
-"""The change of the policy's weights, as a block: used by `RolloutClient.policy_update`."""
+"""Updates of the policy's weights, as a block. Used by `RolloutClient.policy_update`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUSY_RETRY_S: Final = 0.1
-"""Pause between two tries of a resume, while the node still undoes a cancelled step before it."""
+"""Pause in seconds between two resume attempts, while the node still rolls back a cancelled step."""
 LEASE_S: Final = 60.0
-"""Time after which a node gives up the update of a trainer that it hears nothing of: longer than a connection takes to
-be made again as a rule."""
+"""Seconds without a message from the trainer after which a node abandons its update. Reconnecting
+usually takes less."""
 RENEWALS: Final = 3
 """Renewals within one lease."""
 CANNOT_LOAD: Final = (
@@ -66,16 +66,16 @@ async def open_policy_update(
     timeout_s: float = 600.0,
     max_idle_s: float | None = None,
 ) -> AsyncIterator[PolicyUpdate]:
-    """Pause the backends of several nodes for the block, and resume all with `version`, or none.
+    """Pause the backends of several nodes for the block. Resume all of them with `version`, or none.
 
         async with open_policy_update([client, other], "2") as update:
             await update.load_folder("/checkpoints/2")
 
-    Each step is carried out on all nodes at once, and fails if it fails on one. Before the first is resumed, the
-    engines of all have said that they have the new weights. Only a node that is lost at that very moment stays at the
-    former version, which it puts back by itself. See `RolloutClient.policy_update` for one node, arguments and errors.
+    Each step runs on all nodes at once, and fails if it fails on one node. The first node resumes only after all
+    engines have reported the new weights. Only a node that is lost at that very moment stays at the old version, which
+    it restores by itself. See `RolloutClient.policy_update` for one node, arguments and errors.
 
-    After an exception or a cancel, leaving blocks for up to `timeout_s` until the old version is back.
+    After an exception or a cancel, leaving blocks for up to `timeout_s` until the old version is restored.
     """
     update = PolicyUpdate(clients, version, mode=mode, timeout_s=timeout_s, max_idle_s=max_idle_s)
     try:
@@ -93,7 +93,7 @@ async def open_policy_update(
 class PolicyUpdate:
     """A change of the policy's weights while the backends are paused. See `RolloutClient.policy_update`.
 
-    The nodes give it up if the trainer is lost, or begins no step for `max_idle_s`.
+    The nodes abandon the update if the trainer is lost, or begins no step for `max_idle_s`.
 
     Attributes:
         report: the result of the last step for each backend; `undo` does not set it.
@@ -122,7 +122,7 @@ class PolicyUpdate:
         self._announced = False
         self._staged = False
         self._replaced = False
-        """Whole weights were moved, so that no engine has those before it."""
+        """Full weights were transferred, so the engines no longer have the previous ones."""
         self._written: Path | None = None
         self.report: UpdateReport | None = None
 
@@ -133,24 +133,27 @@ class PolicyUpdate:
         base: str | os.PathLike[str] | None = None,
         check: WeightCheck = "values",
     ) -> None:
-        """Have every engine replace its weights by those in `folder`, a path on a file system that all of them see.
+        """Have every engine replace its weights with the weights in `folder`, a path that all engines can read.
 
-        The folder is checked here first, from the headers of its safetensors files and their bytes: a node need not see
-        it. Its tensors must be those of the model that the engines serve: all of them, no others, with their shapes
-        and dtypes (an engine converts between float32, bfloat16 and float16), and without NaN and infinity; fields of
-        its `config.json` must agree. A tied output layer may be there or not; where it is not, engines on this host are
-        given it all the same, by a folder of links in /dev/shm: vLLM on a CPU has a copy that it renews by name alone.
+        This process first checks the folder, from the headers of its safetensors files and their bytes. A node need not
+        see it. The folder must contain exactly the tensors of the model that the engines serve, with the same shapes
+        and dtypes, and without NaN or infinity. Engines convert between float32, bfloat16 and float16. Fields of its
+        `config.json` must agree with the model's.
+
+        A tied output layer is optional. If it is missing, engines on this host receive it through a folder of links in
+        /dev/shm, because vLLM on a CPU has a copy that is only updated by name.
 
         Args:
             folder: has `model.safetensors`, or several such files, with or without an index.
-            base: the model to compare with. None: what the engines were started with, if that folder is visible here.
-            check: `headers` looks at no element (a model of 16 GB takes some 10 s); `none` checks nothing: for a folder
-                that engines see and this process does not.
+            base: the model to compare with. None: the model that the engines were started with, if its folder is
+                visible here.
+            check: `headers` reads no element values (reading takes some 10 s for a model of 16 GB). `none` checks
+                nothing: use it for a folder that this process cannot read.
 
         Raises:
-            WeightsRefused: the weights are not whole, or of another model; the message names the tensor. Or there is no
-                model to compare them with.
-            PolicyUpdateFailed: an engine failed, or offers no such load.
+            WeightsRefused: the weights are incomplete, or of another model; the message names the tensor. Or no model
+                to compare them with is visible.
+            PolicyUpdateFailed: an engine failed, or does not support this load.
         """
         path = await check_weights(folder, self._backends, base, check)
         linked = None
@@ -168,24 +171,27 @@ class PolicyUpdate:
         base: str | os.PathLike[str] | None = None,
         check: WeightCheck = "values",
     ) -> None:
-        """Write tensors to a folder that the engines see, and have every engine replace its weights by them.
+        """Write tensors to a folder that the engines can read, and have every engine replace its weights with these
+        tensors.
 
-        They are checked as `load_folder` does while they are written. The folder is removed when those of a later
-        version are in use, or this update is given up, or the client is closed; `store.AFTER_KILL_S` after a kill.
+        The tensors are checked like those of `load_folder` while they are written. The folder is removed when a later
+        version is in use, when this update is abandoned, or when the client is closed. After a kill, it is removed
+        `store.AFTER_KILL_S` later.
 
         Args:
-            state: names as in the model's own files, with torch tensors (of any device) or numpy arrays: a mapping, a
-                list of mappings, or an iterator of pairs, which a worker thread takes one at a time.
-            folder: the parent of the new folder, on a file system that all engines see. None: /dev/shm, where all
-                engines are on this host.
-            base: the model folder that configuration and tokenizer are copied from, and that the tensors are compared
-                with. None: what the engines were started with, if it is visible here.
+            state: names as in the model's own files, with torch tensors (of any device) or numpy arrays. It is a
+                mapping, a list of mappings, or an iterator of pairs. A worker thread reads an iterator one item at a
+                time.
+            folder: the parent of the new folder, on a file system that all engines see. None: /dev/shm, if all engines
+                are on this host.
+            base: the model folder from which configuration and tokenizer are copied, and with which the tensors are
+                compared. None: the model that the engines were started with, if its folder is visible here.
             check: see `load_folder`; `none` checks nothing.
 
         Raises:
-            WeightsRefused: the tensors are not those of the model; the disk is full; engines are on other hosts and
+            WeightsRefused: the tensors do not match the model; the disk is full; engines are on other hosts and
                 `folder` is not given; or no model folder is visible.
-            PolicyUpdateFailed: an engine failed, or offers no such load.
+            PolicyUpdateFailed: an engine failed, or does not support this load.
         """
         staged = await self.stage(folder, base=base, check=check)
         await trio.to_thread.run_sync(staged.write, state)
@@ -198,7 +204,9 @@ class PolicyUpdate:
         base: str | os.PathLike[str] | None = None,
         check: WeightCheck = "values",
     ) -> StagedWeights:
-        """Make the folder for `load_state_dict`, to be filled by `StagedWeights.write` in a thread of the caller's.
+        """Create the folder for `load_state_dict`.
+
+        The caller fills it with `StagedWeights.write` in a thread of its own.
 
         Raises:
             WeightsRefused: see `load_state_dict`.
@@ -207,7 +215,7 @@ class PolicyUpdate:
         return await stage_weights(self._stores, folder, self._backends, base, check)
 
     async def load_staged(self, staged: StagedWeights) -> None:
-        """Have every engine load what was written. Raises PolicyUpdateFailed: see `load_folder`."""
+        """Have every engine load the staged weights. Raises PolicyUpdateFailed, see `load_folder`."""
         self._written = staged.path
         await self._load(staged.path)
 
@@ -219,22 +227,23 @@ class PolicyUpdate:
         base: str | os.PathLike[str] | None = None,
         check: WeightCheck = "values",
     ) -> None:
-        """Have every engine sample with the LoRA adapter in `folder`, as `NAME-vVERSION`, when the block has ended.
+        """Have every engine sample with the LoRA adapter in `folder`, as `NAME-vVERSION`, once the block has ended.
 
-        The adapter before it is unloaded then. Keep its folder until that: a failed update goes back to it. The adapter
-        is checked here first, as `load_folder` checks weights: its tensors are pairs that fit the model's matrices.
-        Whole weights that are loaded later are used without an adapter. The mode of the update is not `keep`.
+        The previous adapter is then unloaded. Keep its folder until that point, because a failed update reverts to it.
+        This process first checks the adapter, as `load_folder` checks weights: its tensors must be pairs that fit the
+        model's matrices. Full weights that are loaded later are used without an adapter. The update's mode must not be
+        `keep`.
 
         Args:
-            name: of the adapter, the same in every version.
+            name: the adapter's name, the same in every version.
             folder: has `adapter_config.json` and `adapter_model.safetensors`, as PEFT writes them.
             base: see `load_folder`.
             check: see `load_folder`.
 
         Raises:
-            WeightsRefused: the adapter is not whole, or of another model; the message names the tensor.
-            PolicyUpdateFailed: an engine failed, or takes no adapters.
-            UpdateRefused: completions were kept in engines (`keep`): they would go on with the former adapter.
+            WeightsRefused: the adapter is incomplete, or of another model; the message names the tensor.
+            PolicyUpdateFailed: an engine failed, or does not support adapters.
+            UpdateRefused: completions were kept in engines (`keep`) and would continue with the previous adapter.
         """
         path = await check_adapter_weights(folder, self._backends, base, check)
         name = f"{name}-v{self._version}"
@@ -242,18 +251,20 @@ class PolicyUpdate:
 
     @asynccontextmanager
     async def transfer(self) -> AsyncIterator[None]:
-        """Open a block in which the trainer moves the weights to the engines itself: by NCCL, or the engines' own API.
+        """Open a block in which the trainer transfers the weights to the engines itself, by NCCL or the engines' own
+        API.
 
             async with update.transfer():
                 ...  # for vLLM: /start_weight_update, /update_weights, /finish_weight_update
 
-        The trainer also tells each engine the version (vLLM: `weight_version` of `/finish_weight_update`, or
-        `/update_weight_version`). When the block ends, each engine must say (`/weight_info`) that it has it. If the
-        block fails, or an engine says otherwise, every engine loads its former weights from their folder; one whose
-        folder is not known, as these were moved there, too, takes no tasks until it has weights again.
+        The trainer also sends the version to each engine (vLLM: `weight_version` of `/finish_weight_update`, or
+        `/update_weight_version`). When the block ends, each engine must report this version (`/weight_info`). If the
+        block fails, or an engine reports another version, every engine reloads its previous weights from their folder.
+        An engine whose previous weights were transferred as well has no such folder: it gets no tasks until it has
+        weights again.
 
         Raises:
-            PolicyUpdateFailed: an engine has not the weights of the version, or does not say.
+            PolicyUpdateFailed: an engine does not have the weights of the version, or does not report its version.
         """
         await self.begin_transfer()
         yield
@@ -284,11 +295,11 @@ class PolicyUpdate:
     async def finish(self) -> None:
         """Resume with the new version. If this raises, the caller must call `undo`.
 
-        A backend that fails to resume does not make this raise: it is logged, and named in `report`.
+        If a backend fails to resume, this does not raise: the failure is logged, and `report` names the backend.
 
         Raises:
-            PolicyUpdateFailed: an engine does not say that it has the new weights.
-            UpdateRefused: the block ignored a load that failed, or the nodes have given the update up.
+            PolicyUpdateFailed: an engine does not report the new weights.
+            UpdateRefused: the block ignored a load that failed, or the nodes have abandoned the update.
         """
         await self._step(ConfirmWeights(self._version, self._timeout_s, self._holder))
         self._announced = True
@@ -302,7 +313,7 @@ class PolicyUpdate:
     async def undo(self) -> None:
         """Resume with the old version and its weights. Does nothing if `begin` was not called or changed nothing.
 
-        Errors are logged, not raised. An engine that does not get its weights back is given no tasks until it has them.
+        Errors are logged, not raised. An engine that does not get its weights back receives no tasks until it has them.
         """
         if not self._begun:
             await trio.lowlevel.checkpoint()
@@ -328,7 +339,10 @@ class PolicyUpdate:
         await self._step(LoadWeights(str(folder), self._timeout_s, self._holder), CANNOT_LOAD)
 
     async def _step(self, request: NodeRequest[UpdateReport], not_offered: str = "") -> None:
-        """Carry a step out on all nodes; `not_offered` is why an engine fails that does not offer it, if it does."""
+        """Run a step on all nodes.
+
+        `not_offered` is the reason to report for an engine that does not support the step.
+        """
         self._in_step = True
         try:
             self.report = report = await self._all(request)
@@ -342,9 +356,11 @@ class PolicyUpdate:
             raise PolicyUpdateFailed(self._version, failed)
 
     async def _all(self, request: NodeRequest[UpdateReport], busy_s: float = 0.0) -> UpdateReport:
-        """Ask all nodes at once, and return their answers as one. Raises the first error, when all have answered.
+        """Send a request to all nodes at once, and merge their answers.
 
-        A node that is busy is asked again for `busy_s`.
+        Raises the first error when all nodes have answered.
+
+        A request to a busy node is retried for `busy_s` seconds.
         """
         give_up_s = trio.current_time() + busy_s
         answers: dict[int, UpdateReport] = {}
@@ -378,7 +394,10 @@ class PolicyUpdate:
         return await self._all(ResumeBackends(version, self._holder), busy_s=self._timeout_s)
 
     async def _renew(self) -> None:
-        """Renew the leases until the update is over. The nodes give it up where that fails, or no step comes."""
+        """Renew the leases until the update is over.
+
+        If this fails, or no step is made in time, the nodes abandon the update.
+        """
         with self._renewing:
             while True:
                 await trio.sleep(LEASE_S / RENEWALS)
@@ -391,12 +410,12 @@ class PolicyUpdate:
                     return
                 try:
                     await self._all(RenewUpdate(self._holder))
-                except ServiceError as exc:  # the next step says so, or the pause is still under way there
+                except ServiceError as exc:  # the next step reports it, or the node still pauses
                     logger.debug("the lease of the update to %s is not renewed: %s", self._version, exc)
 
 
 def _holder_name(version: str) -> str:
-    """Return a name for people that no other update has."""
+    """Return a readable name that no other update has."""
     return f"{socket.gethostname()[:60]} pid {os.getpid()} to version {version[:40]} ({uuid.uuid4().hex[:8]})"
 
 

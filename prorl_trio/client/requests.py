@@ -1,6 +1,6 @@
-"""Requests that wait for their answer. Pure state, but for one event each.
+"""Requests in flight. Pure state, except for one event per request.
 
-They outlive a connection: a new one sends them again, which is harmless, since job ids are idempotent.
+Requests outlive a connection: they are sent again over the next one. This is harmless because job ids are idempotent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Call(Generic[FrameT]):
     """A request of one frame with one answer; `build` makes the frame for a request id.
 
     Attributes:
-        withdrawable: on a cancel the node is told that nobody waits for the answer any more.
+        withdrawable: on a cancel, the node is notified that the answer is no longer needed.
     """
 
     def __init__(self, build: Callable[[int], RequestFrame], answer_type: type[FrameT]) -> None:
@@ -56,7 +56,7 @@ class Call(Generic[FrameT]):
 
     @property
     def complete(self) -> bool:
-        """Return True once the answer has come."""
+        """Return True once the answer has arrived."""
         return self.answer is not None
 
     def frame(self, request_id: int) -> RequestFrame:
@@ -95,7 +95,7 @@ class SubmitCall:
 
     @property
     def complete(self) -> bool:
-        """Return True once all answers have come."""
+        """Return True once all answers have arrived."""
         return not self._missing
 
     def frame(self, request_id: int) -> Submit:
@@ -109,17 +109,17 @@ class SubmitCall:
         )
 
     def take(self, answer: Answer) -> bool:
-        """Store the answer to one job; the last one wakes the caller. Return False if it had an answer before.
+        """Store the answer to one job; the last answer wakes the caller. Return False if the job already had an answer.
 
         Raises:
-            ProtocolError: the answer is of another type, or to no job of the frame sent last.
+            ProtocolError: the answer has another type, or does not belong to a job of the last frame.
         """
         if not isinstance(answer, Accepted | Rejected) or not 0 <= answer.index < len(self._sent):
             raise ProtocolError(f"got {answer!r}, which answers none of {len(self._sent)} jobs")
         return self._set(self._sent[answer.index], answer)
 
     def infer_accepted(self, job_id: str) -> None:
-        """Store `Accepted` as the answer for a job whose outcome has come but whose answer was lost.
+        """Store `Accepted` as the answer for a job whose outcome has arrived but whose answer was lost.
 
         Otherwise the job would be submitted again. Does nothing for other jobs.
         """
@@ -154,11 +154,11 @@ class Requests:
         return request_id
 
     def remove(self, request_id: int) -> None:
-        """Remove a call; an answer that comes later is ignored. Does nothing if it is not there."""
+        """Remove a call; a later answer is ignored. Does nothing if the call is not there."""
         self._calls.pop(request_id, None)
 
     def take(self, answer: Answer) -> bool:
-        """Hand an answer to its call. Return False if there is no such call, or it had this answer before.
+        """Pass an answer to its call. Return False if there is no such call, or if it already had this answer.
 
         Raises:
             ProtocolError: the answer does not fit the call.

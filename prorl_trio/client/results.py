@@ -24,7 +24,7 @@ _decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 
 
 class ResultCalls:
-    """A reader of the session's outcomes, in order, which acknowledges to the node those that the caller has used."""
+    """A reader of the session's outcomes, in order. It acknowledges the outcomes that the caller has used."""
 
     def __init__(self, state: ClientState) -> None:
         self._state = state
@@ -36,39 +36,41 @@ class ResultCalls:
     def cursor(self) -> int:
         """Return the cursor of the outcome that `results` yielded last.
 
-        Save it with a checkpoint, and pass it to `connect` as `resume_after` when you come back.
+        Save it with a checkpoint, and pass it to `connect` as `resume_after` when resuming the session.
         """
         return self._yielded
 
     @property
     def outstanding(self) -> bool:
-        """Return True if an outcome is still to come or to be taken; see `results`."""
+        """Return True if an outcome is still to arrive or to be consumed; see `results`."""
         return len(self._state.inbox) > 0 or self._state.outstanding
 
     def results(self, count: int | None = None, *, follow: bool = False) -> ResultStream:
         """Iterate over the outcomes, in the order in which jobs ended: `async for outcome in client.results()`.
 
-        Ends when nothing is outstanding, or after `count` outcomes if that is earlier. Outstanding are the jobs of this
-        session that the node accepted and whose outcome was not yielded, those of an earlier client of the session
-        among them, and those of a `submit` in progress; rejected jobs are not. If one task submits bit by bit while
-        another takes results, pass `follow=True`: then the iterator ends only after `count` outcomes, or never.
+        Ends when nothing is outstanding, or earlier after `count` outcomes. A job is outstanding if the node has
+        accepted it in this session and its outcome was not yielded. This includes jobs of an earlier client of the
+        session, and jobs of a `submit` in progress, but not rejected jobs. If one task submits step by step while
+        another consumes results, pass `follow=True`: the iterator then ends only after `count` outcomes, or never.
 
-        Asking for the next outcome acknowledges the ones before, and the node forgets them; so does leaving `connect`
-        without an exception. An outcome that was not acknowledged comes again after a crash, to a client with the same
-        `session_id`. Within this client's life each outcome comes once, whatever happens to connections, and however
-        often `results` is called. A cancel loses nothing.
+        Requesting the next outcome acknowledges the previous ones, and the node forgets them. Leaving `connect` without
+        an exception does the same. After a crash, unacknowledged outcomes are delivered again to a client with the same
+        `session_id`. Within this client's life each outcome is delivered once, regardless of reconnects and of the
+        number of `results` calls. A cancel loses nothing.
 
         Raises:
             trio.BusyResourceError: another task is waiting for an outcome of this client.
-            ServiceError: the session is over, and everything that had arrived has been yielded.
+            ServiceError: the session is over, and all outcomes that had arrived have been yielded.
         """
         return ResultStream(self, count, follow=follow)
 
     async def next_after(self, cursor: int) -> tuple[int, Outcome]:
-        """Acknowledge everything up to `cursor`; wait for the first outcome after it, return its cursor and itself.
+        """Acknowledge everything up to `cursor`, then wait for the first outcome after it.
 
-        Asked with the same cursor again, it returns the same outcome again: a cancel loses nothing. `results` is built
-        on it. Always a checkpoint.
+        Return its cursor and the outcome.
+
+        Calling it again with the same cursor returns the same outcome, so a cancel loses nothing. `results` is built on
+        it. Always a checkpoint.
 
         Raises:
             ServiceError: the session is over, and no outcome is left.
@@ -81,7 +83,7 @@ class ResultCalls:
             return arrived
 
     async def next_outstanding(self, cursor: int) -> tuple[int, Outcome] | None:
-        """Do as `next_after`, but return None as soon as nothing is outstanding; see `results`."""
+        """Like `next_after`, but return None as soon as nothing is outstanding; see `results`."""
         with self._only_reader():
             await trio.lowlevel.checkpoint()
             while (arrived := self.peek_after(cursor)) is None and self._state.outstanding:
@@ -89,10 +91,10 @@ class ResultCalls:
             return arrived
 
     def peek_after(self, cursor: int) -> tuple[int, Outcome] | None:
-        """Do as `next_after`, but return None instead of waiting.
+        """Like `next_after`, but return None instead of waiting.
 
-        If the outcome's tokens are gone from shared memory, ends the connection, so that the next one brings them
-        again, and returns None; raises ProtocolError at the second time.
+        If the outcome's tokens are gone from shared memory, close the connection and return None: the next connection
+        delivers them again. Raise ProtocolError the second time.
         """
         self.acknowledge(cursor)
         frame = self._state.inbox.first()
@@ -104,11 +106,11 @@ class ResultCalls:
         return frame.cursor, outcome
 
     async def next_batch(self, cursor: int, limit: int) -> list[tuple[int, Outcome]]:
-        """Do as `next_after`, but return all outcomes that are there, at most `limit`; wait for the first.
+        """Like `next_after`, but return all outcomes that have arrived, at most `limit`. Wait for the first one.
 
-        They own their memory, also with `shared_memory`. None of them counts as yielded before it is acknowledged: so
-        leaving `connect` does not acknowledge what the caller has not stored yet. For callers that know by themselves
-        which jobs they wait for, and submit them again: nothing is raised for those that a lost node has taken along.
+        The outcomes own their memory, even with `shared_memory`. They count as yielded only once they are acknowledged.
+        Leaving `connect` therefore does not acknowledge outcomes that the caller has not stored yet. This method is for
+        callers that track their own jobs and resubmit them: no error is raised for jobs that a lost node took with it.
 
         Raises:
             ServiceError: the session is over, and no outcome is left.
@@ -129,12 +131,16 @@ class ResultCalls:
                 await self._state.wait_changed()
 
     def _read_or_ask_again(self, frame: OutcomeFrame | OutcomeRefFrame, *, owned: bool = False) -> Outcome | None:
-        """Return the outcome; None if its tokens are gone from shared memory: then the next connection brings it."""
+        """Return the outcome.
+
+        Return None if its tokens are gone from shared memory; the next connection delivers it again.
+        """
         try:
             outcome = self._read(frame)
             return outcome.detached() if owned and isinstance(frame, OutcomeRefFrame) else outcome
         except StaleReference as exc:
-            # The node took its tokens back when an earlier connection of ours broke: it has them otherwise. Once.
+            # The node reclaimed the tokens when an earlier connection of ours broke, so it still has them. Ask again
+            # once.
             if frame.cursor == self._asked_again_for:
                 raise _unreadable(frame, exc) from None
             self._asked_again_for = frame.cursor
@@ -146,16 +152,16 @@ class ResultCalls:
             self._state.raise_failure()
 
     def acknowledge(self, cursor: int) -> None:
-        """Acknowledge the outcomes up to `cursor`, without waiting: the node may forget them.
+        """Acknowledge the outcomes up to `cursor` without waiting. The node may then forget them.
 
-        `results` does this by itself.
+        `results` does this automatically.
         """
         self._yielded = max(self._yielded, cursor)
         self._state.acknowledge(cursor)
 
     @contextmanager
     def _only_reader(self) -> Iterator[None]:
-        """Refuse a second task: it would get the outcome that the first one is about to get."""
+        """Refuse a second task: it would receive the outcome that the first task is about to receive."""
         if self._is_read:
             message = (
                 "another task waits for an outcome of this client; take them in one loop, and give them out from it"
@@ -200,7 +206,7 @@ class ResultStream:
         else:
             arrived = await client.next_outstanding(client.cursor)
         if arrived is None:
-            self._left = 0  # an iterator that has ended stays so
+            self._left = 0  # an exhausted iterator stays exhausted
             raise StopAsyncIteration
         if self._left is not None:
             self._left -= 1

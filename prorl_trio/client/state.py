@@ -51,29 +51,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LIST_REQUEST: Final = 0
-"""Request id of `ListJobs`; calls have ids above it."""
+"""Request id of `ListJobs`; calls have larger ids."""
 EVENTS_KEPT: Final = 1024
-"""Limit of the job events that nobody has taken yet; older ones are dropped."""
+"""Maximum number of unread job events. The oldest are dropped."""
 ADMISSION_RETRY_S: Final = 5.0
 ACK_DELAY_S: Final = 0.005
-"""Delay of an acknowledgement while more outcomes wait to be taken, so that one frame covers several."""
+"""Delay of an acknowledgement while more outcomes are queued, so that one frame covers several outcomes."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 # The shared memory arenas that a client has mapped.
 #
-# These are the arena of its node and that of the node's process before, whose outcomes may not be taken yet.
+# They are the arenas of the current node process and of the one before, whose outcomes may still be unread.
 
 ARENAS_KEPT: Final = 2
 
 KEPT_FRAMES: Final = 1024
 KEPT_BYTES: Final = 64 * 1024 * 1024
-"""Limit of the outcomes that nobody has taken yet; beyond it the oldest are dropped and counted, the last one never."""
+"""Maximum size of the unread frames in bytes. Beyond it the oldest are dropped and counted, but never the last one."""
 
 
 class Observed(NamedTuple):
-    """A stage change of another session's job, or its end: then `outcome` is set, and `detail` is its error."""
+    """A stage change of another session's job, or its end. At the end `outcome` is set, and `detail` is its error."""
 
     session_id: str
     job_id: str
@@ -103,7 +103,7 @@ class ObservedInbox:
             self.lost += 1
 
     def take(self) -> ObservedEvent | ObservedOutcome | None:
-        """Remove and return the oldest frame; None if there is none."""
+        """Remove and return the oldest frame; None if the queue is empty."""
         if not self._frames:
             return None
         frame = self._frames.popleft()
@@ -121,8 +121,8 @@ class Inbox:
     The node's limit on unacknowledged outcomes bounds its size.
 
     Attributes:
-        received: the cursor that arrived last: a new connection resumes after it.
-        left_out: how many cursors between those that arrived will not come.
+        received: the cursor that arrived last. A new connection resumes after it.
+        left_out: the number of skipped cursors that will not arrive.
         acked: the caller has acknowledged everything up to this cursor.
     """
 
@@ -137,10 +137,10 @@ class Inbox:
         return len(self._frames)
 
     def put(self, frame: OutcomeFrame | OutcomeRefFrame) -> bool:
-        """Add a frame at the end; return False, and change nothing, if its cursor had arrived before.
+        """Add a frame at the end. Return False, and change nothing, if its cursor had already arrived.
 
-        Cursors that the frame skips are counted in `left_out`: another client took those outcomes, or had the node give
-        them up. Those before the first frame were acknowledged by an earlier client, and are not counted.
+        Cursors that the frame skips are counted in `left_out`: another client received these outcomes, or had the node
+        drop them. Cursors before the first frame were acknowledged by an earlier client, and are not counted.
         """
         if frame.cursor <= self.received:
             return False
@@ -152,7 +152,7 @@ class Inbox:
         return True
 
     def acknowledge(self, cursor: int) -> bool:
-        """Remove everything up to `cursor` and move `acked` there; return False if it was there already."""
+        """Remove everything up to `cursor` and advance `acked` to it. Return False if `acked` was already there."""
         while self._frames and self._frames[0].cursor <= cursor:
             self._frames.popleft()
         if cursor <= self.acked:
@@ -161,14 +161,14 @@ class Inbox:
         return True
 
     def rewind(self) -> list[str]:
-        """Remove all frames, which the node will send again, and return the ids of their jobs."""
+        """Remove all frames, which the node will send again, and return their job ids."""
         dropped = [frame.job_id for frame in self._frames]
         self._frames.clear()
         self.received = self.acked
         return dropped
 
     def first(self) -> OutcomeFrame | OutcomeRefFrame | None:
-        """Return the oldest frame without removing it; None if there is none."""
+        """Return the oldest frame without removing it; None if the queue is empty."""
         return self._frames[0] if self._frames else None
 
     def after(self, cursor: int) -> list[OutcomeFrame | OutcomeRefFrame]:
@@ -186,9 +186,9 @@ class Inbox:
 
 
 class MappedArenas:
-    """The last `ARENAS_KEPT` arenas that were mapped; an older one is dropped when one is added.
+    """The last `ARENAS_KEPT` mapped arenas. Adding an arena drops the oldest.
 
-    An arena can still be read after the connection that mapped it has ended.
+    An arena remains readable after the connection that mapped it has ended.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class MappedArenas:
         return len(self._arenas)
 
     def add(self, arena: MappedArena) -> None:
-        """Add `arena`, in place of an earlier mapping of the same arena, if there is one."""
+        """Add `arena`, replacing any earlier mapping of the same arena."""
         others = [other for other in self._arenas if other.arena_id != arena.arena_id]
         self._arenas.clear()
         self._arenas.extend([*others, arena])
@@ -207,7 +207,7 @@ class MappedArenas:
         """Return the tokens of `ref` as views of the shared memory, without a copy.
 
         Raises:
-            StaleReference: the node uses that memory for something else by now, or the arena is not mapped here.
+            StaleReference: the node has reused that memory, or the arena is not mapped here.
             ProtocolViolation: `ref` was never valid in its arena.
         """
         for arena in self._arenas:
@@ -217,7 +217,7 @@ class MappedArenas:
 
 
 class ClientState:
-    """The state of a session in its client: inbox, calls in flight, and the present link, if there is one."""
+    """The client's state of a session: inbox, calls in flight, and the current link, if any."""
 
     def __init__(self, session_id: str, resume_after: int) -> None:
         self.session_id = session_id
@@ -233,9 +233,9 @@ class ClientState:
         """Cursor of the last acknowledgement sent over this link."""
         self._ack_waits = False
         self._awaited: set[str] = set()
-        """Accepted jobs of the session without an outcome, as far as this client knows."""
+        """Accepted jobs of the session without an outcome, to this client's knowledge."""
         self._listed: list[str] | None = None
-        """Job ids of the `JobList` pages so far; None: no list was asked for."""
+        """Job ids of the `JobList` pages so far; None: no list was requested."""
         self._submitting = 0
         self._changed = trio.Event()
 
@@ -248,23 +248,23 @@ class ClientState:
     def outstanding(self) -> bool:
         """Return True while an outcome may still arrive.
 
-        That is: a job was accepted and has no outcome, a submit is in progress, or the node's list of the session's
-        jobs has not come yet. Outcomes that have arrived do not count.
+        That is the case if an accepted job has no outcome, if a submit is in progress, or if the node's list of the
+        session's jobs has not arrived. Outcomes that have arrived do not count.
         """
         return bool(self._awaited) or self._listed is not None or self._submitting > 0
 
     @property
     def listing(self) -> bool:
-        """Return True while the node's list of the session's jobs is still to come."""
+        """Return True until the node's list of the session's jobs has arrived."""
         return self._listed is not None
 
     def awaited(self) -> set[str]:
-        """Return the accepted jobs of the session without an outcome, as far as this client knows."""
+        """Return the accepted jobs of the session without an outcome, to this client's knowledge."""
         return set(self._awaited)
 
     @contextmanager
     def submitting(self) -> Iterator[None]:
-        """Count a submit as in progress during the block: `outstanding` is True meanwhile."""
+        """Count a submit as in progress during the block, so that `outstanding` is True."""
         self._submitting += 1
         try:
             yield
@@ -273,7 +273,7 @@ class ClientState:
             self._notify()
 
     def opened(self, link: WebSocketLink[ServerFrame], welcome: SessionWelcome) -> None:
-        """Take a new link: send again all unanswered requests, then the acknowledgement.
+        """Start using a new link: send all unanswered requests again, then the acknowledgement.
 
         Raises:
             SessionLost: the node has forgotten jobs that it had accepted.
@@ -286,31 +286,31 @@ class ClientState:
             )
         self.welcome = self.welcome or welcome
         self.link = link
-        # Submits go first: an acknowledged job is forgotten, and submitting it once more would run it once more.
+        # Submits go first: acknowledging a job makes the node forget it, and a later submit would run it again.
         for frame in self.requests.frames():
             link.post(frame)
         self._ack_waits = False
         self._acked = self.inbox.acked
         link.post(Ack(cursor=self._acked))
-        # Whatever happened while there was no link, and whatever an earlier client of the session has left: the node
-        # knows whose outcomes are still to come.
+        # Only the node knows which outcomes are still to come: of jobs that ended while disconnected, and of earlier
+        # clients.
         self._listed = None
         if welcome.resumed:
             self._ask_for_list()
         self._notify()
 
     def lost(self) -> None:
-        """Forget the link, which has ended."""
+        """Forget the link that has ended."""
         self.link = None
 
     def take(self, frame: ServerFrame) -> None:
-        """Handle one frame from the node: store it, hand an answer to its call, wake those that wait.
+        """Handle one frame from the node: store it, pass an answer to its call, and wake the waiting tasks.
 
         Raises:
-            ServiceError: the frame ends the client: a refusal, or one that breaks the protocol.
+            ServiceError: the frame ends the client: it is a refusal, or it violates the protocol.
         """
         if isinstance(frame, OutcomeFrame | OutcomeRefFrame) and frame.cursor > self.inbox.received + 1:
-            self._ask_for_list()  # whose outcomes were left out will not come
+            self._ask_for_list()  # find the jobs whose outcomes will not arrive
         match frame:
             case OutcomeFrame() | OutcomeRefFrame():
                 left_out = self.inbox.left_out
@@ -358,7 +358,7 @@ class ClientState:
                 raise ProtocolError(f"{type(frame).__name__} is not expected after the handshake")
 
     def acknowledge(self, cursor: int) -> None:
-        """Acknowledge the outcomes up to `cursor`: drop them here, and have the link send it, if there is one.
+        """Acknowledge the outcomes up to `cursor`: drop them here, and send the acknowledgement over the link, if any.
 
         Does not wait. While more outcomes are in the inbox, the frame is sent `ACK_DELAY_S` later.
         """
@@ -371,12 +371,15 @@ class ClientState:
             self.link.wake()
 
     def next_ack(self) -> bytes | None:
-        """Return the newest acknowledgement, encoded, for an idle link; None if it is not new, or is delayed."""
+        """Return the newest acknowledgement, encoded, for an idle link.
+
+        Return None if it is already sent, or is delayed.
+        """
         ack = None if self._ack_waits else self._ack()
         return None if ack is None else _encode(ack)
 
     def ask_again(self, why: str) -> None:
-        """End the link, so that the next one brings again each outcome that is not acknowledged.
+        """Close the link, so that the next link delivers all unacknowledged outcomes again.
 
         Empties the inbox. `why` is the reason in the close frame.
         """
@@ -388,11 +391,11 @@ class ClientState:
         """Send the newest acknowledgement, then `frame`. Does nothing without a link: `opened` sends requests again."""
         if self.link is not None:
             if (ack := self._ack()) is not None:
-                self.link.post(ack)  # first: the frame may be about a job that was settled before
+                self.link.post(ack)  # first: the frame may be about an acknowledged job
             self.link.post(frame)
 
     def fail(self, failure: ServiceError) -> None:
-        """End the client with `failure` and wake everybody who waits. Only the first failure counts."""
+        """End the client with `failure` and wake all waiting tasks. Only the first failure counts."""
         if self.failure is None:
             self.failure = failure
             self.requests.wake_all()
@@ -406,7 +409,7 @@ class ClientState:
     async def wait_changed(self) -> None:
         """Wait for the next outcome, event, connection or failure.
 
-        The caller must look at the state before, and again afterwards.
+        The caller must check the state before the call, and again afterwards.
         """
         await self._changed.wait()
 

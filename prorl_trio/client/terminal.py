@@ -1,4 +1,4 @@
-"""The one way to a terminal: text from others, such as ids or a policy's output, cannot send it control codes."""
+"""The only output path to a terminal. It escapes control codes in untrusted text such as ids or a policy's output."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Console(rich.console.Console):
-    """A console of rich's that prints only what is `printable`, whatever it is given; styles are its own."""
+    """A rich console that prints only `printable` text, whatever its input. Its own styles remain."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render an object into segments, of which the text is printable."""
+        """Render an object into segments with printable text."""
         for segment in super().render(renderable, options):
             if segment.control or (segment.text.isascii() and segment.text.isprintable()):
                 yield segment
@@ -41,6 +41,6 @@ def say(text: object, *, err: bool = False, color: str | None = None) -> None:
 
 
 def say_json(value: Any) -> None:
-    """Print `value` as indented JSON; what a terminal would not show is escaped in it."""
+    """Print `value` as indented JSON, with unprintable characters escaped."""
     encoded = value if isinstance(value, bytes) else msgspec.json.format(msgspec.json.encode(value), indent=2)
     click.echo(printable_json(encoded.decode()))

@@ -1,4 +1,4 @@
-"""The connections of a client: one link after another, until the client is closed or has to give up."""
+"""The connections of a client: one link after another, until the client is closed or gives up."""
 
 from __future__ import annotations
 
@@ -43,21 +43,24 @@ MAX_DELAY_S: Final = 5.0
 ATTEMPT_TIMEOUT_S: Final = 10.0
 
 PASSING_STATUSES: Final = frozenset({429, 502, 503, 504})
-"""HTTP statuses by which a proxy says that its server is not there at the moment. Before the first session all others
-mean that no node is behind the address. Once a session was open, whatever answers may be gone a moment later."""
+"""HTTP statuses by which a proxy reports that its server is temporarily unavailable. Before the first session, any
+other status means that the address is not a node's. Once a session was open, any other server at the address may go
+away."""
 
 _decode = msgspec.msgpack.Decoder(ServerMessage).decode
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """Time limits: `connect_timeout_s` for the first connection, `reconnect_timeout_s` for each later one."""
+    """Time limits in seconds: `connect_timeout_s` for the first connection, `reconnect_timeout_s`
+    for each later one.
+    """
 
     connect_timeout_s: float
     reconnect_timeout_s: float
 
 
 class Transport:
-    """The connection of one client, opened again when it is lost.
+    """The connection of one client. It is reopened when it is lost.
 
     `run` is one task of the client's nursery; `close` ends it. Frames and failures go to `state`.
     """
@@ -76,9 +79,9 @@ class Transport:
     ) -> None:
         """Store the settings; `run` connects.
 
-        `hello` opens each connection, with the cursor of that moment. `tls` is needed where the address is secure.
-        `shared_memory`: map the node's arena, if possible. `read_token` returns the node's present token: it is called
-        when the node refuses the one that opened the session, because it may have been replaced.
+        `hello` opens each connection, with the cursor of that moment. `tls` is needed for secure addresses. With
+        `shared_memory`, map the node's arena if possible. `read_token` returns the node's current token. It is called
+        when the node refuses the session's original token, because the token may have been replaced.
         """
         self._where = where
         self._tls = tls
@@ -90,13 +93,14 @@ class Transport:
         self._patience = patience
         self._scope = trio.CancelScope(shield=True)
         self._useful = False
-        """True if the present link is the first, has brought a frame, or has lasted: patience starts anew after it."""
+        """True if the current link is the first, has received a frame, or has lasted a while: patience then starts
+        anew."""
 
     async def run(self) -> None:
-        """Stay connected. Returns after `close`, or when `state` has failed; a failure to connect goes to `state`.
+        """Stay connected. Returns after `close`, or when `state` has failed. A failure to connect goes to `state`.
 
-        Shielded, so that a cancelled client still closes its connection: the caller must call `close`, which sets a
-        deadline.
+        It is shielded, so that a cancelled client still closes its connection. The caller must call `close`, which sets
+        a deadline.
         """
         with self._scope:
             try:
@@ -115,7 +119,7 @@ class Transport:
         self._state.fail(ConnectionLost("the client is closed"))
 
     def _hint(self, met: bool) -> str:
-        """Return what to look at where something listened and `met` the client, but did not talk as a node does."""
+        """Return a hint for a server that accepted the client (`met`) but did not behave like a node."""
         plain = isinstance(self._where, Address) and not (self._where.secure or self._where.unix_path)
         return " if it has a certificate, its address is wss://" if met and plain else ""
 
@@ -128,7 +132,7 @@ class Transport:
             try:
                 why = await self._connect_once(deadline_s)
             except trio.TooSlowError:
-                # An attempt that our patience cut short knows less than the one before.
+                # An attempt that our own time limit cut short knows less than the attempt before.
                 why = why if why and trio.current_time() >= deadline_s else "no answer in time"
             except (LinkClosed, OSError) as exc:
                 why, met = str(exc), isinstance(exc, LinkClosed)
@@ -149,18 +153,18 @@ class Transport:
             logger.log(level, "no connection to %s, trying again: %s", self._where, why)
             sleep_s = delay_s * random.uniform(0.5, 1.0)
             await trio.sleep(sleep_s)
-            # If this process was suspended, it could not try meanwhile: that time is not taken from its patience.
+            # Time during which this process was suspended does not count: it could not reconnect.
             deadline_s += max(0.0, trio.current_time() - now_s - sleep_s - LATE_S)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     async def _connect_once(self, deadline_s: float) -> str:
-        """Open one link and serve it until it ends. Return why it ended, if another is worth trying.
+        """Open one link and serve it until it ends. Return why it ended, if a retry makes sense.
 
         Raises:
-            ServiceError: another link is not worth trying.
+            ServiceError: a retry makes no sense.
             LinkClosed: the link could not be opened.
-            HandshakeAnswered: something else than a node answered, while a node may come back there.
-            OSError: the address could not be reached, or the endpoint file not be read.
+            HandshakeAnswered: another server answered, but a node may return at this address.
+            OSError: the address could not be reached, or the endpoint file could not be read.
             trio.TooSlowError: the attempt took too long.
         """
         with trio.fail_at(min(deadline_s, trio.current_time() + ATTEMPT_TIMEOUT_S)):
@@ -176,7 +180,7 @@ class Transport:
         except ProtocolViolation as exc:
             if self._state.welcome is None:
                 raise ProtocolError(f"{address}: {exc}") from None
-            raise LinkClosed(CloseCode.PROTOCOL_ERROR, str(exc)) from None  # another server has the address for now
+            raise LinkClosed(CloseCode.PROTOCOL_ERROR, str(exc)) from None  # another server currently has the address
         except HandshakeAnswered as exc:
             if self._state.welcome is None and exc.status not in PASSING_STATUSES:
                 raise ProtocolError(f"{address}: not a node: {exc}") from None
@@ -186,8 +190,8 @@ class Transport:
         """Return `stream` with TLS.
 
         Raises:
-            ProtocolViolation: the handshake failed before the first session: a wrong address or certificate.
-            LinkClosed: it failed later, which is worth another try.
+            ProtocolViolation: the handshake failed before the first session: the address or certificate is wrong.
+            LinkClosed: the handshake failed later, so a retry makes sense.
         """
         assert self._tls is not None
         try:
@@ -209,7 +213,7 @@ class Transport:
         return frame
 
     async def _refused(self, frame: SessionRefused) -> ServiceError | LinkClosed:
-        """Return the error for a refusal. `LinkClosed`: another attempt is worth it, with a new token."""
+        """Return the error for a refusal. `LinkClosed` means that a retry with a new token makes sense."""
         error = refusal(frame)
         if not isinstance(error, Unauthorized) or self._state.welcome is None:
             return error
@@ -295,6 +299,6 @@ async def _open_stream(address: Address) -> trio.abc.Stream:
         cause = exc.__cause__
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[-1]
-        if isinstance(cause, OSError) and cause.errno:  # `exc` only says that all attempts failed
+        if isinstance(cause, OSError) and cause.errno:  # `exc` only reports that all attempts failed
             raise OSError(f"{exc}: {os.strerror(cause.errno)}") from exc
         raise
