@@ -232,8 +232,7 @@ class BlockingClient(BlockingBackendCalls):
         return Hosted(self, block)
 
     def close(self) -> None:
-        """Acknowledge the outcomes that `results` returned, close the connection and wait for the client's thread to
-        end.
+        """Acknowledge the outcomes that `results` returned, close the connection and wait for the client's thread.
 
         Calls in progress raise ConnectionLost. Jobs continue. Closing the client again, or in a forked process, has no
         effect.
@@ -426,9 +425,7 @@ class _Loop:
         self._token: Future[trio.lowlevel.TrioToken] = Future()
         self._client: Future[RolloutClient] = Future()
         self._scope = trio.CancelScope()
-        self._calls: dict[
-            trio.CancelScope, trio.Event
-        ] = {}  # calls in progress; the event is set when the call has ended
+        self._calls: dict[trio.CancelScope, trio.Event] = {}  # calls in progress; the event is set at a call's end
         self._thread = threading.Thread(target=self._run, name="prorl-trio client", daemon=True)
 
     def start(self) -> RolloutClient:

@@ -106,9 +106,7 @@ class ObservedStream:
 
     @property
     def lost(self) -> int:
-        """Return the number of frames dropped so far by the node and by this client, because they were not read in
-        time.
-        """
+        """Return the number of frames that the node and this client dropped because they were not read in time."""
         return self._state.observed.lost
 
     def __aiter__(self) -> ObservedStream:

@@ -171,8 +171,7 @@ class PolicyUpdate:
         base: str | os.PathLike[str] | None = None,
         check: WeightCheck = "values",
     ) -> None:
-        """Write tensors to a folder that the engines can read, and have every engine replace its weights with these
-        tensors.
+        """Write tensors to a folder that the engines can read, and have every engine load them.
 
         The tensors are checked like those of `load_folder` while they are written. The folder is removed when a later
         version is in use, when this update is abandoned, or when the client is closed. After a kill, it is removed
@@ -251,8 +250,7 @@ class PolicyUpdate:
 
     @asynccontextmanager
     async def transfer(self) -> AsyncIterator[None]:
-        """Open a block in which the trainer transfers the weights to the engines itself, by NCCL or the engines' own
-        API.
+        """Open a block in which the trainer itself transfers the weights, by NCCL or the engines' own API.
 
             async with update.transfer():
                 ...  # for vLLM: /start_weight_update, /update_weights, /finish_weight_update

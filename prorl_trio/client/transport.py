@@ -51,9 +51,7 @@ _decode = msgspec.msgpack.Decoder(ServerMessage).decode
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """Time limits in seconds: `connect_timeout_s` for the first connection, `reconnect_timeout_s`
-    for each later one.
-    """
+    """Time limits in seconds for the first connection and for each reconnect."""
 
     connect_timeout_s: float
     reconnect_timeout_s: float
