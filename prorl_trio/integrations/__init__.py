@@ -1,1 +1,1 @@
-"""Adapters for the trainers that people use: each is the seam of one of them over a node."""
+"""Adapters that connect existing trainers to a node."""

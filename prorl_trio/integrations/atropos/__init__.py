@@ -1,4 +1,4 @@
-"""Atropos: rollouts of a node as one of the environments whose groups a trainer takes from Atropos' API server."""
+"""Atropos: a node's rollouts as an environment, whose groups a trainer reads from Atropos' API server."""
 
 from __future__ import annotations
 

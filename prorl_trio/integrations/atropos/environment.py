@@ -1,4 +1,4 @@
-"""An environment of Atropos: registered at its API server, to which it sends groups of rollouts."""
+"""An Atropos environment that sends groups of rollouts to the API server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 REQUEST_TIMEOUT_S: Final = 60.0
-"""Time for one request. A server in the middle of serving a large batch answers nobody else."""
+"""Time limit in seconds for one request. The server answers nothing else while it serves a large batch."""
 POLL_S: Final = 0.5
-"""Interval of asking the server: it tells nothing by itself."""
+"""Polling interval in seconds. The server sends no notifications."""
 MAX_TRIES: Final = 6
 MIN_BACKOFF_S: Final = 0.5
 CLOSE_TIMEOUT_S: Final = 5.0
@@ -35,23 +35,23 @@ _JSON: Final = (("Content-Type", "application/json"),)
 T = TypeVar("T")
 
 MASKED: Final = -100
-"""`ScoredData.masks` of tokens that are not trained on; of the others it has the token ids."""
+"""`ScoredData.masks` of tokens that are not trained on. All other tokens have their token id."""
 NOT_SAMPLED: Final = 1.0
-"""`ScoredData.inference_logprobs` of tokens that the policy did not sample: no log-probability is above 0."""
+"""`ScoredData.inference_logprobs` of tokens that the policy did not sample. No real log-probability is above 0."""
 
 
 class ScoredData(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of atroposlib's model of this name that a group of n rollouts fills; n rows of T_i tokens.
+    """The fields of atroposlib's model of this name that a group of n rollouts fills: n rows of T_i tokens.
 
     Attributes:
-        tokens: ids.
-        masks: the id of each token that is trained on, `MASKED` for the others.
-        scores: the reward of each row's rollout. The trainer makes advantages of them.
-        inference_logprobs: natural logarithms, exactly as the engine gave them; `NOT_SAMPLED` elsewhere.
+        tokens: token ids.
+        masks: the id of each token that is trained on, `MASKED` for all others.
+        scores: the reward of each row's rollout. The trainer computes advantages from these scores.
+        inference_logprobs: natural logarithms, exactly as the engine returned them; `NOT_SAMPLED` elsewhere.
         generation_params: `temperature`, by which a trainer divides its logits to compare log-probabilities.
-        overrides: of each row: `job_id`, and the `policy_versions` that sampled it.
-        group_overrides: `group_id`, and `part`: the number of these rows among those of the group.
-        env_id: as the server registered the environment.
+        overrides: for each row: `job_id`, and the `policy_versions` that sampled it.
+        group_overrides: `group_id`, and `part`: the number of this part within the group.
+        env_id: the environment's id at the server.
     """
 
     tokens: list[list[int]]
@@ -67,15 +67,16 @@ class ScoredData(msgspec.Struct, frozen=True, kw_only=True):
 def scored_data(group: Group, env_id: int) -> list[ScoredData]:
     """Return the rows of a group: one part of n rows, or as many parts as its longest trajectory has segments.
 
-    The server packs batches out of groups of equal size, and a trainer compares the scores within one. So each part has
-    n rows and all n scores; where a rollout has no further segment, its row is the first one again, all masked: it
-    weighs nothing. The row of one that was spoilt before its first token is the first of another rollout, all masked.
+    The server packs batches out of groups of equal size, and a trainer compares the scores within one group. So each
+    part has n rows and all n scores. Where a rollout has no further segment, its first row is repeated, fully masked,
+    so that it has no weight. A rollout that was spoilt before its first token repeats another rollout's first row,
+    fully masked.
 
     Raises:
-        ConfigError: the log-probabilities are not of the distribution that was sampled from (raw ones, with a
-            temperature other than 1, `top_p` or `top_k`), or rows were sampled with different temperatures.
-        ValueError: a rollout has no reward, or none of the group has tokens. A group of the sampler never is such.
-        StaleReference: the outcomes' arrays were memory of the node's, which took it back.
+        ConfigError: the log-probabilities do not belong to the distribution that was sampled (raw log-probabilities
+            with a temperature other than 1, `top_p` or `top_k`), or rows were sampled with different temperatures.
+        ValueError: a rollout has no reward, or the whole group has no tokens. The sampler never returns such a group.
+        StaleReference: the outcomes' arrays were memory of the node, which has reused it.
     """
     segments = [_segments(outcome) for outcome in group.outcomes]
     some = [segment for rollout in segments for segment in rollout]
@@ -127,7 +128,10 @@ def _logprobs(segment: Segment, *, trained: bool) -> list[float]:
 
 
 def _temperature(group_id: str, segments: list[Segment]) -> float:
-    """Return the one temperature of all spans, whose log-probabilities are those of the distribution sampled from."""
+    """Return the one temperature of all spans.
+
+    Their log-probabilities must belong to the distribution that was sampled.
+    """
     spans = [span for segment in segments for span in segment.spans if span.constraint is None]
     for span in spans:
         changed = span.temperature != 1.0 or span.top_p != 1.0 or span.top_k > 0
@@ -145,7 +149,7 @@ def _temperature(group_id: str, segments: list[Segment]) -> float:
 
 
 class _Registered(msgspec.Struct):
-    """The answer of `POST /register-env`; `status` is not `success` before the trainer has asked for a batch."""
+    """The answer of `POST /register-env`. `status` becomes `success` once the trainer has requested a batch."""
 
     status: str
     env_id: int = -1
@@ -162,7 +166,7 @@ class _Info(msgspec.Struct):
 
 
 class _Status(msgspec.Struct):
-    """The answer of `GET /status-env`; queues are counted in groups of this environment's size."""
+    """The answer of `GET /status-env`. Queues are counted in groups of this environment's size."""
 
     current_step: int
     queue_size: int
@@ -170,7 +174,7 @@ class _Status(msgspec.Struct):
 
 
 class _Latest(msgspec.Struct):
-    """The part of the answer of `GET /latest_example` that names the group which came last."""
+    """The part of the answer of `GET /latest_example` that names the latest group."""
 
     group_overrides: dict[str, Any] | None = None
 
@@ -179,11 +183,11 @@ class AtroposStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot.
 
     Attributes:
-        groups: sent.
-        rows: in them.
-        unsure: parts of groups of which it could not be found out whether the server had them when a connection was
-            lost; they were not sent again.
-        waited_s: time in which the queue of the server was full.
+        groups: groups sent.
+        rows: rows in these groups.
+        unsure: parts that were in flight when a connection was lost, and of which the server's receipt is unknown. They
+            were not sent again.
+        waited_s: seconds during which the server's queue was full.
     """
 
     groups: int
@@ -196,12 +200,12 @@ class AtroposEnvironment:
     """A registered environment. Made by `open_environment`.
 
     Attributes:
-        env_id: the server's number of it.
-        name: as the server calls it.
-        batch_size: sequences of one step of the trainer's; 0 or less: it does not say.
-        max_token_len: longer or equally long rows are not taken; 0 or less: no limit.
-        num_steps: after which the trainer ends; 0 or less: it does not say.
-        step: the trainer's, as last heard of.
+        env_id: the environment's id at the server.
+        name: the environment's name at the server.
+        batch_size: sequences in one step of the trainer; 0 or less: unknown.
+        max_token_len: rows of this length or longer are refused; 0 or less: no limit.
+        num_steps: the trainer's last step; 0 or less: unknown.
+        step: the trainer's step in the latest answer.
     """
 
     def __init__(
@@ -220,7 +224,7 @@ class AtroposEnvironment:
         self._waited_s = 0.0
 
     def statistics(self) -> AtroposStatistics:
-        """Return what was sent so far."""
+        """Return statistics of the groups sent so far."""
         return AtroposStatistics(
             groups=self._groups,
             rows=self._rows,
@@ -232,17 +236,18 @@ class AtroposEnvironment:
         """Send one group after the other until the trainer has made its last step, or until cancelled.
 
         The trainer's steps are the policy versions of `groups`, which was opened with `rules` and with
-        `version=str(environment.step)`. `rules.groups_per_step`: this environment's groups in one batch of the trainer.
+        `version=str(environment.step)`. `rules.groups_per_step` is this environment's number of groups in one batch of
+        the trainer.
 
         Raises:
             ServiceError, ConfigError: as `Groups.take` and `send`.
         """
-        version, taken = "", 0  # of the last batch, and the groups taken at that version
+        version, taken = "", 0  # of the last batch; groups taken at that version
 
         async def advance() -> None:
-            """Announce each step, but not before as many groups were taken as one takes: the sampler counts in steps.
+            """Announce each step, but only after the groups of a step were taken, because the sampler counts in steps.
 
-            The server makes all the batches at once that it can, so the trainer may be ahead for a while.
+            The server makes as many batches at once as it can, so the trainer may be temporarily ahead.
             """
             told, announced = self.step, ""
             while not 0 < self.num_steps <= self.step:
@@ -266,19 +271,20 @@ class AtroposEnvironment:
     async def send(self, group: Group, *, again: bool = False) -> None:
         """Wait until the server has room, then send the group.
 
-        The server has room while fewer groups than `max_batches_ahead` steps need are waiting. What it has is never
-        sent again: after a lost connection it is asked for what it has, and where that does not tell, the group is
-        taken as sent and counted as `unsure`. Cancelled in the middle of sending, it may or may not have arrived.
+        The server has room while fewer groups than `max_batches_ahead` steps need are waiting. A received group is
+        never sent twice: after a lost connection the server is asked whether it has the group. If the answer is
+        inconclusive, the group counts as sent and as `unsure`. After a cancel during sending, the group may or may not
+        have arrived.
 
         Args:
-            group: of the size that was registered.
-            again: it may have been sent before, by a process that was killed. Then it is not sent if it is what the
-                server got last, as it is where no other environment has sent since.
+            group: a group of the registered size.
+            again: the group may have been sent before, by a process that was killed. It is then skipped if it is the
+                latest group that the server received, which is conclusive if no other environment has sent since.
 
         Raises:
-            ServiceError: the server does not answer after `MAX_TRIES` tries, or refuses what it is sent.
-            ConfigError, ValueError: see `scored_data`; or the group has another size than was registered, or a row that
-                is too long for the trainer.
+            ServiceError: the server does not answer after `MAX_TRIES` tries, or refuses the group.
+            ConfigError, ValueError: see `scored_data`. Also raised if the group's size is not the registered one, or if
+                a row is too long for the trainer.
         """
         if len(group.outcomes) != self._group_size:
             raise ConfigError(f"group {group.group_id} has {len(group.outcomes)} rollouts, not {self._group_size}")
@@ -305,7 +311,7 @@ class AtroposEnvironment:
         return status
 
     async def _post(self, part: ScoredData, body: bytes, before: _Status) -> None:
-        """Send one part once. `before` is what the server had."""
+        """Send one part once. `before` is the server's status before sending."""
         problem = ""
         for number in range(MAX_TRIES):
             if number:
@@ -330,17 +336,17 @@ class AtroposEnvironment:
         raise ServiceError(f"Atropos did not take group {part.group_overrides['group_id']}: {problem}")
 
     async def _has(self, part: ScoredData, before: _Status) -> bool:
-        """Return whether the server has a part that was sent when a connection was lost; True where it cannot tell."""
-        await trio.sleep(POLL_S)  # so that it has done what it was doing
+        """Return whether the server received a part whose connection was lost; True if this is unknown."""
+        await trio.sleep(POLL_S)  # let the server finish its current work
         latest = await self._get("/latest_example", _Latest)
         if latest.group_overrides == part.group_overrides:
             return True
         now = await self._status()
         if now.self_queue_size > before.self_queue_size:
-            return True  # nobody else adds to it
+            return True  # only this environment adds to it
         if now.current_step == before.current_step:
             return False
-        self._unsure += 1  # a batch was taken meanwhile, and others' groups came after: it may have been in it
+        self._unsure += 1  # other groups followed a batch, which may have contained this one
         return True
 
     async def _status(self) -> _Status:
@@ -365,24 +371,24 @@ async def open_environment(
     max_batches_ahead: int = 3,
     patience_s: float = 600.0,
 ) -> AsyncIterator[AtroposEnvironment]:
-    """Register an environment at Atropos' API server (`run-api`), and say goodbye to it when the block is left.
+    """Register an environment at Atropos' API server (`run-api`), and unregister it when the block ends.
 
     Args:
         url: origin of the server, `http://127.0.0.1:8000`.
-        name: of the environment.
+        name: the environment's name.
         group_size: rollouts of each group; `GroupRules.size`.
-        max_token_length: longest row to be expected. The server weighs environments with it.
+        max_token_length: longest expected row, in tokens. The server weighs environments with it.
         weight: the share of this environment among others.
-        min_batch_allocation: the least share of each batch.
-        max_batches_ahead: steps' worth of groups that may wait in the server's queue.
-        patience_s: longest wait for the server, and for its trainer to ask for a first batch: before that, no
-            environment is registered.
+        min_batch_allocation: the minimum share of each batch.
+        max_batches_ahead: maximum number of steps' worth of groups in the server's queue.
+        patience_s: maximum time in seconds to wait for the server, and for its trainer to request a first batch. Until
+            then the server registers no environment.
 
     Raises:
-        ServiceError: nobody answers as such a server does, or the trainer did not start in time.
+        ServiceError: the address does not answer like such a server, or the trainer did not start in time.
         ConfigError: the trainer's batches cannot be made of groups of this size.
     """
-    # No connection is kept: a request on one that was closed meanwhile would be sent twice.
+    # Connections are not reused: a request on a connection that the server has closed would be sent twice.
     http = HttpClient(url, limits=HttpLimits(keep_alive_s=0.0))
     try:
         body = msgspec.json.encode(
@@ -411,12 +417,12 @@ async def open_environment(
 
 
 def _encoded(group: Group, env_id: int) -> list[tuple[ScoredData, bytes]]:
-    """Return the parts of a group with their JSON. Blocks, for the tenths of a second that long rollouts take."""
+    """Return the parts of a group with their JSON. Blocks for some tenths of a second for long rollouts."""
     return [(part, msgspec.json.encode(part)) for part in scored_data(group, env_id)]
 
 
 async def _register(http: HttpClient, body: bytes, patience_s: float) -> _Registered:
-    """Ask until the trainer has started."""
+    """Retry until the trainer has started."""
     problem = "it was not asked"
     with trio.move_on_after(patience_s):
         while True:
@@ -433,12 +439,12 @@ async def _register(http: HttpClient, body: bytes, patience_s: float) -> _Regist
 
 async def _disconnect(http: HttpClient, env_id: int) -> None:
     body = msgspec.json.encode({"env_id": env_id})
-    with suppress(HttpError):  # the server is gone, and with it the registration
+    with suppress(HttpError):  # the server is gone, and so is the registration
         await http.request("POST", "/disconnect-env", body=body, headers=_JSON, timeout_s=CLOSE_TIMEOUT_S)
 
 
 async def _ask(http: HttpClient, method: str, path: str, kind: type[T], body: bytes = b"") -> T:
-    """Send a request that may be repeated, and return its answer; tries again while the server cannot be reached."""
+    """Send a request that may be repeated, and return its answer. Retry while the server cannot be reached."""
     problem = ""
     for number in range(MAX_TRIES):
         if number:

@@ -1,4 +1,4 @@
-"""Hugging Face TRL 1.16: its trainers, with rollouts by a node. Extra `trl`; see `docs/train-with-trl.md`."""
+"""Hugging Face TRL 1.16: its trainers, with rollouts on a node. Extra `trl`; see `docs/train-with-trl.md`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's `AsyncGRPOTrainer` with rollouts by a node."""
+"""TRL's `AsyncGRPOTrainer` with rollouts on a node."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 FETCH_S: Final = 5.0
-"""Longest wait for a group in one call of `rollout_buffer.get`, where TRL names none."""
+"""Default time limit in seconds for one call of `rollout_buffer.get`."""
 
 
-# The arithmetic by which `AsyncGRPOTrainer` never has a reason to throw a row away.
+# The arithmetic that ensures that `AsyncGRPOTrainer` never discards a row as stale.
 #
-# TRL takes R rows from the rollout buffer between two policy updates, whatever groups they are of, and some ahead of
-# time. A row may lie T updates behind when it is taken (`max_staleness`). A group of n rollouts gives n * M rows at
-# most, where rollouts have up to M segments. So updates do not come after a fixed number of groups, and the sampler
-# is given another clock: it is told of a "version" whenever B = R / n groups and all their rows were taken, and is
-# bound to S of those. A group that is begun in one of them is among the next (S + 1) * B that are taken, and until
-# its last row is, at most (S + 1) * B * n * M are. In that time there are at most (S + 1) * B * n * M / R updates,
-# rounded up: at most T for
+# TRL takes R rows from the rollout buffer between two policy updates, regardless of their groups, and takes some rows
+# ahead of time. A row may be at most T updates old when it is taken (`max_staleness`). A group of n rollouts gives at
+# most n * M rows, where rollouts have up to M segments. Updates therefore do not come after a fixed number of groups,
+# and the sampler uses another clock. It gets a new "version" whenever B = R / n groups and all their rows were taken,
+# and is limited to a staleness of S versions. A group that begins in one version is among the next (S + 1) * B groups
+# that are taken. Until its last row is taken, at most (S + 1) * B * n * M rows are taken. This corresponds to at most
+# (S + 1) * B * n * M / R updates, rounded up. That is at most T for
 #
-#     S = T * R / (B * n * M) - 1, rounded down.
+# S = T * R / (B * n * M) - 1, rounded down.
 
 
 def rows_per_update(args: Any) -> int:
@@ -47,7 +47,7 @@ def rows_per_update(args: Any) -> int:
         args: an `AsyncGRPOConfig`.
 
     Raises:
-        ConfigError: the arguments leave it open.
+        ConfigError: the arguments do not determine it.
     """
     if args.token_budget is None or args.token_budget > 0:
         raise ConfigError(
@@ -60,15 +60,15 @@ def rows_per_update(args: Any) -> int:
 
 
 def group_rules(args: Any, rows_per_rollout: int, options: Mapping[str, Any]) -> GroupRules:
-    """Return the rules of sampling, in the sampler's own clock.
+    """Return the sampling rules, in the sampler's own clock.
 
     Args:
         args: an `AsyncGRPOConfig`.
-        rows_per_rollout: M, the most rows that a rollout gives.
+        rows_per_rollout: M, the maximum number of rows of a rollout.
         options: further fields of `GroupRules`.
 
     Raises:
-        ConfigError: there are no such rules, or `options` has one that follows from `args`.
+        ConfigError: no rules satisfy the arguments, or `options` sets a field that follows from `args`.
     """
     rows, size = rows_per_update(args), args.num_generations
     groups = max(1, rows // size)
@@ -92,7 +92,7 @@ class RolloutBuffer:
     """`RolloutWorkerProtocol.rollout_buffer`, for one consumer.
 
     Args:
-        fetch: blocks for at most so many seconds (None: for ever) and returns further rows; raises TimeoutError.
+        fetch: blocks for at most the given seconds (None: without limit) and returns further rows; raises TimeoutError.
     """
 
     def __init__(self, fetch: Callable[[float | None], Iterable[Any]]) -> None:
@@ -100,7 +100,7 @@ class RolloutBuffer:
         self._rows: deque[Any] = deque()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Return the next row. Raises queue.Empty: there was none in time; and what `fetch` raises."""
+        """Return the next row. Raises queue.Empty if none arrived in time, and the exceptions of `fetch`."""
         while not self._rows:
             try:
                 self._rows.extend(self._fetch(timeout if block else 0.0))
@@ -109,11 +109,11 @@ class RolloutBuffer:
         return self._rows.popleft()
 
     def put_nowait(self, row: Any) -> None:
-        """Put a row after those that are here."""
+        """Append a row to the buffered ones."""
         self._rows.append(row)
 
     def qsize(self) -> int:
-        """Return the number of rows that are here already."""
+        """Return the number of buffered rows."""
         return len(self._rows)
 
 
@@ -125,30 +125,31 @@ class RolloutWorker:
             trainer = AsyncGRPOTrainer(..., args=args, rollout_worker=worker, weight_transfer=WeightTransfer(client))
             trainer.train()
 
-    Each segment of a rollout is a row: its tokens, mask and log-probabilities as the node recorded them, the advantage
-    of its rollout within the whole group, and the version of its oldest token. Groups come from `client.sampling`: a
-    rollout that failed is sampled again, groups without information are left out, and staleness is bounded when
-    rollouts are begun, so that TRL discards none. Rewards are the node's: `reward_funcs` are not called.
+    Each segment of a rollout is a row. It has the tokens, mask and log-probabilities as the node recorded them, the
+    advantage of its rollout within the whole group, and the version of its oldest token. Groups come from
+    `client.sampling`: a failed rollout is sampled again, and uninformative groups are left out. Staleness is bounded
+    when rollouts begin, so that TRL discards none. The rewards come from the node: `reward_funcs` are not called.
 
-    Made and used in the main process; other processes pass None.
+    The worker is made and used in the main process; other processes pass None.
 
     Args:
-        client: a session of the worker's own: it takes all of the session's outcomes.
+        client: a session of the worker's own, because the worker consumes all outcomes of the session.
         tasks: see `open_groups`.
         args: the trainer's `AsyncGRPOConfig`. Group size, groups per update and staleness follow from it.
         tokenizer: the trainer's, of `transformers`.
-        job: the fields of each rollout's job; or a function of the instance. `max_completion_length` of `args` bounds
+        job: the fields of each rollout's job, or a function of the instance. `max_completion_length` of `args` bounds
             the tokens of a row after its prompt.
-        correct: decides whether a rollout that has a reward is correct: groups of all or of none teach nothing.
-        rows_per_rollout: the most segments that a rollout can have. The more, the later rollouts are begun, since a
-            step may then be made of fewer groups.
+        correct: decides whether a rollout with a reward is correct. Groups that are all correct or all wrong are
+            uninformative.
+        rows_per_rollout: maximum number of segments of a rollout. A larger number delays rollouts, because a step may
+            then consist of fewer groups.
         scale_advantages: divide advantages by the standard deviation of their group's rewards.
-        seed: of the order of `tasks`; None: that of `args`.
+        seed: seed for the order of `tasks`; None: the seed in `args`.
         **rules: further fields of `GroupRules`: `dynamic`, `early_stop`, `patience_groups`, ...
 
     Attributes:
-        rollout_buffer: what TRL takes `RolloutSample`s from.
-        metrics_queue: what TRL takes metrics from, a dict for each group.
+        rollout_buffer: the source of TRL's `RolloutSample`s.
+        metrics_queue: the source of TRL's metrics, a dict for each group.
 
     Raises:
         LogprobsRefused: completions would not be sampled from the policy's own distribution.
@@ -202,21 +203,21 @@ class RolloutWorker:
         self._ended = (time.monotonic(), 0)
 
     def stop(self) -> None:
-        """End sampling: what is at work is cancelled. Does nothing where nothing was begun."""
+        """Stop sampling and cancel running rollouts. Does nothing if sampling has not begun."""
         if self._groups is not None:
             self._groups.close()
             self._groups = None
 
     def update_model_version(self, model_version: int) -> None:
-        """Note the version that is in use. Staleness is bounded by rows, not by updates: see `steps`."""
+        """Note the current version. Staleness is bounded by rows, not by updates: see `steps`."""
         self._version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Check that rollouts end.
+        """Check that rollouts finish.
 
         Raises:
             ServiceError: the session is over.
-            TimeoutError: for so long none has ended; the message says how the node is.
+            TimeoutError: no rollout has finished for this many seconds; the message describes the node's state.
         """
         if self._groups is None:
             return
@@ -234,7 +235,7 @@ class RolloutWorker:
             )
 
     def _fetch(self, timeout_s: float | None) -> list[Any]:
-        """Return the rows of the next group. Raises TimeoutError: there was none in time."""
+        """Return the rows of the next group. Raises TimeoutError if none arrived in time."""
         if self._groups is None:
             raise RuntimeError("the worker was not started, or has been stopped")
         if self._taken == self._rules.groups_per_step:
@@ -286,7 +287,7 @@ class RolloutWorker:
 
 
 def _metrics(statistics: BatchStatistics) -> dict[str, float]:
-    """Return what TRL logs. It sums what is called `total`, and takes the highest of `max`."""
+    """Return the metrics that TRL logs. TRL sums metrics called `total`, and takes the maximum of `max`."""
     figures = {
         "rollout/informative_share": statistics.informative_share,
         "rollout/uninformative_groups_total": float(statistics.solved_groups + statistics.unsolved_groups),

@@ -1,7 +1,7 @@
-"""The log-probabilities that a policy gradient may divide by: those of the whole, untempered distribution.
+"""Checks that log-probabilities are of the whole, untempered distribution, as a policy gradient requires.
 
-TRL's ratio compares them with the trainer's own at `temperature` over the whole vocabulary. A node records what the
-engine said: at temperature 1, with nothing cut off, that is the same thing; in every other case it is not.
+TRL's ratio compares them with the trainer's own log-probabilities at `temperature` over the whole vocabulary. A node
+records the engine's values. The two agree only at temperature 1 without truncation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOT_FOR_A_NODE: Final = {
     "chat_template_kwargs": "The node renders prompts: set [model] template_options in its node.toml instead",
     "generation_kwargs": "Set job=JobTemplate(sampling=...) of the rollout function instead",
 }
-"""Arguments by which TRL itself would make rollouts, and what to set instead."""
+"""Arguments by which TRL itself would make rollouts, and the setting to use instead."""
 
 
 class LogprobsRefused(ConfigError):
@@ -31,13 +31,13 @@ class LogprobsRefused(ConfigError):
 
 
 def check_arguments(args: Any) -> None:
-    """Check how TRL's arguments say that completions are sampled.
+    """Check how TRL's arguments sample completions.
 
     Args:
         args: a `GRPOConfig` or `AsyncGRPOConfig`.
 
     Raises:
-        LogprobsRefused: not from the policy's own distribution.
+        LogprobsRefused: completions are not sampled from the policy's own distribution.
         ConfigError: an argument is set that a node would not see.
     """
     neutral = {"temperature": (1.0,), "top_p": (1.0,), "top_k": (0, None), "min_p": (0.0, None)}
@@ -59,7 +59,7 @@ def job_templates(
     """Return the template of an instance's jobs, in which TRL's `max_completion_length` bounds each row.
 
     Args:
-        job: the fields of each rollout's job; or a function of the instance. A lower bound of its own stays.
+        job: the fields of each rollout's job, or a function of the instance. A lower limit in the job is kept.
         args: a `GRPOConfig` or `AsyncGRPOConfig`.
     """
 
@@ -72,7 +72,7 @@ def job_templates(
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Check the sampling parameters of jobs to be.
+    """Check the sampling parameters of future jobs.
 
     Raises:
         LogprobsRefused: as `check_arguments`.
@@ -82,13 +82,13 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def check_recorded(outcome: Outcome) -> None:
-    """Check what was recorded of a rollout's sampled tokens.
+    """Check the recorded sampling of a rollout's tokens.
 
     Raises:
-        LogprobsRefused: the engine's log-probabilities are not those of the policy's own distribution, or nobody knows.
+        LogprobsRefused: the engine's log-probabilities are not of the policy's own distribution, or this is unknown.
     """
     for index, segment in enumerate(outcome.trajectory.segments if outcome.trajectory is not None else []):
-        for span in (each for each in segment.spans if each.constraint is None):  # the others are not trained on
+        for span in (each for each in segment.spans if each.constraint is None):  # constrained spans are not trained on
             why = _bent(span.temperature, span.top_p, span.top_k)
             if not why and span.logprob_kind != "raw":
                 why = f"{span.logprob_kind} log-probabilities (of {span.engine}; vLLM: --logprobs-mode raw_logprobs)"

@@ -1,4 +1,4 @@
-"""The trainer's tokenizer and model against the node's, before the first rollout."""
+"""Checks of the trainer's tokenizer and model against the node's, before the first rollout."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def model_facts(client: BlockingClient) -> ModelFacts:
 
 
 def check_tokenizer(tokenizer: Any, facts: ModelFacts) -> None:
-    """Check that ids mean the same to the trainer as to the node.
+    """Check that token ids have the same meaning for the trainer and the node.
 
     Args:
-        tokenizer: of `transformers`.
-        facts: of the node's model.
+        tokenizer: the trainer's, of `transformers`.
+        facts: the facts of the node's model.
 
     Raises:
-        ConfigError: it is another tokenizer, or one whose end of a sequence is none to the node.
+        ConfigError: the tokenizers differ, or the node does not know the trainer's end-of-sequence token as one.
     """
     vocabulary = tokenizer.get_vocab()
     size = max(vocabulary.values()) + 1
@@ -64,11 +64,11 @@ def check_embedding(rows: int, facts: ModelFacts) -> None:
 
 
 def check_config(config: Any, facts: ModelFacts) -> None:
-    """Check that the trainer's model computes from its weights what the engine's does.
+    """Check that the trainer's model uses its weights in the same way as the engine's model.
 
     Args:
         config: the model's configuration, of `transformers`.
-        facts: of the node's model. Fields that it does not have are not compared.
+        facts: the facts of the node's model. Missing fields are not compared.
 
     Raises:
         ConfigError: a field differs.

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer` with rollouts by a node."""
+"""TRL's `GRPOTrainer` with rollouts on a node."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class TaskLookup:
         GRPOTrainer(..., train_dataset=dataset, rollout_func=RolloutFunction(client, tasks, ...))
 
     Args:
-        rows: of a dataset, each with a column `prompt`: text or messages. Two rows of one prompt must give the same
-            instance, whatever its id: nothing else tells them apart. The first row's id counts then.
-        instance_of: makes the instance of a row.
+        rows: the dataset's rows, each with a column `prompt`: text or messages. Rows with the same prompt must give the
+            same instance apart from its id, because only the prompt identifies them. The first row's id is used.
+        instance_of: returns the instance of a row.
 
     Raises:
-        ConfigError: a row has no prompt, or two rows have the same and different instances.
+        ConfigError: a row has no prompt, or two rows have the same prompt but different instances.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TaskLookup:
                 raise ConfigError(f"row {number} of the dataset has no `prompt`")
             instance = instance_of(row)
             known = self._instances.setdefault(_key(row["prompt"]), instance)
-            if msgspec.structs.replace(instance, instance_id=known.instance_id) != known:  # else one row is a copy
+            if msgspec.structs.replace(instance, instance_id=known.instance_id) != known:  # otherwise one row is a copy
                 raise ConfigError(
                     f"rows of the dataset with the instances {known.instance_id!r} and {instance.instance_id!r} have "
                     f"the same prompt, and TRL hands on nothing else: {row['prompt']!r:.200}"
@@ -60,7 +60,7 @@ class TaskLookup:
         return len(self._instances)
 
     def __call__(self, prompt: Any) -> TaskInstance:
-        """Return the instance of a prompt, as text or messages. Raises ConfigError: it is not in the dataset."""
+        """Return the instance of a prompt, as text or messages. Raises ConfigError if it is not in the dataset."""
         try:
             return self._instances[_key(prompt)]
         except KeyError:
@@ -79,7 +79,7 @@ MAX_TRIES: Final = 8
 
 
 class RolloutsRejected(RuntimeError):
-    """The node takes no such jobs."""
+    """The node does not accept such jobs."""
 
 
 def run_rollouts(
@@ -91,15 +91,15 @@ def run_rollouts(
     stall_s: float,
     max_tries: int = MAX_TRIES,
 ) -> list[Outcome]:
-    """Return an outcome for each instance, in their order.
+    """Return an outcome for each instance, in order.
 
-    One that has no reward (the infrastructure failed) is sampled again, up to `max_tries` times, and returned without
-    one then. Rollouts in a row of the same instance are a group. A node that was killed goes on with them when it is
-    back.
+    A rollout without a reward (the infrastructure failed) is sampled again, up to `max_tries` times. After that its
+    outcome is returned without a reward. Consecutive rollouts of the same instance form a group. A node that was killed
+    resumes the rollouts after its restart.
 
     Raises:
         RolloutsRejected: the node rejects a job.
-        TimeoutError: no rollout has ended for `stall_s`; what is at work is cancelled.
+        TimeoutError: no rollout has ended for `stall_s` seconds; running rollouts are cancelled.
         ServiceError: the session is over.
     """
     run = uuid.uuid4().hex[:12]
@@ -116,7 +116,7 @@ def run_rollouts(
         _submit(client, list(specs.values()))
         while places:
             outcome = _next(client, stall_s, places.keys())
-            if outcome.job_id not in places:  # of an earlier call that was interrupted
+            if outcome.job_id not in places:  # from an earlier call that was interrupted
                 continue
             place = places.pop(outcome.job_id)
             tries = int(outcome.job_id.rpartition("-")[2]) + 1
@@ -150,35 +150,36 @@ def _next(client: BlockingClient, stall_s: float, ours: AbstractSet[str]) -> Out
 
 
 def _give_up(client: BlockingClient, job_ids: list[str]) -> None:
-    with suppress(ServiceError):  # without a connection they go on, and their outcomes stay with the session
+    with suppress(ServiceError):  # without a connection the jobs continue, and their outcomes stay with the session
         client.cancel(job_ids)
 
 
 class RolloutFunction:
-    """`GRPOTrainer(rollout_func=...)`: rollouts by a node, of the policy as it is now.
+    """`GRPOTrainer(rollout_func=...)`: rollouts by a node, with the current policy.
 
         with BlockingClient(url, token) as client:
             rollouts = RolloutFunction(client, TaskLookup(dataset, instance_of))
             trainer = GRPOTrainer(..., train_dataset=dataset, rollout_func=rollouts, reward_funcs=node_reward)
             trainer.train()
 
-    TRL calls it with each prompt `num_generations` times in a row, and gets as many rows back. When the training step
-    has moved, the weights go to the node's engines first. A rollout that failed is sampled again; one that has no
-    reward even then is given the reward None, which TRL leaves out of the baseline. The row of a rollout is its last
-    segment with sampled tokens.
+    TRL passes each prompt `num_generations` times in a row, and gets the same number of rows back. When the training
+    step has advanced, the weights are first sent to the node's engines. A failed rollout is sampled again. If it still
+    has no reward, its reward is None, which TRL leaves out of the baseline. The row of a rollout is its last segment
+    with sampled tokens.
 
-    With `use_vllm=True` TRL itself moves the weights to its vLLM servers, which must be the node's engines, and uses
-    the log-probabilities for its importance sampling correction. Without, it ignores them, and trains as if on-policy.
+    With `use_vllm=True` TRL itself transfers the weights to its vLLM servers, which must be the node's engines, and
+    uses the log-probabilities for its importance sampling correction. Otherwise TRL ignores the log-probabilities, and
+    trains as if on-policy.
 
     Args:
         client: a session of its own, in each process of the trainer.
-        instance_of: from a prompt, as TRL hands it on, to the task instance; see `TaskLookup`.
-        job: the fields of each rollout's job; or a function of the instance. The trainer's `max_completion_length`
+        instance_of: maps a prompt, as TRL passes it, to the task instance; see `TaskLookup`.
+        job: the fields of each rollout's job, or a function of the instance. The trainer's `max_completion_length`
             bounds the tokens of a row after its prompt.
-        details: names in `Outcome.details` that are handed to the reward functions, each as a list.
-        max_tries: rollouts of one row before it is given up.
-        stall_s: longest time in which no rollout ends.
-        transfer: the weights' way to the engines; None: `WeightTransfer(client)`.
+        details: names in `Outcome.details` that are passed to the reward functions, each as a list.
+        max_tries: maximum number of rollouts for one row.
+        stall_s: maximum time in seconds without a finished rollout.
+        transfer: the transfer of weights to the engines; None: `WeightTransfer(client)`.
     """
 
     __name__ = "prorl_trio"
@@ -210,13 +211,13 @@ class RolloutFunction:
         """Return a row for each prompt.
 
         Returns:
-            `prompt_ids`, `completion_ids`, `logprobs` (0.0 where nothing was sampled) and `env_mask` (1 where it was):
-            lists of lists. For reward functions: `rollout_reward` (float or None), `rollout_status`, `job_id`,
-            `stop_reason` (None without a trajectory), and those of `details`.
+            `prompt_ids`, `completion_ids`, `logprobs` (0.0 for tokens that were not sampled) and `env_mask` (1 for
+            sampled
+            tokens): lists of lists. For reward functions: `rollout_reward` (float or None), `rollout_status`, `job_id`,
+            `stop_reason` (None without a trajectory), and the `details`.
 
         Raises:
-            ConfigError: the tokenizer or the model is not the node's, or the trainer is set up in a way that a node
-                cannot serve.
+            ConfigError: the tokenizer or the model is not the node's, or a node cannot serve the trainer's settings.
             WeightsRefused: the weights are not finite, or of another model.
             RolloutsRejected: see `run_rollouts`.
             TimeoutError: see `run_rollouts`.
@@ -240,7 +241,7 @@ class RolloutFunction:
         return self._rows(outcomes, int(trainer.processing_class.eos_token_id))
 
     def _update(self, trainer: Any) -> None:
-        """Give the engines the trainer's weights, or after TRL did that, say so to the node."""
+        """Send the trainer's weights to the engines. If TRL has done this, report the new version to the node."""
         if trainer.accelerator.is_main_process:
             self._transfer.pause()
             if not trainer.use_vllm:
@@ -272,7 +273,10 @@ class RolloutFunction:
 def node_reward(
     prompts: Sequence[Any], completions: Sequence[Any], rollout_reward: list[float | None], **_columns: Any
 ) -> list[float | None]:
-    """Return the node's own rewards: `GRPOTrainer(reward_funcs=node_reward)`. None: the rollout has none."""
+    """Return the node's own rewards: `GRPOTrainer(reward_funcs=node_reward)`.
+
+    None means that a rollout has no reward.
+    """
     return rollout_reward
 
 

@@ -18,13 +18,13 @@ STD_FLOOR = 1e-8
 
 
 class Row(NamedTuple):
-    """A segment of T tokens as `AsyncGRPOTrainer` trains on it, prompt included.
+    """A segment of T tokens as `AsyncGRPOTrainer` trains on it, including the prompt.
 
     Attributes:
         token_ids: int64 [T].
         mask: int64 [T]; 1 where the policy sampled the token.
-        logprobs: float32 [T]; 0.0 where it did not.
-        versions: of the policies that sampled it.
+        logprobs: float32 [T]; 0.0 elsewhere.
+        versions: the policy versions that sampled it.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -34,11 +34,11 @@ class Row(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A rollout as `GRPOTrainer` trains on it: a prompt, and all that follows, observations included.
+    """A rollout as `GRPOTrainer` trains on it: a prompt, and everything that follows, including observations.
 
     Attributes:
-        mask: 1 where the policy sampled the token. `logprobs` are 0.0 where it did not.
-        left_out: sampled tokens of the rollout's other segments.
+        mask: 1 where the policy sampled the token. `logprobs` are 0.0 elsewhere.
+        left_out: number of sampled tokens in the rollout's other segments.
     """
 
     prompt_ids: list[int]
@@ -49,7 +49,7 @@ class Completion(NamedTuple):
 
 
 def rows_of(outcome: Outcome) -> list[Row]:
-    """Return a row for each segment that the policy sampled a token of; there may be none.
+    """Return a row for each segment with a sampled token. The list may be empty.
 
     Raises:
         LogprobsRefused: the recorded log-probabilities cannot be trained with.
@@ -69,7 +69,8 @@ def rows_of(outcome: Outcome) -> list[Row]:
 def placeholder(filler_id: int) -> Row:
     """Return a row for a rollout without a sampled token, to be trained on with the advantage 0.
 
-    It keeps the number of rows of a step, and has one trained token, as a micro-batch without any cannot be computed.
+    It preserves the number of rows of a step. It has one trained token, because a micro-batch without any cannot be
+    computed.
     """
     return Row(
         token_ids=np.array([filler_id, filler_id], np.int64),
@@ -80,10 +81,12 @@ def placeholder(filler_id: int) -> Row:
 
 
 def completion_of(outcome: Outcome, filler_id: int) -> Completion:
-    """Return the last segment with sampled tokens, split at the first of them: `GRPOTrainer` has one row a rollout.
+    """Return the last segment with sampled tokens, split at the first of these tokens.
 
-    It is the last of the task's own work; of other agents' only where that has none. Without such a segment it is a
-    fully masked token `filler_id`, since the trainer refuses an empty completion.
+    `GRPOTrainer` has one row per rollout.
+
+    Segments of the task's own agent are preferred over those by other agents. Without a suitable segment, it returns a
+    fully masked token `filler_id`, because the trainer refuses an empty completion.
 
     Raises:
         LogprobsRefused: the recorded log-probabilities cannot be trained with.
@@ -107,7 +110,7 @@ def completion_of(outcome: Outcome, filler_id: int) -> Completion:
 def advantages_of(rewards: npt.NDArray[np.float32], *, scale: bool) -> npt.NDArray[np.float64]:
     """Return the advantages of a group, float64 [n]: rewards less their mean (GRPO, arXiv:2402.03300, section 4.1.2).
 
-    `scale` divides by their standard deviation; without it is Dr. GRPO's (arXiv:2503.20783).
+    `scale` divides them by the standard deviation of the rewards. Without it they are Dr. GRPO's (arXiv:2503.20783).
     """
     exact = rewards.astype(np.float64)
     centred: npt.NDArray[np.float64] = exact - exact.mean()

@@ -1,4 +1,4 @@
-"""TRL's weights into the engines of a node, and the names of their versions."""
+"""The transfer of TRL's weights to a node's engines, and the names of their versions."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _VOCABULARY_TENSORS = ("embed_tokens.weight", "wte.weight", "lm_head.weight")
 class WeightTransfer:
     """`AsyncGRPOTrainer(weight_transfer=...)`: a policy update of a node (TRL's `WeightTransferProtocol`).
 
-    Weights travel as a folder that the engines load. Versions are named by numbers that go on from the node's own.
+    Weights are transferred as a folder that the engines load. Version numbers continue from the node's own.
 
     Args:
         client: a session on the node; the rollout worker's, or another one.
         folder: on a file system that all engines see; None: /dev/shm, for engines on this host.
-        base: the model folder that the engines were started with; None: what they say, if it is visible here.
-        mode: the fate of completions that are being sampled; see `RolloutClient.policy_update`.
-        timeout_s: for the pause, and for the load.
-        check: of the weights before they are loaded; see `PolicyUpdate.load_folder`.
-        config: of the trainer's model (`AutoConfig.from_pretrained(...)`): compared with the node's model, for weights
-            do not tell how they are used. None: only they are compared.
+        base: the model folder that the engines were started with; None: the folder that they report, if visible here.
+        mode: the handling of completions in flight; see `RolloutClient.policy_update`.
+        timeout_s: limit in seconds for the pause, and for the load.
+        check: the check of the weights before they are loaded; see `PolicyUpdate.load_folder`.
+        config: the configuration of the trainer's model (`AutoConfig.from_pretrained(...)`). It is compared with the
+            node's model, because weights alone do not determine their use. None: only weights are compared.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class WeightTransfer:
         self._open: BlockingPolicyUpdate | None = None
 
     def init_weight_transfer(self) -> None:
-        """Ask the node for its model and its version. Called once, before the first update.
+        """Request the node's model and version. Called once, before the first update.
 
         Raises:
-            ConfigError: the trainer's model is another one.
+            ConfigError: the trainer's model is a different one.
         """
         self._facts = model_facts(self._client)
         if self._config is not None:
@@ -70,17 +70,20 @@ class WeightTransfer:
         self._version = newest_version(self._client)
 
     def pause(self) -> None:
-        """Pause the engines. Raises what `RolloutClient.policy_update` raises; nothing has changed then."""
+        """Pause the engines.
+
+        Raises the exceptions of `RolloutClient.policy_update`, without having changed anything.
+        """
         update = self._client.policy_update(str(self._version + 1), mode=self._mode, timeout_s=self._timeout_s)
         update.__enter__()
         self._open = update
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Have the engines load these tensors. After an error they go on with the old ones.
+        """Have the engines load these tensors. After an error they continue with the old ones.
 
         Raises:
             ConfigError: the model has another vocabulary.
-            WeightsRefused: they are not whole, not finite, or of another model.
+            WeightsRefused: the tensors are incomplete, not finite, or of another model.
             PolicyUpdateFailed: an engine failed.
         """
         assert self._open is not None, "TRL pauses first"
@@ -98,7 +101,7 @@ class WeightTransfer:
         self._version += 1
 
     def destroy(self) -> None:
-        """Give up an update that was begun and not ended. Called at the end of training, also after an error."""
+        """Abandon an unfinished update. Called at the end of training, also after an error."""
         if self._open is not None:
             self._leave(RuntimeError("training has ended in the middle of a policy update"))
 
@@ -109,7 +112,7 @@ class WeightTransfer:
 
 
 def _checked(tensors: Iterable[tuple[str, Any]], facts: ModelFacts) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, and check those that have a row for each token.
+    """Yield the tensors, and check the tensors that have a row for each token.
 
     Raises:
         ConfigError: the model has another vocabulary than the node's.
@@ -121,7 +124,7 @@ def _checked(tensors: Iterable[tuple[str, Any]], facts: ModelFacts) -> Iterator[
 
 
 def newest_version(client: BlockingClient) -> int:
-    """Return the highest version that an engine of the node has; 0 where none is a number.
+    """Return the highest version of the node's engines; 0 if no version is a number.
 
     Raises:
         ConfigError: the node has no engine.

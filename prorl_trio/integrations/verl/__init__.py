@@ -1,5 +1,5 @@
-"""Rollouts of a node for verl: an agent loop for both of its trainers, and weights that both sides know the version of.
+"""Rollouts of a node for verl: an agent loop for both verl trainers, and weights with versions that both sides know.
 
-`agent_loop` and `trainers` need verl (`pip install 'prorl-trio[verl]'`), the rest does not. See
+`agent_loop` and `trainers` need verl (`pip install 'prorl-trio[verl]'`); the other modules do not. See
 docs/train-with-verl.md.
 """

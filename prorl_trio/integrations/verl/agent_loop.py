@@ -1,10 +1,10 @@
-"""An agent loop of verl whose rollouts are done by a node. Needs verl.
+"""A verl agent loop that runs its rollouts on a node. Needs verl.
 
-verl makes one of these for each rollout, from the file that `agent_loop_config_path` names, and calls `run`. Both of
-its trainers do: V1 (`trainer.use_v1`), which takes a list of rows or an exception, and V0, which takes one row.
+verl makes an agent loop for each rollout, from the file named by `agent_loop_config_path`, and calls `run`. Both verl
+trainers use it: V1 (`trainer.use_v1`), which accepts a list of rows or an exception, and V0, which accepts one row.
 
-The other seam, `agent_loop_manager_class`, would have to write rows into verl's queues itself, as each release
-has them.
+The alternative, `agent_loop_manager_class`, would have to write rows into verl's internal queues, which change with
+each release.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class RolloutFailed(ProrlError):
-    """A rollout has no reward, by no fault of the policy's.
+    """A rollout has no reward, through no fault of the policy.
 
-    verl's V1 marks its prompt as failed, and samples another if its `sync_refill_failed_groups` says so.
+    verl's V1 marks its prompt as failed, and samples another one if `sync_refill_failed_groups` is set accordingly.
     """
 
     def __init__(self, outcome: Outcome) -> None:
@@ -45,15 +45,15 @@ class RolloutFailed(ProrlError):
 
 
 class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
-    """A rollout of verl, done by a node.
+    """A verl rollout that runs on a node.
 
     Args:
         node: see `NodeAddress`.
         job: fields that all jobs have, see `JobTemplate`.
         task: `package.module:function`, which returns the `TaskInstance` of a data row; None: `task_of_row`.
-        correct: `package.module:function`, which tells of an outcome that has a reward whether it is correct: what
-            `algorithm.filter_groups.metric=acc` filters by. None: one with a reward of 1.0 or more is.
-        **verl: what verl passes.
+        correct: `package.module:function`, which returns whether an outcome with a reward is correct.
+            `algorithm.filter_groups.metric=acc` filters by it. None: a reward of at least 1.0 is correct.
+        **verl: arguments that verl passes.
 
     Raises:
         ConfigError: the configuration cannot be used.
@@ -80,14 +80,14 @@ class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
         self._rollouts = rollouts_on(NodeAddress.read(builtin(node)))
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Do one rollout of a data row, and return its rows. See `AgentLoopBase.run`.
+        """Run one rollout of a data row, and return its rows. See `AgentLoopBase.run`.
 
         A cancel cancels the job.
 
         Raises:
-            RolloutFailed: it has no reward; V1 only, for V0 would lose the batch: there it is a row of which nothing
-                is trained.
-            ConfigError: its tokens were sampled in a way, or under versions, that verl cannot train on.
+            RolloutFailed: the rollout has no reward. Only V1 gets this error, because V0 would lose the batch. With V0,
+                the result is a fully masked row.
+            ConfigError: verl cannot train on the tokens, because of their sampling or their versions.
             ServiceError: the node refused it, or is gone.
         """
         sampling = sampling_of(sampling_params)
@@ -158,8 +158,8 @@ def check_sampling(rollout: Any) -> None:
     """Refuse a rollout configuration whose log-probabilities could not be trained on.
 
     Raises:
-        ConfigError: `calculate_log_probs` with `top_p` or `top_k`: the engine samples from a part of the distribution,
-            and verl's trainer computes over all of it, so that the ratio of the two is not that of two policies.
+        ConfigError: `calculate_log_probs` is used with `top_p` or `top_k`. The engine then samples from a part of the
+            distribution, while verl's trainer computes over all of it, so their ratio is not a ratio of two policies.
     """
     if rollout.calculate_log_probs and _trained_sampling(rollout).truncated:
         raise ConfigError(
@@ -186,10 +186,10 @@ def builtin(fields: Any) -> dict[str, Any]:
 
 
 def _step(version: str, outcome: Outcome) -> int:
-    """Return the training step that a policy version is of.
+    """Return the training step of a policy version.
 
     Raises:
-        ConfigError: it is no step of verl's.
+        ConfigError: the version is not a step of verl.
     """
     if not version.isdecimal():
         raise ConfigError(
@@ -200,8 +200,8 @@ def _step(version: str, outcome: Outcome) -> int:
 
 
 def _step_before(row: Mapping[str, Any]) -> int | None:
-    """Return the step whose weights rollouts of a row begin with, which a row without sampled tokens does not say.
+    """Return the step whose weights a row's rollouts start with. A row without sampled tokens does not contain it.
 
-    None: verl does not say either (V0).
+    None means that verl does not provide it (V0).
     """
     return max(0, int(row["global_steps"]) - 1) if "global_steps" in row else None

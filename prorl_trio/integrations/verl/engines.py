@@ -1,6 +1,6 @@
-"""verl's rollout servers as a node's backends: registered, held back while their weights change, named by the step.
+"""verl's rollout servers as a node's backends: registered, paused while their weights change, versioned by the step.
 
-No verl: plain calls on a `BlockingClient`, and one thread that looks after a node that is started again.
+It works without verl, by plain calls on a `BlockingClient`, and with one thread that watches for node restarts.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S: Final = 2.0
-"""Pause between two looks whether the node still has the engines: one that was started again has forgotten them."""
+"""Interval in seconds between checks that the node still knows the engines. A restarted node has forgotten them."""
 JOIN_TIMEOUT_S: Final = 10.0
 MAX_TRAINING_S: Final = 24 * 3600.0
-"""Longest that an update may stay begun: where engines and trainer share GPUs, verl trains in it."""
+"""Maximum duration of an update in seconds. Where engines and trainer share GPUs, verl trains during the update."""
 
 
 class NodeEngines:
-    """The engines of one trainer on one node, which gives their tokens the version `str(step)`.
+    """The engines of one trainer on one node. The node gives their tokens the version `str(step)`.
 
-    All methods block, and belong to one thread. Other backends of the node are removed: it has one policy.
+    All methods block, and belong to one thread. Other backends of the node are removed, because a node has one policy.
 
     Args:
-        client: a session of its own. It is closed with this.
-        timeout_s: limit for a pause.
+        client: a session of its own. It is closed together with this object.
+        timeout_s: limit for a pause, in seconds.
         check_interval_s: see `CHECK_INTERVAL_S`.
     """
 
@@ -51,14 +51,14 @@ class NodeEngines:
         self._watch = threading.Thread(target=self._keep_registered, name="prorl-trio engines", daemon=True)
 
     def register(self, addresses: Sequence[str], step: int) -> None:
-        """Give the node these engines, which have the weights of `step`, in place of all others it has.
+        """Register these engines, which have the weights of `step`, and remove all other engines from the node.
 
         Args:
-            addresses: `HOST:PORT` of each, as `LLMServerManager.get_addresses` has them, seen from the node.
+            addresses: `HOST:PORT` of each engine, as `LLMServerManager.get_addresses` returns them, seen from the node.
             step: see above.
 
         Raises:
-            BackendError: an engine did not pass the node's probe; the message says why.
+            BackendError: an engine failed the node's probe; the message contains the reason.
             ServiceError: the session is over.
         """
         with self._turn:
@@ -68,9 +68,9 @@ class NodeEngines:
         self._watch.start()
 
     def begin_update(self, step: int) -> None:
-        """Hold back all completions: from here on the engines may lose their weights. Twice is once.
+        """Hold back all completions, because the engines may now lose their weights. Calling it again has no effect.
 
-        What is being sampled is aborted, and goes on from the tokens that came when the update is finished.
+        Completions in flight are aborted. When the update is finished, they continue from the tokens received so far.
 
         Raises:
             PolicyUpdateFailed: an engine could not be paused; nothing has changed.
@@ -86,7 +86,7 @@ class NodeEngines:
             self._update, self._updating_to = update, step
 
     def finish_update(self) -> None:
-        """Let completions go on: the engines have the weights of the step that the update was begun for.
+        """Resume completions: the engines have the weights of the step that the update was begun for.
 
         Raises:
             ServiceError: the session is over.
@@ -98,12 +98,12 @@ class NodeEngines:
             self._step = step = self._updating_to
             try:
                 update.__exit__(None, None, None)
-            except UpdateRefused as exc:  # the node was started again meanwhile, and knows of no update
+            except UpdateRefused as exc:  # the node was restarted and knows of no update
                 logger.warning("the engines have the weights of step %d, and the node is told so again: %s", step, exc)
                 self._open()
 
     def close(self) -> None:
-        """End the session. The node keeps the engines."""
+        """Close the session. The node keeps the engines."""
         self._closing.set()
         if self._watch.is_alive():
             self._watch.join(JOIN_TIMEOUT_S)
@@ -112,7 +112,7 @@ class NodeEngines:
     def _open(self) -> None:
         for url in set(self._client.list_backends().urls) - set(self._urls):
             self._client.remove_backend(url)
-        # The version first: what an engine samples as soon as it is there is to have it.
+        # The version first: the first completions of a new engine must already have it.
         self._client.resume(str(self._step))
         for url in self._missing():
             self._client.add_backend(url)

@@ -1,4 +1,4 @@
-"""Jobs out of verl's data rows and sampling parameters. Pure: no verl."""
+"""Jobs made from verl's data rows and sampling parameters. Pure, without verl."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from prorl_trio.integrations.verl.rows import RowLimits
 
 OURS: Final = ("job_id", "instance", "group_id")
-"""Fields of a `JobSpec` that a configuration does not set: they come from the row."""
+"""Fields of a `JobSpec` that a configuration cannot set, because they come from the row."""
 ATTEMPTS: Final = 3
-"""The runs of a rollout that the infrastructure fails, where the configuration does not say `retry`: a failure that
-remains costs verl a group."""
+"""Default attempts of a rollout when the infrastructure fails, without `retry` in the configuration. A final failure
+costs verl a group."""
 NEUTRAL: Final = {"repetition_penalty": 1.0, "logprobs": None}
-"""Sampling parameters of verl that are not passed on, and the value they must have; None: any."""
+"""Sampling parameters of verl that are not passed on, and their required value; None: any."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,11 +36,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def truncated(self) -> bool:
-        """Return whether it cuts off a part of the distribution."""
+        """Return whether the sampling truncates the distribution."""
         return self.top_p < 1.0 or self.top_k > 0
 
     def tells(self, span: PolicySpan) -> bool:
-        """Return whether a span's log-probabilities are those that a trainer computes at this temperature.
+        """Return whether a span's log-probabilities equal a trainer's at this temperature.
 
         Such a trainer takes the softmax of the logits over the temperature, over the whole vocabulary.
         """
@@ -55,10 +55,10 @@ class JobTemplate:
     """The fields that all jobs of an agent loop have in common: the `job` of its configuration.
 
     Args:
-        fields: fields of a `JobSpec`; `sampling` without temperature, `top_p` and `top_k`, which are verl's. Without
-            `max_output_tokens` a turn may fill the response; without `max_trajectory_tokens` a segment may fill its
-            row; without `retry` a rollout that the infrastructure fails is run `ATTEMPTS` times.
-        limits: of a row.
+        fields: fields of a `JobSpec`; `sampling` without temperature, `top_p` and `top_k`, which verl sets. Without
+            `max_output_tokens` a turn may fill the response. Without `max_trajectory_tokens` a segment may fill its
+            row. Without `retry` a rollout that the infrastructure fails has `ATTEMPTS` attempts.
+        limits: limits of a row.
         task: returns the task of a data row.
 
     Raises:
@@ -88,14 +88,14 @@ class JobTemplate:
         self._task = task
 
     def spec_of(self, row: Mapping[str, Any], sampling: Sampling) -> JobSpec:
-        """Return the job of one rollout of a row. Each call's has another id.
+        """Return the job of one rollout of a row. Each call returns a new job id.
 
-        Its group is the row's `uid`, which verl's rollouts of one prompt share.
+        The group is the row's `uid`, which all rollouts of a prompt share.
         """
         uid = str(row.get("uid") or secrets.token_hex(8))
         member = row.get("session_id")
         number = "" if member is None else f"-{member}"
-        # A prompt that verl issues again, after a restart, keeps its uid; its rollouts are others.
+        # A prompt that verl issues again after a restart keeps its uid, but has new rollouts.
         return msgspec.structs.replace(
             self._spec,
             job_id=f"{uid}{number}-{secrets.token_hex(4)}",
@@ -111,10 +111,10 @@ class JobTemplate:
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:
-    """Return how verl wants a rollout sampled, or its configuration of that.
+    """Return verl's sampling parameters for a rollout, or for its configuration.
 
     Raises:
-        ConfigError: it asks for what a node does not do.
+        ConfigError: a node does not support these parameters.
     """
     for name, neutral in NEUTRAL.items():
         if neutral is not None and params.get(name, neutral) != neutral:
@@ -129,11 +129,11 @@ def sampling_of(params: Mapping[str, Any]) -> Sampling:
 
 
 def task_of_row(row: Mapping[str, Any]) -> TaskInstance:
-    """Return the task of a data row: the one in its `extra_info["task"]`, else a mathematical problem.
+    """Return the task of a data row: the one in its `extra_info["task"]`, or else a mathematical problem.
 
-    `extra_info["task"]` holds a `TaskInstance`: `instance_id`, `handler` and `payload`. A mathematical problem is what
-    verl's own data sets have: the question is `extra_info["question"]`, else the last message of `raw_prompt`; the gold
-    answer is `reward_model["ground_truth"]`.
+    `extra_info["task"]` holds a `TaskInstance`: `instance_id`, `handler` and `payload`. A mathematical problem has the
+    form of verl's own data sets. The question is `extra_info["question"]`, or else the last message of `raw_prompt`.
+    The gold answer is `reward_model["ground_truth"]`.
 
     Raises:
         ConfigError: the row holds neither.
@@ -159,10 +159,10 @@ def task_of_row(row: Mapping[str, Any]) -> TaskInstance:
 
 @cache
 def loaded(name: str) -> Any:
-    """Return what `package.module:name` names.
+    """Return the object named `package.module:name`.
 
     Raises:
-        ConfigError: there is no such thing.
+        ConfigError: the object does not exist.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -172,7 +172,7 @@ def loaded(name: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return builtin types in place of numpy's, which data frames have, all the way down."""
+    """Return `value` with numpy types converted to builtin types, recursively. Data frames contain numpy types."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, np.generic):

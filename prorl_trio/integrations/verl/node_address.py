@@ -1,4 +1,4 @@
-"""The node, or the fleet, that a trainer's processes connect to, as configuration files name it."""
+"""The node or fleet that a trainer's processes connect to, as configuration files name it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The address of a node or of a fleet, and how long its clients wait for it.
 
     Attributes:
-        url: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`; or instead of it:
-        endpoint_file: the node's `listen.endpoint_file`, on a file system that all processes of the trainer see.
-        fleet: the folder of a fleet, in which its head says where it is; or instead of both.
-        token_file: a file of mode 0600 with the token; without, the token is in `PRORL_TOKEN`, and that of a fleet in
-            its folder.
-        tls_ca: for `wss://`, a PEM file with the certificates to trust; None: those of the system.
-        connect_timeout_s: how long to try for a first connection.
-        reconnect_timeout_s: how long rollouts wait for a node that is away, one that is being started again, say.
+        url: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`.
+        endpoint_file: instead of `url`: the node's `listen.endpoint_file`, on a file system shared by all processes of
+            the trainer.
+        fleet: instead of both: the folder of a fleet, in which its head publishes its address.
+        token_file: a file of mode 0600 with the token. By default, the token is in `PRORL_TOKEN`, and a fleet's token
+            in its folder.
+        tls_ca: for `wss://`, a PEM file with the certificates to trust; None: the system's certificates.
+        connect_timeout_s: time limit for the first connection, in seconds.
+        reconnect_timeout_s: seconds for which rollouts wait for an unavailable node, such as during a restart.
     """
 
     url: str | None = None
@@ -47,10 +48,10 @@ class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> NodeAddress:
-        """Return the address that a configuration's `node` holds.
+        """Return the address in a configuration's `node`.
 
         Raises:
-            ConfigError: it is no such address.
+            ConfigError: it is not a valid address.
         """
         try:
             return msgspec.convert(dict(fields), cls)
@@ -58,18 +59,18 @@ class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             raise ConfigError(f"node: {exc}") from exc
 
     def connect(self) -> AbstractAsyncContextManager[RolloutClient]:
-        """Open a session of its own; see `prorl_trio.connect`.
+        """Open a new session; see `prorl_trio.connect`.
 
         Raises:
-            ConfigError: there is no token, or two different ones, or others can read its file.
+            ConfigError: there is no token, there are two different ones, or other users can read its file.
         """
         return connect(self.url, self._token(), **self._options())
 
     def connect_blocking(self) -> BlockingClient:
-        """Open a session of its own, for plain calls.
+        """Open a new session, for blocking calls.
 
         Raises:
-            ConfigError: there is no token, or two different ones, or others can read its file.
+            ConfigError: there is no token, there are two different ones, or other users can read its file.
             ServiceError: see `prorl_trio.connect`.
         """
         return BlockingClient(self.url, self._token(), **self._options())

@@ -1,7 +1,7 @@
 """Rollouts on a node, awaited in asyncio: one session for all coroutines of a process.
 
-The client lives in a trio loop in a thread of its own. A rollout is handed over there and its outcome handed back; no
-thread is taken per rollout. Nothing is kept beyond the process: whoever awaited a rollout there has gone with it.
+The client runs in a trio loop in a thread of its own. Rollouts are passed to this thread and their outcomes passed
+back; a rollout needs no thread. Nothing is kept after the process, because its waiting coroutines have ended with it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import JobSpec, Outcome
 
 CANCEL_GRACE_S: Final = 10.0
-"""Longest that a cancelled rollout waits until nothing of its job is left on the node."""
+"""Maximum time in seconds that a cancelled rollout waits until its job has left the node."""
 ADMISSION_PATIENCE_S: Final = 86_400.0
-"""Longest that rollouts wait for room on a full node: its trainer has decided already that they are to be done."""
+"""Maximum time in seconds that rollouts wait for a full node. Their trainer has already decided to run them."""
 DRAIN_RETRY_S: Final = 1.0
-"""Pause between two tries to submit to a node that is about to end, and to be started again, one hopes."""
+"""Pause in seconds before resubmitting to a node that is draining for a restart."""
 JOIN_TIMEOUT_S: Final = 10.0
 
 
 class JobRefused(ServiceError):
-    """The node did not take a job, for a reason that another try would not change. `code` says which."""
+    """The node refused a job for a permanent reason, given by `code`."""
 
     def __init__(self, answer: Rejected) -> None:
         where = f" ({answer.path})" if answer.path else ""
@@ -47,7 +47,7 @@ class JobRefused(ServiceError):
 
 
 class _Waiting:
-    """A rollout that a coroutine waits for, in that coroutine's loop."""
+    """A rollout that a coroutine awaits, in that coroutine's loop."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
@@ -59,7 +59,7 @@ class _Waiting:
         return await self._outcome
 
     async def wait_left(self) -> None:
-        """Return when nothing of it is left on the node, or after the grace."""
+        """Wait until the rollout's job has left the node, or until the grace period is over."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._left, CANCEL_GRACE_S)
 
@@ -76,19 +76,18 @@ class _Waiting:
         self._soon(self._left, lambda: self._left.set_result(None))
 
     def _soon(self, future: asyncio.Future[Any], settle: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
+        with suppress(RuntimeError):  # the loop is closed, and nothing waits in it
             self._loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
 
 class Rollouts:
     """Rollouts on one node, for every asyncio loop of this process.
 
-    A connection that is lost is made again; where the node has forgotten the session, as one without a ledger on a
-    disk does when it is killed, the rollouts that are waited for are submitted again. An error that ends the session
-    for good is raised by each of them.
+    A lost connection is reopened. If the node has forgotten the session, as a node without an on-disk ledger does when
+    it is killed, the awaited rollouts are submitted again. Each rollout raises an error that ends the session for good.
 
     Args:
-        node: where to connect; nothing is connected before the first rollout.
+        node: the node to connect to; the connection is opened with the first rollout.
     """
 
     def __init__(self, node: NodeAddress) -> None:
@@ -105,16 +104,16 @@ class Rollouts:
 
     @property
     def over(self) -> bool:
-        """Return True if the session has ended for good, so that no further rollout can be had of it."""
+        """Return True if the session has ended for good and can run no further rollouts."""
         return self._over is not None
 
     async def run(self, spec: JobSpec) -> Outcome:
-        """Do a rollout and return its outcome, whatever that is.
+        """Run a rollout and return its outcome, whatever it is.
 
-        A cancel cancels the job, and returns when nothing of it is left on the node, or after `CANCEL_GRACE_S`.
+        A cancel cancels the job, and returns when the job has left the node, or after `CANCEL_GRACE_S`.
 
         Raises:
-            JobRefused: the node does not take it.
+            JobRefused: the node does not accept it.
             ServiceError: the session is over.
             ConfigError: the node's token cannot be read.
         """
@@ -128,7 +127,7 @@ class Rollouts:
             raise
 
     def close(self) -> None:
-        """End the session. Rollouts that are waited for raise ConnectionLost; their jobs go on."""
+        """Close the session. Awaited rollouts raise ConnectionLost; their jobs continue."""
         if self._thread is None or self._token is None:
             return
         with suppress(trio.RunFinishedError):
@@ -209,7 +208,7 @@ class Rollouts:
             while not self._withdrawn:
                 await self._changed.wait()
             withdrawn, self._withdrawn = self._withdrawn, {}
-            # One may be on its way to a node that has no room for it yet.
+            # The job may be on its way to a node that has no room for it yet.
             await client.cancel(list(withdrawn), "its trainer waits for it no more", ahead=True)
             for waiting in withdrawn.values():
                 waiting.left()
@@ -232,7 +231,7 @@ class Rollouts:
         self._changed = trio.Event()
 
     def _error(self) -> BaseException:
-        """Return an exception of its own for each that is told: each of them gets a traceback."""
+        """Return a separate exception for each waiter, because each adds a traceback."""
         kind = ConfigError if isinstance(self._over, ConfigError) else ConnectionLost
         return kind(str(self._over))
 
@@ -242,7 +241,7 @@ _opening = threading.Lock()
 
 
 def rollouts_on(node: NodeAddress) -> Rollouts:
-    """Return this process's rollouts on `node`: the same ones each time, new ones after a session that is over."""
+    """Return this process's rollouts on `node`. The object is shared until its session is over."""
     with _opening:
         key = (os.getpid(), node)
         found = _open.get(key)
@@ -252,7 +251,7 @@ def rollouts_on(node: NodeAddress) -> Rollouts:
 
 
 def close_all() -> None:
-    """End every session of this process. Their jobs go on."""
+    """Close every session of this process. Their jobs continue."""
     with _opening:
         sessions, here = dict(_open), os.getpid()
         _open.clear()

@@ -1,8 +1,8 @@
-"""Rows of verl out of an outcome: prompt, response, mask and log-probabilities. Pure: numpy alone, no verl.
+"""verl rows made from an outcome: prompt, response, mask and log-probabilities. Pure: only numpy, without verl.
 
-A segment becomes a row. Its prompt is what comes before its first sampled token, as far as `prompt_length` allows; the
-rest of a longer prompt opens the response, unsampled, so that every token keeps the context it was sampled in. The
-response is cut at `response_length`, as verl's own loops cut theirs.
+A segment becomes a row. Its prompt consists of the tokens before its first sampled token, up to `prompt_length`. The
+remainder of a longer prompt starts the response, unsampled, so that every token keeps the context it was sampled in.
+The response is cut at `response_length`, as in verl's own loops.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RowLimits(NamedTuple):
-    """The most tokens of a row's prompt and of its response: `rollout.prompt_length`, `rollout.response_length`."""
+    """Maximum tokens of a row's prompt and of its response: `rollout.prompt_length`, `rollout.response_length`."""
 
     prompt_length: int
     response_length: int
@@ -27,16 +27,16 @@ class RowLimits(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row that verl trains on, of P prompt and R response tokens. Neither is ever empty.
+    """A row that verl trains on, of P prompt and R response tokens. Neither part is ever empty.
 
     Attributes:
-        segment: index of the segment that it was made of; -1 where there is none.
+        segment: index of the source segment; -1 if there is none.
         prompt_ids: int32 [P].
         response_ids: int32 [R].
         response_mask: uint8 [R]; 1 exactly where the policy sampled the token.
-        logprobs: float32 [R]; the engine's, of sampled tokens; 0.0 elsewhere.
-        versions: the policy versions of its sampled tokens, each once, in the order of their first use.
-        cut: response tokens that did not fit.
+        logprobs: float32 [R]; the engine's, for sampled tokens; 0.0 elsewhere.
+        versions: the distinct policy versions of its sampled tokens, in the order of their first use.
+        cut: number of response tokens that did not fit.
     """
 
     segment: int
@@ -49,15 +49,15 @@ class Row:
 
     @property
     def sampled(self) -> int:
-        """Return the number of its sampled tokens."""
+        """Return the number of sampled tokens."""
         return int(self.response_mask.sum())
 
 
 def rows_of(outcome: Outcome, limits: RowLimits) -> list[Row]:
-    """Return a row for each segment of the trajectory that has a sampled token left; none for an outcome without one.
+    """Return a row for each segment of the trajectory with a remaining sampled token. The list may be empty.
 
-    The segments of agents that the task's own agent asked come first, its own after them, each in their order: verl
-    takes the last row for the rollout's end.
+    The segments of sub-agents come first, followed by the task's own agent, each in order. verl uses the last row as
+    the end of the rollout.
     """
     if outcome.trajectory is None:
         return []
@@ -69,11 +69,11 @@ def rows_of(outcome: Outcome, limits: RowLimits) -> list[Row]:
 
 
 def sampled_row(segment: Segment, index: int, limits: RowLimits) -> Row:
-    """Return the row of one segment, which may be left without a sampled token."""
+    """Return the row of one segment, which may have lost its sampled tokens."""
     mask = segment.free_mask
     sampled = np.flatnonzero(mask)
     first = int(sampled[0]) if len(sampled) else len(segment)
-    # A response needs a token, and so does a prompt: a segment has at least one of each where anything was sampled.
+    # Prompt and response need at least one token each. A segment with sampled tokens has both.
     start = max(1, min(first, limits.prompt_length, len(segment) - 1))
     end = min(len(segment), start + limits.response_length)
     return Row(
@@ -88,7 +88,7 @@ def sampled_row(segment: Segment, index: int, limits: RowLimits) -> Row:
 
 
 def masked_row(outcome: Outcome, pad_token_id: int, limits: RowLimits) -> Row:
-    """Return a row with nothing to train on, for a rollout that has nothing: a prompt and one unsampled token."""
+    """Return a fully masked row, a prompt and one unsampled token, for a rollout without trainable tokens."""
     segments = outcome.trajectory.segments if outcome.trajectory is not None else []
     prompt = segments[0].token_ids[: limits.prompt_length] if segments else np.empty(0, np.int32)
     pad = np.array([pad_token_id], np.int32)
@@ -104,7 +104,7 @@ def masked_row(outcome: Outcome, pad_token_id: int, limits: RowLimits) -> Row:
 
 
 def turns_of(trajectory: Trajectory | None) -> int:
-    """Return the messages of the dialogue as verl counts them: the user's, the assistant's and the tools'."""
+    """Return the number of messages in the dialogue as verl counts them: the user's, the assistant's and the tools'."""
     turns = trajectory.turns if trajectory is not None else []
     said = sum(message.role != "system" for turn in turns for message in turn.messages)
     return said + sum(1 + len(turn.observations) for turn in turns)

@@ -1,12 +1,12 @@
-"""verl's trainers (V1), which tell a node when weights change and of which step they are. Needs verl.
+"""verl's trainers (V1), which notify a node about weight changes and their training step. Needs verl.
 
-    python -m prorl_trio.integrations.verl.main_ppo ...        # in place of: python -m verl.trainer.main_ppo ...
+    python -m prorl_trio.integrations.verl.main_ppo ...     # instead of: python -m verl.trainer.main_ppo ...
 
-Each trainer that verl has (`trainer.v1.trainer_mode`) gets a class of its own, which brackets verl's own hooks: once it
-is initialised, the rollout servers are registered with the node that the agent loop's configuration names; they are
-held back where verl puts them to sleep or moves weights into them; and they go on under `str(global_steps)`.
+Each trainer of verl (`trainer.v1.trainer_mode`) gets a class of its own, which wraps verl's own hooks. After
+initialisation, it registers the rollout servers with the node that the agent loop's configuration names. It pauses the
+servers when verl puts them to sleep or transfers weights to them. They resume under `str(global_steps)`.
 
-Written to verl 0.9.1's interface. The hooks are tested; weights that NCCL moves are not, as that needs GPUs.
+It is written for verl 0.9.1. The hooks are tested. Weight transfer by NCCL is not tested, because it needs GPUs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class NodeTrainer:
-    """The hooks of a trainer of verl's that keep a node's engines in step. Mixed in before verl's class."""
+    """The trainer hooks that keep a node's engines in step. This class is mixed in before verl's class."""
 
     config: Any
     tokenizer: Any
@@ -42,7 +42,7 @@ class NodeTrainer:
     _engines: NodeEngines
 
     def on_init_end(self) -> None:
-        """Register the engines, once they have weights. What an earlier trainer of this run has left is cancelled.
+        """Register the engines once they have weights. Cancel the jobs that an earlier trainer of this run left behind.
 
         Raises:
             ConfigError: the configuration cannot be trained with, or the node has another model's tokenizer.
@@ -58,37 +58,37 @@ class NodeTrainer:
         self._engines.register(self._servers().get_addresses(), self.global_steps)
 
     def on_sample_end(self) -> None:
-        """Hold the engines back where they now give their memory to the trainer."""
+        """Pause the engines if they now give their memory to the trainer."""
         if self._servers() is self.llm_server_manager:
             self._engines.begin_update(self.global_steps)
         _hook(self, "on_sample_end")()
 
     def on_step_end(self) -> None:
-        """Hold the engines back while they get the weights of this step, and let them go on under its number.
+        """Pause the engines while they receive the weights of this step, then resume them under its number.
 
-        If verl's own hook raises, they stay held back: nobody knows which weights they have.
+        If verl's own hook raises, they stay paused, because their weights are unknown.
         """
         self._engines.begin_update(self.global_steps)
         _hook(self, "on_step_end")()
         self._engines.finish_update()
 
     def _servers(self) -> Any:
-        """Return the manager of the servers that rollouts use: those beside the trainer, if it has such.
+        """Return the manager of the rollout servers. Standalone servers take precedence over the trainer's own.
 
-        The ones on its own GPUs are then idle: `actor_rollout_ref.hybrid_engine=False` saves them.
+        The servers on the trainer's GPUs are idle in that case: `actor_rollout_ref.hybrid_engine=False` saves them.
         """
         return getattr(self, "standalone_server_manager", self.llm_server_manager)
 
 
 def install() -> None:
-    """Replace each of verl's registered trainers by one that keeps a node's engines in step. Twice is once."""
+    """Replace each registered trainer of verl with one that keeps a node's engines in step. It is idempotent."""
     for mode, trainer in list(TRAINER_REGISTRY.items()):
         if not issubclass(trainer, NodeTrainer):
             TRAINER_REGISTRY[mode] = type(f"Node{trainer.__name__}", (NodeTrainer, trainer), {})
 
 
 def check_tokenizer(tokenizer: Any, client: BlockingClient) -> None:
-    """Check that ids mean the same to verl as to the node.
+    """Check that token ids have the same meaning for verl and the node.
 
     Raises:
         ConfigError: the node was started with another model's tokenizer.
@@ -102,10 +102,10 @@ def check_tokenizer(tokenizer: Any, client: BlockingClient) -> None:
 
 
 def node_of(config: Any) -> NodeAddress:
-    """Return the node that the configuration's agent loop has its rollouts on.
+    """Return the node that the configured agent loop runs its rollouts on.
 
     Raises:
-        ConfigError: no agent loop of the file at `agent_loop_config_path` is a `NodeAgentLoop`.
+        ConfigError: the file at `agent_loop_config_path` contains no `NodeAgentLoop`.
     """
     path = config.actor_rollout_ref.rollout.agent.agent_loop_config_path
     loops = OmegaConf.load(resolve_config_path(path)) if path else []
@@ -117,6 +117,6 @@ def node_of(config: Any) -> NodeAddress:
 
 
 def _hook(trainer: NodeTrainer, name: str) -> Callable[[], None]:
-    """Return verl's own hook, which follows this class's in its order of resolution."""
+    """Return verl's own hook, which follows this class in the method resolution order."""
     hook: Callable[[], None] = getattr(super(NodeTrainer, trainer), name)
     return hook
