@@ -1,9 +1,9 @@
-"""Agents that people have, unchanged, on a task of ours: each asks its model as ever, and the policy answers.
+"""Existing agents, unchanged, on a task of your own. Each agent calls its model as usual, and the policy answers.
 
     prorl-trio agents install mini-swe-agent pi        # once
     python examples/blackbox_agent.py                  # or the names of other agents
 
-The policy is a function here; node, sandboxes, agents and tokens are the real ones. See docs/agents.md.
+The policy is a function here; node, sandboxes, agents and tokens are real. See docs/agents.md.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 QUESTION = "What is 6 * 7?"
 ANSWER = r"It is \boxed{42}."
 SHELLS = {"bash": "command", "exec_command": "cmd", "run_shell_command": "command", "shell": "command"}
-"""What agents call the tool that runs a command, and the argument that it is in."""
+"""Name of each agent's shell tool, and the argument that contains the command."""
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""How mini-swe-agent wants to be told that the work is done."""
+"""The command by which mini-swe-agent expects the work to be finished."""
 
 
 def run(prompt: str, command: str) -> str:
-    """Return the call of the agent's own shell that runs a command."""
+    """Return a call of the agent's own shell that runs `command`."""
     tool = next(name for name in SHELLS if f'"name": "{name}"' in prompt)
     return f"<tool_call>{json.dumps({'name': tool, 'arguments': {SHELLS[tool]: command}})}</tool_call>"
 
 
 def policy(prompt: str) -> str:
-    """Compute with the agent's shell, and say what came out."""
+    """Compute with the agent's shell and report the result."""
     if "found-42" not in prompt:
         return run(prompt, "printf found-; expr 6 '*' 7")
     return ANSWER + run(prompt, SUBMIT) if SUBMIT in prompt else ANSWER
 
 
 def shown(agent: str, outcome: Outcome) -> list[str]:
-    """Return what became of a rollout: its segments, with the reason of each, and what of them the policy said."""
+    """Return the result of a rollout as lines: its segments, the reason for each, and their sampled text."""
     lines = [f"{agent}: {outcome.status}, reward {outcome.reward}"]
     if outcome.trajectory is None:
         return [*lines, f"  {outcome.error}"]
@@ -56,7 +56,7 @@ def shown(agent: str, outcome: Outcome) -> list[str]:
 
 
 async def main(agents: list[str]) -> int:
-    """Give each agent the same task, and print what the trainer gets."""
+    """Run the same task with each agent, and print what the trainer receives."""
     instance = TaskInstance(instance_id="sum", handler="math", payload={"question": QUESTION, "answer": "42"})
     sampling = SamplingParams(max_output_tokens=2000)
     async with open_local_node(policy, context_tokens=1_000_000) as node, connect(node.url, node.token) as client:

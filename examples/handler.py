@@ -1,8 +1,9 @@
-"""A kind of task of your own, `repair`, and one rollout of it with a made-up policy: `python examples/handler.py`.
+"""A custom kind of task, `repair`, and one rollout of it with a made-up policy: `python examples/handler.py`.
 
-The agent gets a module that fails its test and mends it with bash. The test runs in a fresh sandbox, where the agent
-has changed nothing but its module. To use it on a node, declare it in your package under the entry-point group
-`prorl_trio.handlers` (`repair = "my_package:RepairHandler"`), and submit instances whose `handler` is `repair`.
+The agent gets a module that fails its test, and repairs it with bash. The test runs in a fresh sandbox, which differs
+from the original only in the agent's module. To use the handler on a node, declare it in your package under the
+entry-point group `prorl_trio.handlers` (`repair = "my_package:RepairHandler"`). Then submit instances whose `handler`
+is `repair`.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ CALL = '<tool_call>\n{"name": "%s", "arguments": {"%s": "%s"}}\n</tool_call>'
 
 
 class RepairTask(msgspec.Struct, forbid_unknown_fields=True):
-    """The payload of an instance: a module with a fault, and a test of it that the agent does not see."""
+    """The payload of an instance: a faulty module, and a test that the agent does not see."""
 
     module: str
     test: str
 
 
 class RepairHandler(AgentHandler):
-    """Serves all jobs of a node: what belongs to one job is kept in its `context`."""
+    """A handler that serves all jobs of a node. State of a single job is kept in its `context`."""
 
     name = "repair"
 
@@ -70,7 +71,7 @@ class RepairHandler(AgentHandler):
         try:
             mended = await context.sandbox.read_file(MODULE, max_bytes=MAX_MODULE_BYTES)
             context.answer = mended.decode()
-        except (OSError, ValueError):  # it is gone, too long, or no text: the policy's doing, so no error of ours
+        except (OSError, ValueError):  # missing, too long, or not text: the policy's fault, so not an error
             context.answer = None
 
     async def eval(self, context: RolloutContext) -> Evaluation:
@@ -88,7 +89,7 @@ class RepairHandler(AgentHandler):
 
 
 def policy(prompt: str) -> str:
-    """Mend it in the first turn, finish in the second."""
+    """Repair the module in the first turn, finish in the second."""
     if "tool_response" in prompt:
         return CALL % ("finish", "answer", "done")
     return CALL % ("bash", "command", f"sed -i s/-/+/ {MODULE}")

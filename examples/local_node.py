@@ -1,9 +1,9 @@
-"""A whole node with a policy that you write as a function: to try a trainer or a handler without a GPU or a model.
+"""A whole node with a policy that you write as a function. Try a trainer or a handler without a GPU or a model.
 
-    python examples/local_node.py            # says what to export; then, in another terminal:
+    python examples/local_node.py            # prints the exports; then, in another terminal:
     python examples/trainer_loop.py
 
-The engine is a vLLM look-alike, the model has one token a byte; node, sandboxes and delivery are the real ones.
+The engine imitates vLLM, and the model has one token per byte. Node, sandboxes and delivery are real.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ async def open_local_node(
     packages: Sequence[str] = (),
     context_tokens: int = CONTEXT_TOKENS,
 ) -> AsyncIterator[LocalNode]:
-    """Run a node in this process while the block runs, or until SIGTERM or Ctrl-C.
+    """Run a node in this process for the duration of the block, or until SIGTERM or Ctrl-C.
 
-    `policy` gets the prompt as text, control tokens included, and returns what the model says. Without `handlers` it
-    has those of the installed packages. `packages` of this environment are in the sandboxes' Python, too.
-    A token of `context_tokens` is a byte.
+    `policy` receives the prompt as text, including control tokens, and returns the model's output. By default the node
+    uses the handlers of the installed packages. `packages` of this environment are also in the sandboxes' Python. A
+    token is a byte, also in `context_tokens`.
     """
     with tempfile.TemporaryDirectory(prefix="prorl-") as folder:
         tiny = make_tiny_model(Path(folder) / "model")
 
         def sample(prompt: list[int]) -> tuple[list[int], list[float], FinishReason]:
             asked, begin, said = tiny.decode(prompt).rpartition(BEGIN)
-            ids = tiny.turn(policy(asked + begin))[len(said.encode()) :]  # a long turn is asked for in slices
+            ids = tiny.turn(policy(asked + begin))[len(said.encode()) :]  # a long turn is requested in slices
             return ids, [-random.random() for _ in ids], "stop"
 
         says = FakeEngineConfig(
@@ -95,7 +95,7 @@ async def open_local_node(
 
 
 def guess(prompt: str) -> str:
-    """Multiply, and be right three times out of four."""
+    """Multiply, correctly three times out of four."""
     factors = re.findall(r"(\d+) \* (\d+)", prompt)
     right = int(factors[-1][0]) * int(factors[-1][1]) if factors else 0
     return rf"I think it is \boxed{{{right + (random.random() < 0.25)}}}."

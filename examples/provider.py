@@ -1,10 +1,10 @@
-"""A sandbox provider of your own, and the proof that it keeps the contract: `python examples/provider.py [CHECK ...]`.
+"""A custom sandbox provider, and a check of its contract: `python examples/provider.py [CHECK ...]`.
 
 `unshare` of util-linux gives each sandbox processes, System V memory and a network of its own. The files are this
-machine's: it isolates less than bubblewrap, and says so (`isolated = False`).
+machine's, so it isolates less than bubblewrap, and reports that (`isolated = False`).
 
-To use it on a node, declare it in your package under the entry-point group `prorl_trio.providers`
-(`unshare = "my_package:UnshareProvider"`) and name it in node.toml: `[sandbox] provider = "unshare"`.
+To use it on a node, declare it in your package under the entry-point group `prorl_trio.providers` (`unshare =
+"my_package:UnshareProvider"`) and name it in node.toml: `[sandbox] provider = "unshare"`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class UnshareProvider(SandboxProvider):
         return cls(config.run_path)
 
     async def probe(self) -> ProviderReport:
-        """Start the smallest thing of this kind. What is missing is reported, never raised."""
+        """Start the smallest possible sandbox. Missing features are reported, never raised."""
         if shutil.which("unshare") is None:
             return ProviderReport(name=self.name, usable=False, problem="no unshare", remedy="install util-linux")
         tried = await trio.run_process(["unshare", *NAMESPACES, "true"], check=False, capture_stderr=True)
@@ -63,12 +63,12 @@ class UnshareProvider(SandboxProvider):
         return open_shared_run_dir(self._runtime_dir)
 
     def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
-        """Start the daemon inside. `open_daemon_sandbox` does the rest: its folder, handshake, limits and end."""
+        """Start the daemon inside. `open_daemon_sandbox` handles its folder, handshake, limits and end."""
         return open_daemon_sandbox(spec, self._runtime_dir, lambda run_dir, folder: plan(spec, run_dir, folder))
 
 
 def plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
-    """Say how one sandbox is started: a command in front of the daemon's, and the variables of daemon and tools."""
+    """Return how to start one sandbox: a command before the daemon's, and the variables of daemon and tools."""
     if spec.image != "host" or spec.layers:
         raise SandboxUnavailable(f"{(spec.image, *spec.layers)}: the provider `unshare` has no images and no layers")
     runtime = process_runtime(str(run_dir.lib))
@@ -84,7 +84,7 @@ def plan(spec: SandboxSpec, run_dir: RunDir, folder: SandboxDir) -> Launch:
 
 
 async def prove(names: list[str]) -> None:
-    """Run the checks of the contract that every provider keeps; the first that fails raises."""
+    """Run the contract checks that every provider must pass. The first failure raises."""
     report = await UnshareProvider().probe()
     if not report.usable:
         sys.exit(f"unshare cannot be used here: {report.problem}; {report.remedy}")

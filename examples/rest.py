@@ -1,4 +1,4 @@
-"""Rollouts over REST with the standard library alone, for scripts that have nothing of this project installed.
+"""Rollouts over REST with only the standard library, for scripts without this project installed.
 
 PRORL_REST=http://127.0.0.1:8700 PRORL_TOKEN=... python examples/rest.py
 
@@ -19,15 +19,15 @@ from typing import Any
 REST = os.environ["PRORL_REST"]
 HEADERS = {"Authorization": f"Bearer {os.environ['PRORL_TOKEN']}", "X-Session-Id": "rest-example"}
 FULL = 429
-RUN = f"{time.time_ns()}"  # in the ids: a node takes the id of a job that has ended for that one's
+RUN = f"{time.time_ns()}"  # makes ids unique: a node does not run an old id again
 PATIENCE_S = 300.0
 
 
 def call(method: str, path: str, body: Any = None) -> Any:
-    """Send one request and return what was answered, as JSON. A full node is asked again when it says.
+    """Send one request and return the answer, decoded from JSON. Retry on a full node after the delay that it reports.
 
-    An answer that no node gives, as a proxy's page while its node restarts, and a lost connection are tried again for
-    `PATIENCE_S`. All requests of this program may be repeated.
+    Lost connections, and answers from a proxy while its node restarts, are retried for `PATIENCE_S` seconds. All
+    requests of this program may be repeated.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{REST}{path}", data=data, method=method, headers=HEADERS)
@@ -52,7 +52,7 @@ def call(method: str, path: str, body: Any = None) -> Any:
 
 
 def error_of_node(error: urllib.error.HTTPError) -> dict[str, Any]:
-    """Return the error that a node describes in its answer; empty if the answer is not a node's."""
+    """Return the error in a node's answer; empty if the answer is not from a node."""
     try:
         return dict(json.load(error)["error"])
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
@@ -60,7 +60,10 @@ def error_of_node(error: urllib.error.HTTPError) -> dict[str, Any]:
 
 
 def submit(questions: list[tuple[int, int]]) -> int:
-    """Submit two rollouts a question; return how many were taken. Submitting them again while they run does no harm."""
+    """Submit two rollouts per question and return the number of accepted ones.
+
+    Resubmitting running rollouts is harmless.
+    """
     jobs = [
         {
             "job_id": f"{RUN}-{a}x{b}-{n}",
@@ -82,7 +85,7 @@ def submit(questions: list[tuple[int, int]]) -> int:
 
 
 def take(count: int) -> None:
-    """Take `count` outcomes. The cursor acknowledges those before it; without it they would be given again."""
+    """Consume `count` outcomes. The cursor acknowledges the previous ones; without it they would be delivered again."""
     cursor = 0
     while count:
         page = call("GET", f"/v1/results?cursor={cursor}&wait=60&arrays=list")
@@ -96,7 +99,7 @@ def take(count: int) -> None:
 
 
 def update_policy(version: str) -> None:
-    """Hold completions while the weights change, and go on under the new version."""
+    """Pause completions while the weights change, and resume under the new version."""
     call("POST", "/v1/backends/pause", {"mode": "wait", "timeout_s": 60})
     say("here the engines' weights change")
     call("POST", "/v1/backends/resume", {"policy_version": version})

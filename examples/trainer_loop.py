@@ -1,10 +1,10 @@
-"""A trainer's loop: groups of rollouts worth training on, their advantages, a step, new weights in every engine.
+"""A trainer's loop: informative groups of rollouts, their advantages, a step, new weights in every engine.
 
 PRORL_URL=ws://127.0.0.1:8700 PRORL_TOKEN=... python examples/trainer_loop.py [FOLDER]
 
-FOLDER is where the engines find the weights; they load them in a pause, and completions go on under the new version.
-For a node without a GPU, see `examples/local_node.py`. Without trio, take `BlockingClient` and `BlockingGroups`: their
-calls have these names.
+The engines load the weights from FOLDER in a pause, and completions continue under the new version. For a node without
+a GPU, see `examples/local_node.py`. Without trio, use `BlockingClient` and `BlockingGroups`, whose methods have the
+same names.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from prorl_trio.sampling import Batch
 
 STEPS = 2
-RULES = GroupRules(size=4, groups_per_step=2, max_staleness=0)  # 1: sample on while training, at most one update old
+RULES = GroupRules(size=4, groups_per_step=2, max_staleness=0)  # 1: sample while training, at most one update old
 JOB = JobTemplate(sampling=SamplingParams(temperature=1.0, max_output_tokens=256), max_turns=3)
 PAD_TOKEN_ID = 0
 
 
 def task(number: int) -> TaskInstance:
-    """Make the task of a group; a sequence of tasks does as well, and is shuffled epoch after epoch."""
+    """Return the task of a group. A sequence of tasks also works, and is shuffled in each epoch."""
     a, b = 2 + number % 8, 2 + number // 8 % 8
     payload = {"question": f"What is {a} * {b}?", "answer": str(a * b)}
     return TaskInstance(instance_id=f"{a}x{b}", handler="math", payload=payload)
 
 
 def advantages_of(batch: Batch) -> npt.NDArray[np.float32]:
-    """Return each rollout's reward less the mean of its group, over their spread: never 0, for they are informative."""
+    """Return each rollout's reward minus its group's mean, over the group's spread (never 0 in informative groups)."""
     rewards = np.stack([group.rewards for group in batch.groups])  # [groups, size]
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     advantages: npt.NDArray[np.float32] = (centred / rewards.std(axis=1, keepdims=True)).reshape(-1)
@@ -48,10 +48,10 @@ def advantages_of(batch: Batch) -> npt.NDArray[np.float32]:
 
 
 def train(taken: Batch, folder: Path) -> str:
-    """Take a step of REINFORCE over the sampled tokens, write the new weights to `folder`, and say how it went."""
+    """Take a step of REINFORCE over the sampled tokens, write the new weights to `folder`, and return a report."""
     batch = pad_batch(taken.outcomes, pad_token_id=PAD_TOKEN_ID)  # [rows, tokens], a row for each segment
     advantages = advantages_of(taken)[batch.item][:, None]
-    # Here your model computes the log-probabilities anew; `batch.logprobs` are those of the engine that sampled.
+    # Your model recomputes the log-probabilities here; `batch.logprobs` come from the engine that sampled.
     loss = -(advantages * batch.logprobs * batch.loss_mask).sum() / batch.loss_mask.sum()
     (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # yours: save_pretrained(folder)
     statistics = taken.statistics
@@ -71,7 +71,8 @@ async def main(folder: Path) -> None:
             taken = await groups.take()  # exactly `groups_per_step` groups, all of them whole
             said = await trio.to_thread.run_sync(train, taken, folder)
             sys.stdout.write(f"step {step}: {said}\n")
-            # The engines pause, load the folder and go on. An error in the block leaves the old version everywhere.
+            # The engines pause, load the folder and resume. After an error in the block, every engine stays at the old
+            # version.
             async with client.policy_update(str(step)) as update:
                 await update.load_folder(folder, check="none")  # real weights are compared with the engines' model
             await groups.advance(str(step))

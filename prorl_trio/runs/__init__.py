@@ -1,6 +1,6 @@
 """Recorded outcomes: written, read, reported, compared, and evaluated.
 
-For notebooks, `read_outcomes` reads a run, and `to_columns` makes a table of it.
+In notebooks, `read_outcomes` reads a run, and `to_columns` converts it to a table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recorded runs of a folder: found, described, and opened when somebody looks at them. Blocks on the disk."""
+"""The recorded runs of a folder: found, described, and opened on demand. Blocks on the disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TASKS: Final = "tasks.jsonl"
 MAX_DEPTH: Final = 4
 MAX_RUNS: Final = 2000
 OPEN_ROLLOUTS: Final = 8
-"""Rollouts whose decoded tokens are kept."""
+"""Number of rollouts whose decoded tokens are cached."""
 
 
 class _Task(msgspec.Struct):
@@ -37,7 +37,7 @@ class Run:
     """One folder with outcomes, a learning curve, or both.
 
     Attributes:
-        run_id: its path below the folder that is viewed; `.` for that itself.
+        run_id: the run's path below the viewed folder; `.` for that folder itself.
         path: the folder.
     """
 
@@ -48,7 +48,7 @@ class Run:
         self._index: OutcomeIndex | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Return what the list of runs shows, without reading the outcomes."""
+        """Return the run's entry in the list of runs, without reading the outcomes."""
         info, settings = self.json(RUN_INFO), self.json(SETTINGS)
         summary, curve = self.json(SUMMARY), self.json(CURVE)
         steps = curve.get("steps") or []
@@ -66,7 +66,7 @@ class Run:
         }
 
     def about(self) -> dict[str, Any]:
-        """Return the figures of the run's own files, and the values that filters offer."""
+        """Return the figures in the run's own files, and the values for filters."""
         index, described = self.index(), self.describe()
         rewards = [row.reward for row in index.rows if row.reward is not None] if index else []
         return {
@@ -80,17 +80,17 @@ class Run:
         }
 
     def model(self) -> str:
-        """Return the model's folder, as far as it is known."""
+        """Return the model's folder, or an empty string if it is unknown."""
         return str(self.json(RUN_INFO).get("model") or self.json(SETTINGS).get("model") or "")
 
     def json(self, name: str) -> dict[str, Any]:
-        """Return a JSON object of the run's folder; empty if it is not there, or is being written."""
+        """Return a JSON object of the run's folder; empty if the file is missing or incomplete."""
         with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
             return msgspec.json.decode((self.path / name).read_bytes(), type=dict[str, Any])
         return {}
 
     def index(self) -> OutcomeIndex | None:
-        """Return the index of its outcomes, with those that came since the last call; None if it has no outcomes."""
+        """Return the index of the run's outcomes, including the latest; None if it has no outcomes."""
         with self._lock:
             if self._index is None and (self.path / TRAJECTORIES).exists():
                 agent = self.json(EVALUATION).get("agent", "") or self.json(SETTINGS).get("agent", "")
@@ -100,7 +100,7 @@ class Run:
             return self._index
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the run's files."""
         if self._index is not None:
             self._index.close()
 
@@ -119,8 +119,8 @@ class Run:
 class RunBook:
     """The runs at and below a folder. Safe to use from several threads.
 
-    `model` is the folder whose tokenizer decodes tokens, instead of the one that each run remembers. Raises ConfigError
-    if no run is there. Errors of a run's own files (OSError, ConfigError) come when it is looked at.
+    `model` is the folder whose tokenizer decodes tokens, instead of each run's own. Raises ConfigError if the folder
+    contains no run. Errors of a run's own files (OSError, ConfigError) are raised when the run is viewed.
     """
 
     def __init__(self, root: Path, model: Path | None = None) -> None:
@@ -137,7 +137,7 @@ class RunBook:
             )
 
     def runs(self) -> list[Run]:
-        """Return every run, those that came since the last call included."""
+        """Return every run, including new ones."""
         with self._lock:
             for path in _find_runs(self.root):
                 run_id = str(path.relative_to(self.root))
@@ -146,20 +146,20 @@ class RunBook:
             return list(self._runs.values())
 
     def run(self, run_id: str) -> Run:
-        """Return a run by its id. Raises UnknownJob: there is none."""
+        """Return a run by its id. Raises UnknownJob if it does not exist."""
         if (run := self._runs.get(run_id)) is None:
             raise UnknownJob(f"there is no run {run_id!r}")
         return run
 
     def index(self, run_id: str) -> OutcomeIndex:
-        """Return the index of a run. Raises UnknownJob: there is no such run, or it has no outcomes."""
+        """Return the index of a run. Raises UnknownJob if the run or its outcomes do not exist."""
         index = self.run(run_id).index()
         if index is None:
             raise UnknownJob(f"the run {run_id!r} has no outcomes")
         return index
 
     def rollout(self, run_id: str, job_id: str) -> RolloutView:
-        """Return a rollout to look at. Raises UnknownJob: there is none."""
+        """Return a rollout for viewing. Raises UnknownJob if it does not exist."""
         index = self.index(run_id)
         with self._lock:
             key = run_id, job_id
@@ -177,7 +177,7 @@ class RunBook:
             return None
         if folder not in self._vocabularies:
             self._vocabularies[folder] = None
-            with suppress(OSError, ValueError):  # then tokens are shown by their ids
+            with suppress(OSError, ValueError):  # tokens are then shown by their ids
                 self._vocabularies[folder] = Vocabulary(folder)
         return self._vocabularies[folder]
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import TaskInstance
 
 CANCEL_TIMEOUT_S: Final = 5.0
-"""Longest an interrupted run waits for the node to cancel its remaining jobs."""
+"""Maximum time in seconds that an interrupted run waits for the node to cancel its remaining jobs."""
 
 
 def make_jobs(
@@ -58,7 +58,7 @@ def make_jobs(
 
 
 def describe_rejection(rejected: Rejected) -> str:
-    """Return a sentence that names the rejected job and says why it was rejected."""
+    """Return a sentence with the rejected job and the reason."""
     where = f" (at {rejected.path})" if rejected.path and rejected.path not in rejected.message else ""
     return f"job {rejected.job_id} was rejected ({rejected.code}): {rejected.message}{where}"
 
@@ -73,9 +73,10 @@ async def collect(
 ) -> tuple[Summary, list[Outcome]]:
     """Submit `specs`, write each outcome to `folder` as it arrives, then the summary; return both.
 
-    `on_outcome` is called with each outcome, `on_rejected` once with the jobs that the node rejected, if any; the
-    others run all the same. A cancel or an error leaves the outcomes so far and their summary on disk, and cancels all
-    jobs of the session on the node, waiting up to `CANCEL_TIMEOUT_S`: so the session must have no other jobs.
+    `on_outcome` is called with each outcome. `on_rejected` is called once with the jobs that the node rejected, if any;
+    the other jobs still run. After a cancel or an error, the outcomes so far and their summary are on disk. All jobs of
+    the session are then cancelled on the node, waiting up to `CANCEL_TIMEOUT_S`. The session must therefore have no
+    other jobs.
 
     Raises:
         ServiceError: the node rejected every job (the message names the first, with the reason), or the session is
@@ -101,7 +102,7 @@ async def collect(
             over = True
         finally:
             if not over:
-                # What ended the run matters more than whether the node could still be told.
+                # Report the error that ended the run, not a failure to notify the node.
                 with trio.move_on_after(CANCEL_TIMEOUT_S, shield=True), suppress(ServiceError):
                     await client.cancel(whole_session=True)
             summary = summarise(outcomes, trio.current_time() - started_s, rejected=len(rejected))

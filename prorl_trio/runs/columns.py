@@ -1,4 +1,4 @@
-"""Outcomes as the columns of a table, a row each: for notebooks, data frames and Arrow."""
+"""Outcomes as table columns with one row per outcome, for notebooks, data frames and Arrow."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def to_columns(outcomes: Sequence[Outcome]) -> dict[str, npt.NDArray[Any]]:
-    """Return arrays of one length, a row for each outcome, in their order.
+    """Return arrays of equal length with a row for each outcome, in order.
 
-    `pandas.DataFrame`, `polars.DataFrame` and `pyarrow.table` take the result as it is.
+    `pandas.DataFrame`, `polars.DataFrame` and `pyarrow.table` accept the result directly.
 
     Returns:
-        Texts (object), empty where there is nothing: `job_id`, `instance_id`, `group_id`, `status`, `cause`,
+        Texts (object), empty if there is no value: `job_id`, `instance_id`, `group_id`, `status`, `cause`,
         `error_code`, `error`, `stop_reason`, `policy_version` (the oldest), and `tag:NAME` for each tag.
         Numbers: `reward` (float64, NaN without one), `attempt`, `turns`, `segments`, `prompt_tokens`, `sampled_tokens`,
         `tokens` (int64; `prompt_tokens` precede the first turn), `logprob_mean` (float64, of sampled tokens,

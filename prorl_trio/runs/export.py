@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def export_html(book: RunBook, jobs: Collection[str] = ()) -> bytes:
-    """Return the page with the rollouts `jobs`, or with all of every run. Takes about 11 bytes a token.
+    """Return the page with the rollouts `jobs`, or with all rollouts of every run. It takes about 11 bytes per token.
 
     Raises:
-        ConfigError: no run has one of these rollouts.
+        ConfigError: a rollout is in no run.
     """
     missing = set(jobs)
     runs, vocabulary = list[dict[str, Any]](), dict[int, str]()
@@ -42,7 +42,7 @@ def export_html(book: RunBook, jobs: Collection[str] = ()) -> bytes:
 
 
 def _rollout(book: RunBook, run: Run, row: Row, vocabulary: dict[int, str]) -> dict[str, Any]:
-    """Return a rollout with all its texts, and its tokens; add the texts of these to `vocabulary`."""
+    """Return a rollout with all its texts and tokens, and add the tokens' texts to `vocabulary`."""
     shown = book.rollout(run.run_id, row.job_id)
     view = RolloutView(shown.outcome, shown.vocabulary, head_chars=None)
     trajectory = view.outcome.trajectory
@@ -53,7 +53,7 @@ def _rollout(book: RunBook, run: Run, row: Row, vocabulary: dict[int, str]) -> d
 def _tokens(view: RolloutView, index: int, vocabulary: dict[int, str]) -> dict[str, Any]:
     """Return a segment's ids, the log-probabilities of its sampled tokens, runs of kinds, and texts.
 
-    A token's text is that of its id, but for characters that are in several tokens: these are in `texts`, by place.
+    A token's text follows from its id, except for characters that span several tokens. They are in `texts`, by place.
     """
     assert view.outcome.trajectory is not None
     segment = view.outcome.trajectory.segments[index]

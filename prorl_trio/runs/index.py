@@ -1,4 +1,4 @@
-"""An index over a `trajectories.msgpack`: a row for each outcome, its place in the file, and its text for searches.
+"""An index over a `trajectories.msgpack`: for each outcome a row, its place in the file, and its text for searches.
 
 Outcomes stay on the disk and are read one at a time. Blocks on the disk.
 """
@@ -33,16 +33,16 @@ FAMILY_TAG: Final = "family"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one outcome, by which it is listed, filtered and sorted.
+    """The figures of one outcome, for lists, filters and sorting.
 
     Attributes:
-        place: its place in the file, from 0. `error`, `task`: the beginning of its error, and of what it was asked.
-        stop: its trajectory's stop reason; empty if it has no trajectory.
-        handler, family: of its task, as far as they are known; else empty.
-        agent: the program that worked on it, or the kind of agent that it says it is; empty for the node's own.
-        versions: policy versions that its tokens were sampled under.
-        tokens: in all segments. `sampled`: by the policy. `logprob`: mean of the sampled tokens; None without any.
-        run_s, eval_s: seconds of the stages. `waited_s`: in the queues of all.
+        place: its place in the file, from 0. `error`, `task`: the beginning of its error, and of its task.
+        stop: its trajectory's stop reason; empty without a trajectory.
+        handler, family: the task's handler and family; empty if unknown.
+        agent: the program that worked on it, or the kind of agent that it claims to be; empty for the node's own.
+        versions: the policy versions that its tokens were sampled under.
+        tokens: in all segments. `sampled`: by the policy. `logprob`: mean over the sampled tokens; None without any.
+        run_s, eval_s: seconds of the stages. `waited_s`: seconds in all queues.
     """
 
     place: int
@@ -74,21 +74,21 @@ Figure = Literal[
     "place", "job_id", "instance_id", "group_id", "status", "reward", "cause", "stop", "handler", "family", "agent",
     "tokens", "sampled", "turns", "calls", "segments", "logprob", "run_s", "eval_s", "waited_s",
 ]  # fmt: skip
-"""What rows are sorted by."""
+"""Figures to sort rows by."""
 FACETS: Final = ("status", "cause", "stop", "handler", "agent", "family")
-"""Fields of rows with few values, which filters offer."""
+"""Fields of rows with few distinct values, offered as filters."""
 
 
 class RowFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """What the listed rows have in common. An empty text, or None, leaves all rows; `-` is an empty value.
+    """A filter for rows. An empty text, or None, matches all rows; `-` matches an empty value.
 
     Attributes:
-        text: is somewhere in the rollout, in any case.
+        text: occurs anywhere in the rollout, in any case.
         status, cause, stop, handler, agent, family, group: have this value.
         version: some token was sampled under this policy version.
-        reward_min, reward_max, tokens_min, tokens_max: bounds, inclusive; `tokens` counts the sampled ones. A rollout
-            without a reward is outside of any bound of rewards.
-        sort: the figure to sort by. `descending`: the largest first; rows without that figure come last either way.
+        reward_min, reward_max, tokens_min, tokens_max: inclusive bounds; `tokens` counts sampled tokens. A rollout
+            without a reward is outside of any bound on rewards.
+        sort: the figure to sort by. `descending`: the largest first. Rows without that figure always come last.
     """
 
     text: str = ""
@@ -113,7 +113,7 @@ _decode_list = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
 class SearchText:
-    """The lower-case text of every rollout, one after the other in an unlinked temporary file, which is mapped."""
+    """The lower-case text of all rollouts, concatenated in an unlinked, memory-mapped temporary file."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="prorl-view-")  # noqa: SIM115 - `close` closes it
@@ -121,7 +121,7 @@ class SearchText:
         self._size = 0
 
     def add(self, parts: Iterable[str]) -> None:
-        """Append the text of the next rollout. Its parts are separated by a NUL, which no query contains."""
+        """Append the text of the next rollout. Its parts are separated by NUL, which no query contains."""
         text = "\0".join(parts).lower().encode(errors="surrogatepass") + b"\0"
         self._starts.append(self._size)
         self._file.write(text)
@@ -150,11 +150,11 @@ class OutcomeIndex:
     """The outcomes of one file, which may grow. Safe to use from several threads.
 
     Args:
-        path: of the file.
-        tasks: handler and family by instance id, as far as they are known.
-        agent: the program that works on the tasks, where outcomes themselves name none.
+        path: path of the file.
+        tasks: handler and family by instance id, if known.
+        agent: the default agent, for outcomes that name none.
 
-    Raises OSError if the file cannot be opened, and ConfigError if it is something else.
+    Raises OSError if the file cannot be opened, and ConfigError if it has another format.
     """
 
     def __init__(self, path: Path, tasks: Mapping[str, tuple[str, str]] | None = None, agent: str = "") -> None:
@@ -175,12 +175,15 @@ class OutcomeIndex:
             raise
 
     def close(self) -> None:
-        """Close the file; the index cannot be used any more."""
+        """Close the file. The index is unusable afterwards."""
         self._file.close()
         self._text.close()
 
     def refresh(self) -> None:
-        """Add the outcomes that were appended since the last call. Raises ConfigError: it is no file of outcomes."""
+        """Add the outcomes that were appended since the last call.
+
+        Raises ConfigError if the file is not a file of outcomes.
+        """
         with self._lock:
             size = os.fstat(self._file.fileno()).st_size
             header = os.pread(self._file.fileno(), HEADER_BYTES, 0)
@@ -194,9 +197,9 @@ class OutcomeIndex:
                     self._add(bytes(view[start:end]), start, end)
 
     def _entries(self, view: memoryview, count: int) -> Iterator[tuple[int, int]]:
-        """Yield where each new outcome begins and ends; outcomes that a kill or a copy cut off are left out."""
+        """Yield the start and end of each new outcome. Outcomes truncated by a kill or a copy are skipped."""
         if not self.rows:
-            with suppress(msgspec.DecodeError):  # something follows the array, or it is cut off
+            with suppress(msgspec.DecodeError):  # something follows the array, or it is truncated
                 entries = _decode_list(view)
                 yield from pairwise(np.cumsum([HEADER_BYTES, *map(len, entries)]).tolist())
                 return
@@ -256,14 +259,14 @@ class OutcomeIndex:
         )
 
     def row(self, job_id: str) -> Row:
-        """Return the figures of one outcome. Raises UnknownJob: there is none of this id."""
+        """Return the figures of one outcome. Raises UnknownJob if the id is unknown."""
         try:
             return self.rows[self._places[job_id]]
         except KeyError:
             raise UnknownJob(f"no outcome of a job {job_id!r} is in this run") from None
 
     def read(self, job_id: str) -> Outcome:
-        """Return a whole outcome, read from the disk. Raises UnknownJob: there is none of this id."""
+        """Return a whole outcome, read from the disk. Raises UnknownJob if the id is unknown."""
         start, end = self._extents[self.row(job_id).place]
         return _decode(os.pread(self._file.fileno(), end - start, start))
 
@@ -292,14 +295,14 @@ class OutcomeIndex:
         return known + [row for row in rows if getattr(row, wanted.sort) is None]
 
     def facets(self) -> dict[str, dict[str, int]]:
-        """Return how often each value of the fields of `FACETS`, and each policy version, occurs."""
+        """Return the number of occurrences of each value of the fields in `FACETS`, and of each policy version."""
         counts = {name: dict(Counter(getattr(row, name) for row in self.rows).most_common()) for name in FACETS}
         counts["version"] = dict(Counter(version for row in self.rows for version in row.versions))
         return counts
 
 
 def groups_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return rows by group, in the order in which the groups first occur: their rewards, with mean and spread."""
+    """Return rows by group, in the order in which the groups first occur, with rewards, mean and spread."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group_id or row.job_id, []).append(row)

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import JobSpec, Outcome
 
 console = Console()
-"""Console that commands print to, for people."""
+"""The console for human-readable output of commands."""
 
 MAX_REJECTIONS = 10
-"""Limit of the rejected jobs that are printed with their reasons."""
+"""Maximum number of rejected jobs to print with their reasons."""
 SAID_EVERY_S = 30.0
-"""Interval between progress lines where there is no terminal for a bar."""
+"""Interval in seconds between progress lines if the output is not a terminal."""
 
 
 class RolloutBar:
-    """A progress bar of rollouts; where there is no terminal, a line every `SAID_EVERY_S`."""
+    """A progress bar of rollouts. Without a terminal, it prints a line every `SAID_EVERY_S`."""
 
     def __init__(self, progress: Progress, total: int, done: int) -> None:
         self._progress = progress
@@ -47,12 +47,12 @@ class RolloutBar:
         self._said_s = trio.current_time()
 
     def expect(self, total: int) -> None:
-        """Expect so many rollouts in all from now on."""
+        """Set the expected total number of rollouts."""
         self._total = total
         self._progress.update(self._bar, total=total)
 
     def ended(self, outcome: Outcome) -> None:
-        """Show that one has ended, and how."""
+        """Show that a rollout has ended, and its result."""
         self._ended += 1
         reward = "" if outcome.reward is None else f" reward {outcome.reward:g}"
         last = one_line(f"{outcome.instance_id}: {outcome.status}{reward}").plain
@@ -66,7 +66,7 @@ class RolloutBar:
 
 @contextmanager
 def open_bar(total: int, *, done: int = 0, out: Console | None = None) -> Iterator[RolloutBar]:
-    """Show the progress of `total` rollouts, of which some are `done`, on `out` or the commands' console."""
+    """Show the progress of `total` rollouts, of which `done` are finished, on `out` or the commands' console."""
     columns = (
         TextColumn("rollouts"),
         BarColumn(),
@@ -79,16 +79,16 @@ def open_bar(total: int, *, done: int = 0, out: Console | None = None) -> Iterat
 
 
 async def warn_if_unready(client: RolloutClient, out: Console | None = None) -> None:
-    """Print why no backend of the node takes rollouts now, if none does."""
+    """If no backend of the node accepts rollouts, print the reason."""
     for line in _unready(await client.status()):
         (out or console).print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *, model: str, tasks: str) -> Summary:
-    """Submit jobs, show a progress bar, record outcomes in `folder`, print the final tables; return the summary.
+    """Submit jobs, show a progress bar, record outcomes in `folder`, and print the final tables. Return the summary.
 
-    First prints a warning if no backend takes rollouts, because the jobs will wait then. Without a terminal, prints a
-    line every `SAID_EVERY_S` instead of the bar. Raises what `collect` raises, and cancels jobs as it does.
+    First prints a warning if no backend accepts rollouts, because the jobs will then wait. Without a terminal, prints a
+    line every `SAID_EVERY_S` instead of the bar. Raises and cancels jobs like `collect`.
     """
     await warn_if_unready(client)
     info = RunInfo(model=model, tasks=tasks, started=folder.name)
@@ -120,7 +120,7 @@ async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *,
 def page(parts: Sequence[RenderableType], *, pager: bool | None = None) -> None:
     """Print `parts`, through a pager if `pager` is True.
 
-    By default (None), use the pager if the output goes to a terminal and is as long as its window or longer.
+    By default (None), use the pager if the output goes to a terminal and fills its window.
     """
     with console.capture() as capture:
         for part in parts:
@@ -134,12 +134,12 @@ def page(parts: Sequence[RenderableType], *, pager: bool | None = None) -> None:
 
 
 def _lines(text: str) -> int:
-    """Return the number of terminal lines that `text` takes, with long lines wrapped."""
+    """Return the number of terminal lines of `text`, with long lines wrapped."""
     return sum(1 + max(0, len(line) - 1) // console.width for line in text.splitlines())
 
 
 def _groups(specs: Sequence[JobSpec], outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
-    """Return the outcomes of each group of two rollouts or more, named by its question, in the order of `specs`."""
+    """Return the outcomes of each group of two or more rollouts, named by its question, in the order of `specs`."""
     names = {spec.group_id: str(spec.instance.payload.get("question", spec.instance.instance_id)) for spec in specs}
     groups: dict[str, list[Outcome]] = {group_id: [] for group_id in names}
     for outcome in sorted(outcomes, key=attrgetter("job_id")):
@@ -152,9 +152,9 @@ def _say(problem: str) -> None:
 
 
 def _unready(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines that say why no backend takes rollouts now, from a node's `status`.
+    """Yield lines with the reasons why no backend accepts rollouts, from a node's `status`.
 
-    Yields nothing if a backend does, or if the status does not tell.
+    Yields nothing if a backend does, or if the status does not contain it.
     """
     pool = report.get("backends")
     if not isinstance(pool, dict):

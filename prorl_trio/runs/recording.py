@@ -31,18 +31,18 @@ _FIXED: Final = (
     | {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
     | {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
 )
-"""Bytes that follow a type byte whose value has one length."""
+"""Number of bytes that follow a type byte whose value has a fixed length."""
 _BINARY: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4}
 _TEXT: Final = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _NESTED: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 _LENGTH: Final = _BINARY | _TEXT | _NESTED
-"""Bytes of the length that follows a type byte."""
+"""Number of length bytes that follow a type byte."""
 _EXTENSIONS: Final = (0xC7, 0xC8, 0xC9)
 _MAPS: Final = (0xDE, 0xDF)
 
 
 def length_of(content: bytes | memoryview) -> int | None:
-    """Return the bytes that the value at the start of `content` takes; None if it is cut off, or is no msgpack."""
+    """Return the number of bytes of the value at the start of `content`; None if it is truncated or not msgpack."""
     position, pending = 0, 1
     while pending:
         if position >= len(content):
@@ -71,10 +71,10 @@ def length_of(content: bytes | memoryview) -> int | None:
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of a run, for people who look at it later.
+    """A description of a run, for later readers.
 
     Attributes:
-        model: the folder whose tokenizer decodes the run's tokens; empty if that is not known.
+        model: the folder whose tokenizer decodes the run's tokens; empty if unknown.
         tasks: the task set's name or file.
         started: the name of the run's folder, a local time.
     """
@@ -88,8 +88,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a run.
 
     Attributes:
-        jobs: outcomes; `rejected` jobs are not among them.
-        reward_mean: mean over the jobs with a reward; None if there are none.
+        jobs: number of outcomes, without the `rejected` jobs.
+        reward_mean: mean over the jobs with a reward; None without any.
         turns_mean: mean over the jobs with a trajectory.
         tokens_per_s: sampled tokens per second of the run's wall clock.
         rejected: jobs that the node did not accept.
@@ -112,15 +112,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 class OutcomeFile:
     """A file to which outcomes are appended as one msgpack array. Blocks on the disk.
 
-    The array's count is written after each outcome, so that a killed run, or a full disk, leaves a file with the
-    outcomes before: `read_outcomes` leaves out what a kill cut off.
+    The array's count is written after each outcome. A killed run or a full disk therefore leaves a file with all
+    earlier outcomes: `read_outcomes` skips a truncated one.
 
     Args:
-        path: of the file.
-        go_on: append to the file that is there, after its last whole outcome. Else it must not be there yet.
+        path: path of the file.
+        go_on: append to the existing file, after its last whole outcome. Otherwise the file must not exist yet.
 
     Raises:
-        ConfigError: the file exists already (or does not, with `go_on`), is something else, or cannot be written.
+        ConfigError: the file exists (or, with `go_on`, does not), has another format, or cannot be written.
     """
 
     def __init__(self, path: Path, *, go_on: bool = False) -> None:
@@ -134,10 +134,10 @@ class OutcomeFile:
                 self._write(_HEADER.pack(_ARRAY32, 0))
 
     def append(self, outcome: Outcome) -> None:
-        """Write one outcome (some 9 bytes a token), then the new count.
+        """Write one outcome (some 9 bytes per token), then the new count.
 
         Raises:
-            ConfigError: it cannot be written; the file is as before.
+            ConfigError: it cannot be written; the file is unchanged.
         """
         with named_path(self._path):
             end = self._file.seek(0, 2)
@@ -151,7 +151,7 @@ class OutcomeFile:
             self._count += 1
 
     def _write(self, content: bytes) -> None:
-        """Write all of `content`: one write to a disk that gets full takes only a part."""
+        """Write all of `content`. A single write to a nearly full disk may write only a part."""
         rest = memoryview(content)
         while rest:
             rest = rest[self._file.write(rest) :]
@@ -166,7 +166,7 @@ class OutcomeFile:
 
 
 def trajectories_in(path: Path | str) -> Path:
-    """Return the file of trajectories in the run's folder `path`; a path of anything else as it is."""
+    """Return the file of trajectories in the run's folder `path`. Any other path is returned unchanged."""
     path = Path(path)
     return path / TRAJECTORIES if path.is_dir() else path
 
@@ -182,7 +182,7 @@ def read_outcomes(path: Path | str) -> list[Outcome]:
     end = length_of(content)
     if end is None:
         _refuse_cut(path, content)
-    try:  # what is behind the array was being written when the run was killed
+    try:  # data after the array was being written when the run was killed
         return msgspec.msgpack.decode(content[:end], type=list[Outcome])
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path} is no file of trajectories: {exc}") from exc
@@ -196,7 +196,7 @@ def _content(path: Path) -> bytes:
 
 
 def _extent(path: Path) -> tuple[int, int]:
-    """Return how many outcomes a file has, and where the last whole one ends. Raises ConfigError."""
+    """Return the number of outcomes in a file, and the end of its last whole outcome. Raises ConfigError."""
     content = _content(path)
     end = length_of(content)
     if end is None:
@@ -221,10 +221,10 @@ def _refuse_cut(path: Path, content: bytes) -> None:
 
 
 def read_run_info(folder: Path) -> RunInfo | None:
-    """Return the description of the run in `folder`; None if there is no such file.
+    """Return the description of the run in `folder`; None if the file does not exist.
 
     Raises:
-        ConfigError: it cannot be read, or is something else.
+        ConfigError: it cannot be read, or has another format.
     """
     path = folder / RUN_INFO
     if not path.exists():
@@ -238,7 +238,7 @@ def read_run_info(folder: Path) -> RunInfo | None:
 
 
 def write_json(path: Path, content: msgspec.Struct) -> None:
-    """Write `content` to `path` as indented JSON, in place of what was there.
+    """Write `content` to `path` as indented JSON, replacing an existing file.
 
     Raises:
         ConfigError: it cannot be written.
@@ -271,7 +271,7 @@ def _new_folder(root: Path) -> Path:
 
 @contextmanager
 def named_path(path: Path) -> Iterator[None]:
-    """Raise an OSError of the block, which writes, as a ConfigError that names `path`."""
+    """Convert an OSError raised in the block into a ConfigError that names `path`."""
     try:
         yield
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""The views of a run for people: its final table, its outcomes, and the figures of one trajectory."""
+"""Human-readable views of a run: its final table, its outcomes, and the figures of one trajectory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import Outcome, Segment, Trajectory
 
 _LOGPROB_STYLES: Final = ((-0.11, "green"), (-0.7, ""), (-2.3, "yellow"), (-np.inf, "red"))
-"""Lowest log-probability of each style: probability 0.9, 0.5, 0.1, and all below."""
+"""Lowest log-probability of each style: probability 0.9, 0.5, 0.1, and below."""
 MAX_ERRORS: Final = 3
 MAX_ERROR_CHARS: Final = 400
 MAX_GROUPS: Final = 40
@@ -63,8 +63,9 @@ def summary_table(summary: Summary, outcomes: Sequence[Outcome]) -> Table:
 def group_table(groups: Sequence[tuple[str, Sequence[Outcome]]]) -> Table:
     """Return a table with a row for each of the first `MAX_GROUPS` named groups: its rewards, their mean and spread.
 
-    A rollout without a reward is a dash and counts in neither; `ended` says how each of the others ended, and why they
-    have none. Groups whose rewards differ are the ones that teach something: they are bold, and counted in the title.
+    A rollout without a reward is shown as a dash, and is left out of mean and spread. `ended` contains the status of
+    each such rollout, and the reason. Groups with differing rewards are informative: they are bold and counted in the
+    title.
     """
     differ = sum(len({outcome.reward for outcome in group} - {None}) > 1 for _, group in groups)
     title = f"{len(groups)} groups; in {differ} of them rewards differ"
@@ -102,7 +103,7 @@ def errors(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _reason(error: str) -> str:
-    """Return an error without the traceback in it. A traceback that comes before its reason leaves the reason."""
+    """Return an error without its traceback. If the traceback precedes the reason, the reason remains."""
     head, found, trace = error.partition("Traceback (most recent call last):")
     head = head.rstrip()
     if not found or (head and not head.endswith(":")):
@@ -135,7 +136,7 @@ def outcome_list(outcomes: Sequence[Outcome]) -> Table:
 
 
 def timing_line(outcome: Outcome) -> str:
-    """Return one line with the seconds of each stage, and those spent in its queue in brackets."""
+    """Return one line with the seconds of each stage, and in brackets the seconds in its queue."""
     timing = outcome.timing
     stages = [
         f"{stage} {getattr(timing, f'{stage}_s'):.2f} s (queued {getattr(timing, f'queued_{stage}_s'):.2f})"

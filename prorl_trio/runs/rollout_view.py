@@ -1,6 +1,6 @@
-"""One rollout as the viewer shows it: who said what, the segments, the seconds, and its tokens in windows.
+"""One rollout as the viewer shows it: messages, segments, timing, and windows of tokens.
 
-Everything is plain JSON. Long texts are cut, and fetched in parts by their name.
+Everything is plain JSON. Long texts are truncated, and fetched in parts by their name.
 """
 
 from __future__ import annotations
@@ -27,24 +27,27 @@ if TYPE_CHECKING:
 
 HEAD_CHARS: Final = 4000
 MAX_WINDOW: Final = 4096
-"""Tokens in one answer."""
+"""Maximum number of tokens in one answer."""
 MAX_MERGED: Final = 4
-"""UTF-8 has at most so many bytes in a character, and so tokens of a character."""
+"""Maximum number of bytes of a UTF-8 character, and so of tokens per character."""
 BROKEN: Final = "\ufffd"
 
 SAMPLED, TEMPLATE, TOOL, MESSAGE, GIVEN, SHARED = b"stomg="
-"""Kinds of tokens. A given token is one whose part in the prompt is not known."""
+"""Kinds of tokens. A given token's part in the prompt is unknown."""
 
 
 class Vocabulary:
-    """The texts of a tokenizer's ids, each by itself. Raises OSError or ValueError: the model has no usable one."""
+    """The separate texts of a tokenizer's ids. Raises OSError or ValueError if the model has no usable tokenizer."""
 
     def __init__(self, model: Path) -> None:
         self._tokenizer: Any = Tokenizer.from_buffer(read_regular(model / "tokenizer.json", MAX_FILE_BYTES))
         self._texts: dict[int, str] = {}
 
     def texts(self, ids: npt.NDArray[np.int32]) -> list[str]:
-        """Return the text of each token. Of a character that is in several, the first has it; the others are empty."""
+        """Return the text of each token.
+
+        If a character spans several tokens, the first has the text and the others are empty.
+        """
         new = [each for each in np.unique(ids).tolist() if each not in self._texts]
         for token_id, text in zip(new, self._tokenizer.decode_batch([[each] for each in new], False), strict=True):
             raw = self._tokenizer.id_to_token(token_id) or ""
@@ -70,12 +73,12 @@ class Vocabulary:
 
 
 class RolloutView:
-    """An outcome that somebody looks at. Its texts and kinds of tokens are found once, when they are asked for.
+    """An outcome prepared for viewing. Its texts and kinds of tokens are computed once, on demand.
 
     Args:
-        outcome: to show.
-        vocabulary: of the model that sampled it; None: it is not known, and tokens have no text.
-        head_chars: a longer text is sent up to here at first; None: all texts are sent whole.
+        outcome: the outcome to show.
+        vocabulary: the vocabulary of the model that sampled it; None: unknown, and tokens have no text.
+        head_chars: longer texts are truncated to this length at first; None: all texts are sent whole.
     """
 
     def __init__(self, outcome: Outcome, vocabulary: Vocabulary | None, head_chars: int | None = HEAD_CHARS) -> None:
@@ -93,7 +96,7 @@ class RolloutView:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """Everything but the tokens."""
+        """Return everything except the tokens."""
         outcome, trajectory = self.outcome, self.outcome.trajectory
         return {
             **_plain(outcome, "job_id", "instance_id", "group_id", "status", "reward", "cause", "error", "error_code"),
@@ -138,7 +141,7 @@ class RolloutView:
         return {"name": call.name, "arguments": self._head(_arguments(call), part), "error": call.error, "id": call.id}
 
     def _head(self, text: str, part: str) -> str | dict[str, Any]:
-        """Return a short text whole, and of a long one its beginning, its length and its name."""
+        """Return a short text whole. For a long text, return its beginning, length and name."""
         if self._head_chars is None or len(text) <= self._head_chars:
             return text
         self._cut[part] = text
@@ -146,7 +149,7 @@ class RolloutView:
 
     @cached_property
     def _begins(self) -> list[int]:
-        """Of each turn, where the tokens begin that the engine received for it, after those of the turn before."""
+        """Return for each turn the position of the first token that the engine received after the previous turn."""
         ends = {index: segment.shared for index, segment in enumerate(self._trajectory.segments)}
         begins: list[int] = []
         for turn in self._trajectory.turns:
@@ -155,7 +158,7 @@ class RolloutView:
         return begins
 
     def text(self, part: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return characters of a text that `about` has cut, or (`received.TURN`) of what the engine got for a turn."""
+        """Return characters of a text that `about` truncated, or (`received.TURN`) of a turn's received tokens."""
         name, _, number = part.partition(".")
         if name == "received" and number.isdecimal() and int(number) < len(self._trajectory.turns):
             turn = self._trajectory.turns[int(number)]
@@ -183,7 +186,7 @@ class RolloutView:
         }
 
     def decoded(self, index: int) -> tuple[list[str] | None, bytes]:
-        """Return the texts of a segment's tokens, None without a vocabulary; and the letter of each one's kind."""
+        """Return the texts of a segment's tokens, None without a vocabulary, and the letter of each token's kind."""
         if index not in self._decoded:
             segment = self._trajectory.segments[index]
             texts = None if self.vocabulary is None else self.vocabulary.texts(segment.token_ids)
@@ -207,9 +210,9 @@ class RolloutView:
 
 
 def _mark(kinds: npt.NDArray[np.uint8], texts: list[str], said: list[tuple[int, str]]) -> None:
-    """Mark the tokens between two completions by what was said there; the others are the template's.
+    """Mark the tokens between two completions by their message. All other tokens are the template's.
 
-    Templates may trim a text. If one of them cannot be found, no token's part is known.
+    Templates may trim a text. If a text cannot be found, the parts of all these tokens are unknown.
     """
     whole = "".join(texts)
     ends = np.cumsum([len(text) for text in texts])
@@ -247,7 +250,7 @@ def _segments(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _arguments(call: ToolCall) -> str:
-    """Return the arguments of a call as JSON, or the text of a call that was not understood."""
+    """Return the arguments of a call as JSON, or the text of a malformed call."""
     return call.raw if call.error else _pretty(call.arguments)
 
 
@@ -256,7 +259,7 @@ def _pretty(value: object) -> str:
 
 
 def keyed(value: Any) -> Any:
-    """Return `value` with texts as keys: what a handler puts into `details` may be msgpack and no JSON."""
+    """Return `value` with texts as keys, because a handler's `details` may be valid msgpack but invalid JSON."""
     if isinstance(value, dict):
         return {str(key): keyed(item) for key, item in value.items()}
     return [keyed(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Recorded runs over HTTP: the viewer's page, and what it asks for, behind the one server of this project."""
+"""Recorded runs over HTTP: the viewer's page and its data, on the project's own server."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Place = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
 
 
 class ViewQuery(RowFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of all questions; each reads those that it needs.
+    """The parameters of all requests. Each request reads only the ones it needs.
 
     Attributes:
-        run: its path below the folder that is viewed. `job`: the id of one of its rollouts.
+        run: the run's path below the viewed folder. `job`: the id of one of its rollouts.
         part, segment: the name of a long text, or the number of a segment, of that rollout.
         offset, limit: the window of rows, characters or tokens.
     """
@@ -93,7 +93,7 @@ def run_endpoints(book: RunBook) -> list[Endpoint]:
 
 
 def page_of_groups(groups: list[dict[str, Any]], query: ViewQuery) -> dict[str, Any]:
-    """Return a page of groups. Sorted by reward they are by their mean, by tokens by their sum; else as their rows."""
+    """Return a page of groups. Sorting by reward uses their mean, by tokens their sum; otherwise the order of rows."""
     key = {"reward": "mean", "sampled": "sampled"}.get(query.sort)
     if key is not None:
         known = [group for group in groups if group[key] is not None]
@@ -134,7 +134,7 @@ async def serve_runs(
 ) -> None:
     """Serve the runs of `book` until cancelled. Reports the (host, port) of the listener through `task_status`.
 
-    Requests need the token of `listen`, the page itself none. With `follow` the page asks for what is new.
+    Requests need the token of `listen`, but the page itself needs none. With `follow` the page polls for new outcomes.
 
     Raises:
         ConfigError: the address cannot be bound.

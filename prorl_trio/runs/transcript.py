@@ -1,4 +1,4 @@
-"""One trajectory for people: its segments as lanes, with a mark and a colour for each kind of token."""
+"""One human-readable trajectory: its segments as lanes, with a mark and a colour for each kind of token."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import ChatMessage, Outcome, Segment, Trajectory, Turn
 
 LANE_CELLS: Final = 4
-"""Each agent that another one asked is so much further to the right."""
+"""Indentation of a sub-agent relative to its parent, in cells."""
 
 
 class Kind(NamedTuple):
-    """A kind of tokens: its mark in the margin, which needs no colours, its style, and its meaning."""
+    """A kind of tokens: its mark in the margin, which works without colours, its style, and its meaning."""
 
     mark: str
     style: str
@@ -42,11 +42,11 @@ KINDS: Final = (SAMPLED, GIVEN, PROMPT, SHARED)
 
 
 def render_trajectory(outcome: Outcome, chat_format: ChatFormat | None, *, sides: bool = False) -> Group:
-    """Return an outcome's trajectory, segment by segment; sub-agents and side calls are indented below their parent.
+    """Return an outcome's trajectory, segment by segment. Sub-agents and side calls are indented below their parent.
 
-    Without the model's `chat_format` the tokens cannot be decoded: then the recorded messages and turns are shown.
-    Characters without a shape, such as control characters, are written as escapes. With `sides`, what was said
-    before each turn, as messages, is beside the tokens that the engine received for it.
+    Without the model's `chat_format` the tokens cannot be decoded, and the recorded messages and turns are shown
+    instead. Characters without a shape, such as control characters, are escaped. With `sides`, the messages before each
+    turn are next to the tokens that the engine received for it.
     """
     details = msgspec.json.encode(outcome.details).decode()
     parts: list[RenderableType] = [
@@ -69,7 +69,7 @@ def render_trajectory(outcome: Outcome, chat_format: ChatFormat | None, *, sides
 
 
 def _lanes(segments: Sequence[Segment]) -> list[int]:
-    """Return how many agents stand above each segment's."""
+    """Return for each segment the number of agents above its own."""
     lanes: list[int] = []
     for index, segment in enumerate(segments):
         above = lanes[segment.parent] if segment.parent is not None and segment.parent < index else 0
@@ -124,9 +124,9 @@ def _spoken(turns: Sequence[Turn]) -> Iterator[tuple[Kind, str]]:
 
 
 def _sides(segment: Segment, turns: Sequence[Turn], chat_format: ChatFormat | None) -> Table:
-    """Return a row for each turn: what was said before it, beside the tokens that the engine received since the last.
+    """Return a row for each turn: the messages before it, next to the tokens that the engine newly received.
 
-    A third column has what was sampled.
+    A third column contains the sampled text.
     """
     table = Table("said", "received by the engine", "sampled", box=None, padding=(0, 2, 1, 0), header_style="bold dim")
     at, before = segment.shared, list[str]()

@@ -1,4 +1,4 @@
-"""An evaluation on disk: its plan, its tasks, each rollout's outcome, the report. A run's folder with more files."""
+"""An evaluation on disk: its plan, tasks, outcomes and report. It is a run's folder with more files."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class EvaluationFolder:
 
     Attributes:
         path: the folder.
-        plan: what is to be sampled.
-        instances: the tasks, as the plan counts them.
-        rejected: the reasons of rejected jobs by their id; not kept on the disk, as they are submitted again.
+        plan: the planned rollouts.
+        instances: the tasks, in the plan's order.
+        rejected: the reasons of rejected jobs by job id. They are not stored, because these jobs are submitted again.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class EvaluationFolder:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Every outcome so far, those of cancelled tries among them."""
+        """Return every outcome so far, including cancelled tries."""
         return list(self._outcomes.values())
 
     @property
     def last_outcomes(self) -> list[Outcome]:
-        """The outcomes that count: of each rollout that of its last try, as far as there is one."""
+        """Return the outcomes that count: for each rollout the outcome of its last try, if there is one."""
         last: list[Outcome] = []
         for rollout in self.plan.rollouts_of(self.instances):
             found = self.plan.last_try(self.instances[rollout.place], rollout, self._outcomes)
@@ -76,7 +76,7 @@ class EvaluationFolder:
         return last
 
     def record(self, outcome: Outcome) -> bool:
-        """Write an outcome down; return False if it was there already, as one that came before a kill may be.
+        """Store an outcome. Return False if it is already stored, for example from before a kill.
 
         Raises:
             ConfigError: it cannot be written.
@@ -88,7 +88,7 @@ class EvaluationFolder:
         return True
 
     def count_correct_from(self, reward: float) -> None:
-        """Count rollouts as correct from this reward on, from now on and after a resume.
+        """Count rollouts as correct from this reward upwards, also after a resume.
 
         Raises:
             ConfigError: it cannot be written.
@@ -97,7 +97,7 @@ class EvaluationFolder:
         write_json(self.path / PLAN, self.plan)
 
     def todo(self) -> list[JobSpec]:
-        """Return the jobs of the rollouts that are not over, in the order of the plan."""
+        """Return the jobs of the unfinished rollouts, in the order of the plan."""
         jobs: list[JobSpec] = []
         for rollout in self.plan.rollouts_of(self.instances):
             instance = self.instances[rollout.place]
@@ -127,10 +127,12 @@ class EvaluationFolder:
 def open_evaluation(
     path: Path, new: tuple[EvaluationPlan, Sequence[TaskInstance]] | None
 ) -> Iterator[EvaluationFolder]:
-    """Yield the evaluation in the folder `path`: a new one, or that which is there. No other process can meanwhile.
+    """Yield the evaluation in the folder `path`, a new or an existing one.
+
+    Other processes cannot open it at the same time.
 
     Raises:
-        ConfigError: the folder cannot be used, holds no evaluation, or another process works on it.
+        ConfigError: the folder cannot be used, holds no evaluation, or is used by another process.
     """
     with _locked(path, create=new is not None):
         if new is not None:
@@ -148,13 +150,13 @@ def open_evaluation(
 
 
 def write_tasks(path: Path, instances: Sequence[TaskInstance]) -> None:
-    """Write the instances as a JSONL file, in their order. Raises ConfigError: it cannot be written."""
+    """Write the instances as a JSONL file, in order. Raises ConfigError if it cannot be written."""
     with named_path(path):
         path.write_bytes(b"".join(msgspec.json.encode(instance) + b"\n" for instance in instances))
 
 
 def read_plan(path: Path) -> EvaluationPlan:
-    """Return the plan in the folder `path`. Raises ConfigError: there is none."""
+    """Return the plan in the folder `path`. Raises ConfigError if it does not exist."""
     try:
         return msgspec.json.decode((path / PLAN).read_bytes(), type=EvaluationPlan)
     except OSError as exc:
@@ -165,7 +167,7 @@ def read_plan(path: Path) -> EvaluationPlan:
 
 @contextmanager
 def _locked(path: Path, *, create: bool) -> Iterator[None]:
-    """Hold the folder's lock, which ends with the process, however that does."""
+    """Hold the folder's lock. The kernel releases it when the process ends in any way."""
     try:
         file = (path / LOCK).open("ab" if create else "rb+")
     except FileNotFoundError as exc:

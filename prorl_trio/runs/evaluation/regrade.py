@@ -1,4 +1,4 @@
-"""Recorded rollouts graded again: nothing is sampled, and what cannot be graded is named with the reason."""
+"""Grading of recorded rollouts without sampling. A rollout that cannot be graded is reported with the reason."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import Outcome, TaskInstance
 
 ATTEMPTS: Final = 3
-"""Limit of the attempts at an evaluation that the infrastructure fails."""
+"""Maximum number of attempts for an evaluation that fails because of the infrastructure."""
 
 
 class Regraded(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout whose reward is another one now."""
+    """A rollout whose reward has changed."""
 
     job_id: str
     instance_id: str
@@ -31,12 +31,12 @@ class RegradeSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a regrading.
 
     Attributes:
-        outcomes: of the run.
-        regraded: those that have a new evaluation, be it as the old one.
-        reward_mean_before: mean over the outcomes that had a reward; None if none had.
-        reward_mean_after: the same with the new ones.
-        changed: those whose reward is another one.
-        not_regraded: the reasons, by job id; these outcomes are as they were.
+        outcomes: number of outcomes in the run.
+        regraded: number of outcomes with a new evaluation, whether or not it differs.
+        reward_mean_before: mean over the outcomes that had a reward; None without any.
+        reward_mean_after: the same with the new rewards.
+        changed: rollouts with a different reward.
+        not_regraded: the reasons, by job id. These outcomes are unchanged.
     """
 
     outcomes: int
@@ -48,14 +48,14 @@ class RegradeSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Regrading:
-    """The rollouts of a run, the tasks that they are graded by, and what has come of it. A `run.Work`. Pure.
+    """The rollouts of a run, the tasks to grade them with, and the results. A pure `run.Work`.
 
     Args:
-        outcomes: of the run, whole.
-        instances: the tasks; an outcome's is found by its `instance_id`.
+        outcomes: all outcomes of the run.
+        instances: the tasks, matched to outcomes by `instance_id`.
 
     Attributes:
-        rejected: the reasons of rejected jobs by their id.
+        rejected: the reasons of rejected jobs by job id.
     """
 
     def __init__(self, outcomes: Sequence[Outcome], instances: Iterable[TaskInstance]) -> None:
@@ -66,7 +66,7 @@ class Regrading:
         self.rejected: dict[str, str] = {}
 
     def todo(self) -> list[JobSpec]:
-        """Return the jobs of the rollouts that can be graded and were not yet."""
+        """Return the jobs of the rollouts that can be graded and are not graded yet."""
         return [
             self._job(place, outcome)
             for place, outcome in enumerate(self._outcomes)
@@ -74,21 +74,21 @@ class Regrading:
         ]
 
     def record(self, outcome: Outcome) -> bool:
-        """Take the outcome of a job of `todo`; return False for one that came before."""
+        """Store the outcome of a job from `todo`. Return False if it is already stored."""
         if outcome.job_id in self._results:
             return False
         self._results[outcome.job_id] = outcome
         return True
 
     def merged(self) -> list[Outcome]:
-        """Return the run's outcomes, with new status, reward, details and log where they were graded again."""
+        """Return the run's outcomes, with new status, reward, details and log for regraded rollouts."""
         return [
             outcome if self._why_not(place, outcome) else _merge(outcome, self._results[self._job_id(place)])
             for place, outcome in enumerate(self._outcomes)
         ]
 
     def summary(self) -> RegradeSummary:
-        """Return what has changed, and what could not be graded."""
+        """Return the changes and the rollouts that could not be graded."""
         merged = self.merged()
         pairs = list(zip(self._outcomes, merged, strict=True))
         whys = {old.job_id: self._why_not(place, old) for place, old in enumerate(self._outcomes)}
@@ -116,7 +116,7 @@ class Regrading:
         return "" if result.reward is not None else f"{result.status}, {result.cause}: {result.error}"
 
     def _obstacle(self, outcome: Outcome) -> str:
-        """Return why a rollout cannot be graded by anybody; empty if nothing is known of that."""
+        """Return why a rollout cannot be graded; empty if no reason is known."""
         if outcome.instance_id not in self._tasks:
             return f"there is no task {outcome.instance_id!r} in the task set"
         if outcome.status == "cancelled":

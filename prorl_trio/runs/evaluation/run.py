@@ -1,4 +1,4 @@
-"""Jobs of a command at work: what is missing is submitted and recorded, and an interrupt leaves nothing behind."""
+"""The execution of a command's jobs. Missing jobs are submitted and recorded, and an interrupt cancels them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 SUBMIT_PATIENCE_S: Final = 30 * 24 * 3600.0
-"""Longest that jobs wait for a node that has no room for all: outcomes make it."""
+"""Maximum time in seconds that jobs wait for a full node. Finished jobs make room."""
 END_TIMEOUT_S: Final = 15.0
-"""Longest an interrupted command waits for the node to cancel its jobs and to hand in what was done."""
+"""Maximum time in seconds that an interrupted command waits for the node to cancel its jobs and to deliver outcomes."""
 
 MAX_NAME_CHARS: Final = 100
-"""Limit of the part of an instance's id that is in the ids of its jobs."""
+"""Maximum number of characters of an instance id that are used in job ids."""
 FAMILY_TAG: Final = "family"
 
 
@@ -43,7 +43,7 @@ class Rollout(NamedTuple):
 
 
 class Try(NamedTuple):
-    """A job of a rollout; jobs with a lower `number` were cancelled, the last of them is `before` (empty if none)."""
+    """A job of a rollout. Jobs with a lower `number` were cancelled; the last of these is `before` (empty if none)."""
 
     job_id: str
     number: int
@@ -55,18 +55,18 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A description of an evaluation from which the same jobs follow each time.
 
     Attributes:
-        evaluation_id: what the ids of its jobs begin with.
-        session_id: of the session that they are submitted in, and come back to.
+        evaluation_id: prefix of the job ids.
+        session_id: the session in which the jobs are submitted and resumed.
         tasks: the name of the set, or its file.
-        rollouts: n, of each task.
+        rollouts: n, the number of rollouts of each task.
         ks: the k of each pass@k that is reported.
-        max_turns: of a rollout.
-        attempts: of a rollout that the infrastructure failed.
+        max_turns: maximum number of turns of a rollout.
+        attempts: maximum number of attempts of a rollout when the infrastructure fails.
         correct_from: the least reward of a correct rollout.
-        model: the folder whose tokenizer decodes the tokens; empty if that is not known.
-        oracle: the tasks bring their solutions, and no policy is asked.
-        left_out: the number of rows of the set that could not be used, and were left out.
-        agent: the name of a program that works on the tasks in place of the node's own loop; empty: none does.
+        model: the folder whose tokenizer decodes the tokens; empty if unknown.
+        oracle: run the tasks' own solutions, without a policy.
+        left_out: number of unusable rows of the set, which were omitted.
+        agent: the name of a program that works on the tasks instead of the node's own loop; empty: none.
     """
 
     evaluation_id: str
@@ -84,13 +84,13 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = ""
 
     def rollouts_of(self, instances: Sequence[TaskInstance]) -> Iterator[Rollout]:
-        """Yield every rollout, those of a task one after the other."""
+        """Yield every rollout, grouped by task."""
         return (Rollout(place, number) for place in range(len(instances)) for number in range(self.rollouts))
 
     def last_try(self, instance: TaskInstance, rollout: Rollout, outcomes: Mapping[str, Outcome]) -> Try:
         """Return the try of a rollout that counts, given the outcomes so far by job id.
 
-        One that was cancelled, as by an interrupt, is followed by another, with an id of its own.
+        A cancelled try, such as by an interrupt, is followed by another with a new id.
         """
         number, before = 0, ""
         while (outcome := outcomes.get(job_id := self._job_id(instance, rollout, number))) is not None:
@@ -100,7 +100,7 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
         return Try(job_id, number, is_over=False, before=before)
 
     def job(self, instance: TaskInstance, rollout: Rollout, job_id: str) -> JobSpec:
-        """Return the job of a rollout under an id that `last_try` returned."""
+        """Return the job of a rollout under an id from `last_try`."""
         return JobSpec(
             job_id=job_id,
             instance=instance,
@@ -120,29 +120,29 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Work(Protocol):
-    """Jobs, and what has come of them.
+    """Jobs and their outcomes.
 
     Attributes:
-        rejected: the reasons of the jobs that the node rejected, by their id.
+        rejected: the reasons of the jobs that the node rejected, by job id.
     """
 
     rejected: dict[str, str]
 
     def todo(self) -> list[JobSpec]:
-        """Return the jobs that are not over; the same ones in each process."""
+        """Return the unfinished jobs. They are the same in each process."""
 
     def record(self, outcome: Outcome) -> bool:
-        """Keep an outcome; return False if it was there already. Raises ConfigError: it cannot be written."""
+        """Store an outcome. Return False if it is already stored. Raises ConfigError if it cannot be written."""
 
 
 async def do_missing(client: RolloutClient, work: Work, on_outcome: Callable[[Outcome], None]) -> bool:
-    """Submit the jobs of `work` that are not over, and record their outcomes; return False if that was interrupted.
+    """Submit the unfinished jobs of `work`, and record their outcomes. Return False if interrupted.
 
-    `client` is in a session that has no other jobs. What an earlier process left at work there is waited
-    for, not sampled again. `on_outcome` is called with each new outcome.
+    The session of `client` must have no other jobs. Jobs that an earlier process left running there are awaited, not
+    sampled again. `on_outcome` is called with each new outcome.
 
-    SIGINT and SIGTERM (in the main thread), a cancel and an error end it in order: its jobs are cancelled on the node,
-    and what was done until then is recorded, within `END_TIMEOUT_S`. A second signal cuts that short.
+    SIGINT and SIGTERM (in the main thread), a cancel and an error stop it in order. Its jobs are cancelled on the node,
+    and finished work is recorded, within `END_TIMEOUT_S`. A second signal skips this.
 
     Raises:
         ServiceError: the session is over.
@@ -160,11 +160,11 @@ async def do_missing(client: RolloutClient, work: Work, on_outcome: Callable[[Ou
                     await _sample(client, work, on_outcome)
                 is_over = not scope.cancelled_caught
             except ConfigError:
-                can_record = False  # to ask for another outcome would acknowledge the one that was not written
+                can_record = False  # requesting another outcome would acknowledge the unwritten one
                 raise
             finally:
                 if not is_over:
-                    # What ended the evaluation matters more than whether the node could still be told.
+                    # Report the error that ended the evaluation, not a failure to notify the node.
                     with trio.move_on_after(END_TIMEOUT_S, shield=True) as end, suppress(ServiceError):
                         scopes.append(end)
                         await client.cancel(reason="the command was interrupted", whole_session=True)
@@ -175,21 +175,21 @@ async def do_missing(client: RolloutClient, work: Work, on_outcome: Callable[[Ou
 
 
 def _signals() -> AbstractContextManager[AsyncIterator[int] | None]:
-    """Open a receiver of `SIGNALS` where there can be one."""
+    """Open a receiver of `SIGNALS` if this thread can have one."""
     is_main = threading.current_thread() is threading.main_thread()
     return trio.open_signal_receiver(*SIGNALS) if is_main else nullcontext()
 
 
 async def _cancel_at_signals(signals: AsyncIterator[int], scopes: Sequence[trio.CancelScope]) -> None:
-    """Cancel the last of `scopes`, as they are then, at each signal."""
+    """Cancel the last of `scopes` at each signal. The list may change between signals."""
     async for _ in signals:
         scopes[-1].cancel()
 
 
 async def _sample(client: RolloutClient, work: Work, on_outcome: Callable[[Outcome], None]) -> None:
-    """Submit what is not over, and record what comes of it.
+    """Submit the unfinished jobs, and record their outcomes.
 
-    What an earlier process cancelled, and did not hear of any more, comes as cancelled: it is submitted once more.
+    A job that an earlier process cancelled, without receiving the outcome, arrives as cancelled: it is submitted again.
     """
     for _ in range(2 if client.resumed else 1):
         await _submit(client, [job for job in work.todo() if job.job_id not in work.rejected], work, on_outcome)
@@ -201,7 +201,7 @@ async def _submit(
     begun = trio.Event()
 
     async def submit() -> None:
-        begun.set()  # without a checkpoint until the client knows that outcomes are to come
+        begun.set()  # no checkpoint until the client knows that outcomes will come
         answers = await client.submit(jobs, patience_s=SUBMIT_PATIENCE_S)
         for job, answer in zip(jobs, answers, strict=True):
             if isinstance(answer, Rejected):

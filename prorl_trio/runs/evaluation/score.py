@@ -1,4 +1,4 @@
-"""The scores of an evaluation: pass@k by family, with what has no score beside it and never left out."""
+"""The scores of an evaluation: pass@k by family. Rollouts without a reward are reported separately."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 
 Lost = Literal["failed", "timed_out", "cancelled", "rejected", "missing"]
-"""The reason for which a rollout has no reward: `rejected` by the node, `missing` where it was not run yet; else its
-status."""
+"""The reason why a rollout has no reward: `rejected` by the node, `missing` if it did not run, or else its status."""
 LOST: Final[tuple[Lost, ...]] = ("failed", "timed_out", "cancelled", "rejected", "missing")
 
 LEVEL: Final = 0.95
-"""Confidence of every interval."""
+"""Confidence level of every interval."""
 
 
 class Interval(NamedTuple):
@@ -33,7 +32,7 @@ class Interval(NamedTuple):
 
 
 def pass_at_k(rollouts: int, correct: int, k: int) -> float | None:
-    """Return the unbiased estimate of the chance that one of `k` rollouts is correct; None if there are fewer than `k`.
+    """Return the unbiased estimate of the chance that one of `k` rollouts is correct; None for fewer than `k` rollouts.
 
     It is 1 - C(n - c, k) / C(n, k), of n rollouts with c correct ones, computed as a product (Chen et al., "Evaluating
     Large Language Models Trained on Code", 2021, arXiv:2107.03374, section 2.1).
@@ -46,7 +45,7 @@ def pass_at_k(rollouts: int, correct: int, k: int) -> float | None:
 
 
 def wilson(share: float, trials: int) -> Interval:
-    """Return the score interval of a proportion of so many independent trials (Wilson, 1927)."""
+    """Return the score interval of a proportion over `trials` independent trials (Wilson, 1927)."""
     z = NormalDist().inv_cdf((1.0 + LEVEL) / 2.0)
     shrink = 1.0 + z * z / trials
     middle = (share + z * z / (2 * trials)) / shrink
@@ -55,13 +54,13 @@ def wilson(share: float, trials: int) -> Interval:
 
 
 def mean_interval(scores: Sequence[float]) -> Interval | None:
-    """Return the interval of the mean of the tasks' `scores`; None without a task, or if a score is beyond [0, 1].
+    """Return the interval of the mean of the tasks' `scores`; None without a task, or if a score is outside [0, 1].
 
-    It is Wilson's interval of the mean, with a task as a trial: rollouts of one task are not independent, tasks are.
-    Scores of 0 and 1 are such trials. Scores between them, as of graded rewards or of several rollouts, vary less than
-    right and wrong ones of the same mean p, whose variance p (1 - p) is the largest in [0, 1] (Bhatia and Davis, "A
-    better bound on the variance", 2000): for them it is wider than it need be, and not too narrow. A better score never
-    has a lower interval.
+    It is Wilson's interval of the mean, with a task as a trial: tasks are independent, rollouts of one task are not.
+    Scores of 0 and 1 are such trials. Scores between 0 and 1, as of graded rewards or of several rollouts, vary less
+    than right and wrong ones with the same mean p. Their variance is at most p (1 - p), the largest in [0, 1] (Bhatia
+    and Davis, "A better bound on the variance", 2000). For them the interval is conservative: wider than necessary, but
+    never too narrow. A better score never has a lower interval.
     """
     if not scores or min(scores) < 0.0 or max(scores) > 1.0:
         return None
@@ -69,7 +68,7 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
 
 
 class TaskTally(msgspec.Struct):
-    """Counts of the rollouts of a task: the `graded` ones, which have a reward, and the others by reason."""
+    """Counts of a task's rollouts: the `graded` rollouts, which have a reward, and the others by reason."""
 
     family: str
     graded: int = 0
@@ -92,13 +91,13 @@ class PassAtK(msgspec.Struct, frozen=True, kw_only=True):
     """Pass@k of some tasks: the mean of the tasks' estimates.
 
     Attributes:
-        k: of it.
-        tasks: those with at least k graded rollouts, over which it is the mean.
-        value: with what has no reward taken as unknown; None where no task has k graded rollouts.
+        k: the k of pass@k.
+        tasks: number of tasks with at least k graded rollouts, over which the mean is taken.
+        value: the mean, with missing rewards taken as unknown; None if no task has k graded rollouts.
         low: lower end of its interval; see `mean_interval`.
         high: upper end.
-        if_failed: of all tasks, had every rollout without a reward been wrong.
-        if_passed: of all tasks, had every one of them been correct.
+        if_failed: the value over all tasks if every rollout without a reward counts as wrong.
+        if_passed: the value over all tasks if every rollout without a reward counts as correct.
     """
 
     k: int
@@ -115,8 +114,8 @@ class MeanReward(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tasks: the tasks with a graded rollout.
-        value: the mean; None if there is no such task.
-        low: lower end of its interval; see `mean_interval`. None if a task's mean is beyond [0, 1].
+        value: the mean; None without such a task.
+        low: lower end of its interval; see `mean_interval`. None if a task's mean is outside [0, 1].
         high: upper end.
     """
 
@@ -127,7 +126,7 @@ class MeanReward(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FamilyScore(msgspec.Struct, frozen=True, kw_only=True):
-    """The score of a family, or of all tasks (`family` is empty). `rollouts` is `graded` and all of `lost` together."""
+    """The score of a family, or of all tasks (`family` is empty). `rollouts` is the sum of `graded` and all `lost`."""
 
     family: str
     tasks: int
@@ -139,7 +138,7 @@ class FamilyScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def score_families(tallies: Sequence[TaskTally], ks: Iterable[int]) -> list[FamilyScore]:
-    """Return the score of all tasks, then, where there are several families, of each in alphabetical order."""
+    """Return the score of all tasks. If there are several families, the score of each follows in alphabetical order."""
     families = sorted({tally.family for tally in tallies})
     named = [score_tasks(family, [tally for tally in tallies if tally.family == family], ks) for family in families]
     return [score_tasks("", tallies, ks), *(named if len(families) > 1 else [])]

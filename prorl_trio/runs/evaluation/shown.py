@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 ALL: Final = "all"
 MAX_REJECTIONS: Final = 5
 MAX_UNSOLVED: Final = 20
-"""Limit of the tasks that are named one by one."""
+"""Maximum number of tasks to list."""
 MAX_LOG_LINES: Final = 10
 Figure = str | int | float | None
 
 
 def figures(folder: EvaluationFolder, scores: Sequence[FamilyScore]) -> dict[str, Figure]:
-    """Return the report as one flat mapping; those of a family begin with its name and `/`.
+    """Return the report as one flat mapping. Keys of a family begin with its name and `/`.
 
     Shares are in [0, 1]. `reward_mean` is the mean over tasks of a task's mean reward. `pass@K`, its interval (`_low`,
-    `_high`) and its `_tasks` are of rollouts with a reward;
-    `_if_failed` and `_if_passed` are of all tasks, with rollouts that have none taken as wrong and as correct.
+    `_high`) and its `_tasks` count only rollouts with a reward. `_if_failed` and `_if_passed` count all tasks, with
+    missing rewards taken as wrong and as correct.
     """
     plan = folder.plan
     flat: dict[str, Figure] = {
@@ -70,9 +70,9 @@ def _pass_figures(passed: PassAtK) -> dict[str, Figure]:
 
 
 def score_table(scores: Sequence[FamilyScore]) -> Table:
-    """Return the table of the scores, with intervals, and between the bounds that lost rollouts leave.
+    """Return the table of the scores, with intervals, and with the bounds from rollouts without a reward.
 
-    Pass@k is in per cent, the mean reward as it is.
+    Pass@k is in per cent; the mean reward is unscaled.
     """
     table = Table(title="scores (pass@k in %)", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("family", overflow="fold")
@@ -94,8 +94,8 @@ def score_table(scores: Sequence[FamilyScore]) -> Table:
 
 
 def count_table(scores: Sequence[FamilyScore]) -> Table:
-    """Return the table of how many rollouts have a reward, and of what became of the others."""
-    table = Table(title="rollouts", title_justify="left", box=None, padding=(0, 1, 0, 0))  # in 80 columns
+    """Return the table of rollouts with a reward, and of the reasons of all others."""
+    table = Table(title="rollouts", title_justify="left", box=None, padding=(0, 1, 0, 0))  # fits into 80 columns
     table.add_column("family", overflow="fold")
     for column in ("tasks", "rollouts", "graded", *(why.replace("_", " ") for why in LOST)):
         table.add_column(column, justify="right", no_wrap=True)
@@ -114,7 +114,7 @@ def _reward(reward: float | None) -> str:
 
 
 def write_report(folder: EvaluationFolder) -> tuple[list[FamilyScore], bytes]:
-    """Compute the scores, write them to `report.json` in the folder, and return them, also as that JSON.
+    """Compute the scores, write them to `report.json` in the folder, and return them together with that JSON.
 
     Raises:
         ConfigError: it cannot be written.
@@ -127,7 +127,7 @@ def write_report(folder: EvaluationFolder) -> tuple[list[FamilyScore], bytes]:
 
 
 def print_report(folder: EvaluationFolder, scores: Sequence[FamilyScore], out: Console) -> None:
-    """Print the table, how to read it, and why rollouts have no reward."""
+    """Print the table, an explanation, and the reasons of missing rewards."""
     out.print(count_table(scores))
     out.print(score_table(scores))
     few = any(passed.tasks < score.tasks for score in scores for passed in score.passes)
@@ -150,7 +150,10 @@ def print_report(folder: EvaluationFolder, scores: Sequence[FamilyScore], out: C
 
 
 def print_unsolved(folder: EvaluationFolder, out: Console) -> int:
-    """Print the tasks whose solution is not correct, with the end of their verifiers' logs; return their number."""
+    """Print the tasks whose solution is not correct, with the last lines of their verifiers' logs.
+
+    Return their number.
+    """
     unsolved = [each for each in folder.outcomes if each.reward is not None and each.reward < folder.plan.correct_from]
     for outcome in unsolved[:MAX_UNSOLVED]:
         said = f"{outcome.instance_id}: its solution earned {outcome.reward:g}"
