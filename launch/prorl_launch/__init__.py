@@ -1,1 +1,1 @@
-"""Puts nodes, engines and sandboxes on machines: set-up, doctor, local vLLM, the demo."""
+"""Installs and starts nodes, engines and sandboxes on machines: set-up, doctor, local vLLM, the demo."""

@@ -1,9 +1,9 @@
-"""The temporary folders of supervisors: a lock tells those in use from those whose supervisor was killed.
+"""The temporary folders of supervisors. A lock distinguishes folders in use from folders whose supervisor was killed.
 
-Where everything that a task runs is killed at once, as Slurm does by a control group, nobody in there is left to clear
-up. So what Slurm runs after a task does (`prorl_launch.slurm.sweep`), and the next supervisor with folders in the same
-place. A folder has a file that its supervisor's processes keep locked, and that lists what they know of the tree's
-files in /dev/shm; the kernel unlocks it when the last of them has ended.
+Slurm can kill all processes of a task at once (by a control group), so that none of them can clean up. The cleanup is
+then done after the task (`prorl_launch.slurm.sweep`), or by the next supervisor with folders in the same place. Each
+folder contains a file that the supervisor's processes keep locked. It lists the known files of the process tree in
+/dev/shm. The kernel releases the lock when the last of these processes has ended.
 
 Standard library only: the supervisor of every engine imports this.
 """
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from prorl_launch.shared_memory import FileId
 
 TRIAL_PREFIX = "prorl-try-"
-"""Names of folders that are made for a moment, to see what can be done in them."""
+"""Prefix of short-lived folders that probe what is possible at a place."""
 _PREFIX = "prorl-engine-"
 _MARK = ".supervised"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _POLL_S = 0.05
 _UNMARKED_S = 60.0
-"""Age at which a folder without a mark, which each is for a moment, has lost its maker."""
+"""Age in seconds at which a folder without a mark is abandoned. Every new folder briefly lacks its mark."""
 
 
 class ClaimedFolder:
-    """A folder that is ours until the process, and those it forks, have ended."""
+    """A folder that is claimed until this process and its forks have ended."""
 
     def __init__(self, path: str, mark: int) -> None:
         self.path = path
@@ -42,27 +42,27 @@ class ClaimedFolder:
         self._is_left = False
 
     def note(self, files: Iterable[FileId]) -> None:
-        """Write down files in /dev/shm, for whom this folder is left to. A full disk loses the note."""
+        """Record files in /dev/shm for a later cleanup. On a full disk the note is lost."""
         lines = "".join(f"{device} {inode}\n" for device, inode in files)
         with contextlib.suppress(OSError):
             os.write(self._mark, lines.encode())
 
     def noted(self) -> set[FileId]:
-        """Return what has been noted, by us and by the processes that we share this folder with."""
+        """Return the recorded files, including notes from other processes that share this folder."""
         return _Mark(self._mark).files
 
     def leave(self) -> None:
-        """Leave it to the next `sweep`: what lives on may have files in /dev/shm that are in its notes."""
+        """Leave the folder to the next `sweep`. Surviving processes may hold files in /dev/shm from its notes."""
         self._is_left = True
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it, unless it was left."""
+        """Remove the folder with its content, unless it was left to `sweep`."""
         if not self._is_left:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 def claim_folder(owner: str = "") -> ClaimedFolder:
-    """Make a folder of ours below the system's temporary folder; `owner` is one line for `wait_left`.
+    """Create a claimed folder below the system's temporary folder; `owner` is one line for `wait_left`.
 
     Raises:
         OSError: it cannot be made.
@@ -72,21 +72,22 @@ def claim_folder(owner: str = "") -> ClaimedFolder:
     mark = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
     fcntl.flock(mark, fcntl.LOCK_EX)
     os.write(mark, _boot_id() + owner.encode() + b"\n")
-    os.rename(draft, os.path.join(path, _MARK))  # nobody finds it without its lock
+    os.rename(draft, os.path.join(path, _MARK))  # invisible to others until it is locked
     return ClaimedFolder(path, mark)
 
 
 def sweep(unlink: Callable[[set[FileId]], Collection[FileId]], place: str | None = None) -> None:
-    """Remove what supervisors of this user that were killed have left in `place`: the system's temporary folder.
+    """Remove the folders in `place` that this user's killed supervisors left; by default the system's temporary folder.
 
-    `unlink` gets what they had in /dev/shm, and returns what is still in use: then the folder stays, for the next time.
+    `unlink` receives their files in /dev/shm, and returns the files that are still in use. In that case the folder
+    stays.
     """
     where = place or tempfile.gettempdir()
     for path in _folders(where, _PREFIX):
         with contextlib.suppress(OSError, ValueError), _open_mark(path) as mark:
             if _try_lock(mark):
                 found = _Mark(mark)
-                # After another boot /dev/shm was emptied, and its numbers are others' now.
+                # A reboot empties /dev/shm, and its inode numbers are reused.
                 if found.boot_id != _boot_id() or not unlink(found.files):
                     shutil.rmtree(path, ignore_errors=True)
     for path in _folders(where, _PREFIX, TRIAL_PREFIX):
@@ -95,15 +96,17 @@ def sweep(unlink: Callable[[set[FileId]], Collection[FileId]], place: str | None
 
 
 def wait_left(owner: str, place: str, deadline: float) -> None:
-    """Wait until no supervisor is at work for `owner` in `place`, at the longest until `deadline` (monotonic time)."""
+    """Wait until no supervisor works for `owner` in `place`, at most until `deadline` (monotonic time)."""
     for path in _folders(place, _PREFIX):
         with contextlib.suppress(OSError, ValueError), _open_mark(path) as mark:
             while _Mark(mark).owner == owner and not _try_lock(mark) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)  # for flock has no time-out
+                time.sleep(_POLL_S)  # flock has no time-out
 
 
 class _Mark:
-    """A parsed mark: a line for the boot of the machine, one for the owner, and one for each file. One cut is left out.
+    """A parsed mark: a line for the machine's boot id, a line for the owner, and one per file.
+
+    A truncated line is skipped.
 
     Raises:
         ValueError: it is not a mark.
@@ -132,10 +135,10 @@ def _remove_unmarked(path: str) -> None:
 
 @contextlib.contextmanager
 def _open_mark(path: str) -> Iterator[int]:
-    """Open the mark of a folder of this user's.
+    """Open the mark of a folder that belongs to this user.
 
     Raises:
-        OSError: there is none.
+        OSError: it does not exist.
     """
     mark = os.open(os.path.join(path, _MARK), os.O_RDWR | os.O_NOFOLLOW)
     try:

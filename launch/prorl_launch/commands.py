@@ -1,4 +1,4 @@
-"""`prorl-trio doctor` and `setup`: what is installed and what is missing, and how it comes here."""
+"""`prorl-trio doctor` and `setup`: report what is installed and what is missing, and install it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARKS: Final = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]
 
 
 _PARTS: Final = {"engine": "engine", "runtime": "runtime", "trainers": "train", "apptainer": "apptainer"}
-"""The parts of set-up that a user names, by what they are called there."""
+"""The parts of set-up, by their name in the command, with their internal name."""
 
 
 @click.command()
@@ -41,8 +41,9 @@ def setup(parts: tuple[str, ...], engine: EngineKind) -> None:
     trainers   the environment in which `prorl-trio learn` and TRL train: 2 minutes, 2.5 GB
     apptainer  the system package, on Debian and Ubuntu, by root or sudo
 
-    Without a part: engine and runtime. What is complete is left alone, and what was interrupted goes on. All but
-    Apptainer goes into the cache folder, ~/.cache/prorl-trio or PRORL_CACHE_DIR, and is removed with it.
+    By default, engine and runtime are installed. Complete parts are skipped, and interrupted ones are resumed.
+    Everything except Apptainer is in the cache folder, ~/.cache/prorl-trio or PRORL_CACHE_DIR. Removing this folder
+    uninstalls it.
     """
     sys.exit(set_up([_PARTS[part] for part in parts or ("engine", "runtime")], engine))
 
@@ -52,7 +53,7 @@ def setup(parts: tuple[str, ...], engine: EngineKind) -> None:
 @click.option("--no-engine", is_flag=True, help="Backends run elsewhere: do not ask for an engine and a model here.")
 @click.option("--slurm", is_flag=True, help="Look as well at what a fleet by Slurm needs, here or in a job.")
 def doctor(as_json: bool, no_engine: bool, slurm: bool) -> None:
-    """Say what is installed, what is missing, and what to do.
+    """Report what is installed and what is missing, and how to fix it.
 
     Exit code 0 if a rollout can run on this machine, 1 otherwise.
     """

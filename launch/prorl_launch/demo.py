@@ -1,4 +1,4 @@
-"""The main job on one machine: a local vLLM, a node, a trainer, real questions. `prorl-trio demo`."""
+"""`prorl-trio demo`: the whole service on one machine, with a local vLLM, a node, a trainer and real questions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from prorl_trio.runs.recording import Summary
 
 MIN_COMPLETED_SHARE = 0.75
-"""With fewer completed rollouts than this the demo has failed."""
+"""The demo fails below this share of completed rollouts."""
 
 
 @click.command()
@@ -56,11 +56,11 @@ def demo(
 ) -> None:
     """Watch a real model answer questions, several times each.
 
-    It starts vLLM on the CPU, a node, a sandbox for each rollout and a client. SmolLM2-135M is tiny and untrained: it
-    answers about a third of the sums and short questions. In the table of groups you see which questions it could
-    learn from, because its rewards for them differ; and how the other rollouts ended. Exit code 0 only if every rollout
-    ended, and no prefix broke. Competition-like questions, none of which it answers: --tasks gsm8k. On a GPU, with a
-    real policy:
+    The demo starts vLLM on the CPU, a node, a sandbox for each rollout and a client. SmolLM2-135M is tiny and
+    untrained. It answers about a third of the sums and short questions. The table of groups shows which questions it
+    could learn from, because their rewards differ, and how the other rollouts ended. The exit code is 0 only if every
+    rollout ended and no prefix broke. For competition-like questions, which it never answers, use --tasks gsm8k. With a
+    real policy on a GPU:
 
     \b
         vllm serve Qwen/Qwen3-8B --max-model-len 16384

@@ -1,4 +1,4 @@
-"""An examination of this machine for what a rollout needs: a function per thing, with what to do about it."""
+"""Checks of this machine for everything that a rollout needs. Each check has a function, and a remedy."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _DELEGATE = (
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the report.
 
-    `missing`: something that a rollout here needs; `warning`: it runs, but something is lost, as `detail` says.
-    `remedy` says what to do, and is empty when `state` is `ok`.
+    `missing`: rollouts on this machine need it. `warning`: rollouts work without it, with the loss described in
+    `detail`. `remedy` is the fix; it is empty when `state` is `ok`.
     """
 
     name: str
@@ -65,16 +65,20 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`usable`: a rollout can run here, with a sandbox and, unless it was left out, an engine of this machine."""
+    """The result of all checks.
+
+    `usable`: a rollout can run here, with a sandbox and, unless it was left out, an engine on this machine.
+    """
 
     usable: bool
     checks: list[Check]
 
 
 async def examine(kind: EngineKind, *, with_engine: bool = True) -> Report:
-    """Look at everything, starting the smallest possible sandbox of each kind. Takes 1 to 3 s; changes nothing.
+    """Run all checks, including the start of a minimal sandbox of each kind. Takes 1 to 3 s; changes nothing.
 
-    Never raises for a missing piece. Without `with_engine`, backends are elsewhere, and a missing engine is no fault.
+    Never raises for a missing piece. Without `with_engine`, backends are elsewhere, and a missing engine is not a
+    fault.
     """
     engine: list[Callable[[], Check]] = [partial(_engine, kind), _model] if with_engine else []
     checks = [
@@ -103,7 +107,7 @@ def _user_namespaces() -> Check:
 
 
 def _sandboxes(reports: list[ProviderReport]) -> list[Check]:
-    """Examine each provider. One that does not work is a fault only if none does."""
+    """Check each provider. A broken provider is a fault only if all are broken."""
     state: Literal["warning", "missing"] = "warning" if any(report.usable for report in reports) else "missing"
     return [_sandbox(report, state) for report in reports]
 
@@ -135,7 +139,7 @@ def _fuse(device: Path = Path("/dev/fuse")) -> Check:
 
 
 def _fakeroot(etc: Path = Path("/etc")) -> Check:
-    """Examine what `sandbox.fakeroot` needs beyond Apptainer, for files of other users than root inside."""
+    """Check the requirements of `sandbox.fakeroot` beyond Apptainer, for files of users other than root inside."""
     user = _user_name()
     lacking = [name for name in ("subuid", "subgid") if not _has_range(etc / name, user)]
     missing = [name for name in ("newuidmap", "newgidmap") if shutil.which(name) is None]
@@ -158,7 +162,7 @@ def _user_name() -> str:
 
 
 def _has_range(table: Path, user: str) -> bool:
-    """Return whether a file like /etc/subuid gives this user, by name or number, ids."""
+    """Return whether a file like /etc/subuid assigns ids to this user, by name or number."""
     try:
         lines = table.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -217,7 +221,7 @@ def _shared_memory(folder: Path = Path("/dev/shm")) -> Check:
 
 
 def _cgroups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Check:
-    """Examine whether the kernel can keep the limits of each sandbox as a whole."""
+    """Check whether the kernel can enforce the limits of each sandbox as a whole."""
     site = find_site(mount, own)
     if site.path is not None:
         detail = f"{site.path}: {_BY_KERNEL}"
@@ -226,7 +230,7 @@ def _cgroups(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/
 
 
 def _process_limit() -> Check:
-    """Examine whether the kernel stops a fork bomb in a sandbox. A cgroup would; else its PID namespace may."""
+    """Check whether the kernel stops a fork bomb in a sandbox, by a cgroup, or else by its PID namespace."""
     if find_site().path is not None:
         return Check(name="process limit", state="ok", detail="kept by the kernel in each sandbox's cgroup")
     problem = pid_limit_problem()
@@ -252,7 +256,7 @@ async def _gpu() -> Check:
 
 
 def _existing(path: Path) -> Path:
-    """`path`, or its nearest ancestor that exists."""
+    """Return `path`, or its nearest existing ancestor."""
     while not path.exists():
         path = path.parent
     return path

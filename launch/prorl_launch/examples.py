@@ -1,4 +1,4 @@
-"""`prorl-trio examples`: the programs and service files that come with the package."""
+"""`prorl-trio examples`: list or copy the programs and service files in the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FOLDERS = ("examples", "launch/kubernetes", "launch/systemd")
 def examples(context: click.Context) -> None:
     """List the shipped examples, or copy them.
 
-    They are short programs for trainers, handlers and sandboxes, manifests for Kubernetes, and a unit of systemd.
+    The examples are short programs for trainers, handlers and sandboxes, manifests for Kubernetes, and a systemd unit.
 
     \b
         prorl-trio examples
@@ -35,7 +35,7 @@ def examples(context: click.Context) -> None:
 @examples.command()
 @click.argument("folder", metavar="DIR", type=click.Path(file_okay=False, path_type=Path))
 def copy(folder: Path) -> None:
-    """Copy all of them to DIR, which is made. A file that is there already is an error, and nothing is copied."""
+    """Copy all examples to DIR, which is created. If a file already exists, it is an error and nothing is copied."""
     found = {path: folder / path.relative_to(checkout_dir()) for path in _files()}
     if there := [str(target) for target in found.values() if target.exists()]:
         raise ConfigError(f"{there[0]} is there already; copy to another folder")
@@ -51,7 +51,7 @@ def _files() -> list[Path]:
 
 
 def _first_sentence(path: Path) -> str:
-    """Return what a file says of itself: the first line of its docstring, or its first comment."""
+    """Return a file's description: the first line of its docstring, or its first comment."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]

@@ -1,4 +1,4 @@
-"""`prorl-trio image`: the images that sandboxes are started from."""
+"""`prorl-trio image`: manage the images that sandboxes are started from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _DAY_S = 24 * 3600.0
 
 
 class _Group(click.Group):
-    """Says a `SetupError` in its own words instead of a traceback."""
+    """A group of commands that report a `SetupError` as a message instead of a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -50,7 +50,7 @@ class _Group(click.Group):
 def image() -> None:
     """Pull, build, list and verify the images of sandboxes.
 
-    A sandbox's image is `host`, an unpacked root directory, a .sif file, or a name of this store.
+    A sandbox's image is `host`, an unpacked root directory, a .sif file, or a name in this store.
     """
 
 
@@ -79,10 +79,10 @@ def pull(
     max_gib: float,
     sif: bool,
 ) -> None:
-    """Pull docker:// images into the store, layer by layer; library:// and oras:// ones by Apptainer.
+    """Pull docker:// images into the store, layer by layer; library:// and oras:// images by Apptainer.
 
-    What is there is left alone. What broke off goes on where it was. With --tasks one that fails does not hold the
-    others up; the exit code is 1 then, and the same command goes on.
+    Existing images are skipped, and interrupted pulls are resumed. With --tasks, a failed image does not stop the
+    others: the exit code is then 1, and the same command resumes.
     """
     wanted = [*references]
     if tasks is not None:
@@ -109,7 +109,7 @@ def pull(
 
 
 def _host(reference: str) -> str:
-    """Return the registry's host; empty for a reference that its pull will refuse."""
+    """Return the registry's host; empty for an invalid reference, which its pull will refuse."""
     try:
         return parse_reference(reference).host
     except ValueError:
@@ -117,7 +117,7 @@ def _host(reference: str) -> str:
 
 
 async def _pull_layers(orders: Sequence[PullOrder], jobs: int) -> int:
-    """Pull images, each in a process of its own, so that Ctrl-C ends them at once; return how many failed."""
+    """Pull images, each in a process of its own, so that Ctrl-C ends them at once. Return the number of failures."""
     places, failed = trio.CapacityLimiter(jobs), 0
 
     async def pull_one(order: PullOrder) -> None:
@@ -143,8 +143,9 @@ async def _pull_layers(orders: Sequence[PullOrder], jobs: int) -> int:
 def build(recipe: Path, name: str | None, fakeroot: bool) -> None:
     """Build an Apptainer definition file, or a Dockerfile, into the store.
 
-    A Dockerfile is converted first, and shown as what it has become. Its sources are looked for beside it. What has no
-    counterpart is refused, by its line: several stages, ARG, ONBUILD, HEALTHCHECK, another USER, COPY --from, ...
+    A Dockerfile is first converted, and the result is shown. Its sources are relative to its folder. Instructions
+    without an equivalent are refused with their line: several stages, ARG, ONBUILD, HEALTHCHECK, another USER, COPY
+    --from, ...
     """
     definition = definition_of(recipe)
     if definition is not None:
@@ -158,7 +159,7 @@ def build(recipe: Path, name: str | None, fakeroot: bool) -> None:
 def recipe(file: Path) -> None:
     """Print a Dockerfile as an Apptainer definition file, or a definition file as a Dockerfile.
 
-    What has no counterpart is refused, by its line.
+    Instructions without an equivalent are refused with their line.
     """
     click.echo(convert_recipe(file).text, nl=False)
 
@@ -166,7 +167,7 @@ def recipe(file: Path) -> None:
 @image.command()
 @click.argument("name", metavar="IMAGE")
 def unpack(name: str) -> None:
-    """Unpack a .sif file or a stored image, for the bubblewrap provider, and for faster starts with any."""
+    """Unpack a .sif file or a stored image. The bubblewrap provider needs this; all providers start faster with it."""
     _say(unpack_image(name))
 
 
@@ -174,7 +175,10 @@ def unpack(name: str) -> None:
 @click.argument("folder", type=click.Path(path_type=Path), metavar="FOLDER")
 @click.option("--at", default="/", show_default=True, help="Where sandboxes see it: the path of a folder.")
 def layer(folder: Path, at: str) -> None:
-    """Store a folder as a layer, once by its content, and print its digest: for `layers` of a task, and `compose`."""
+    """Store a folder as a layer, named by its content.
+
+    The printed digest is for a task's `layers`, and for `compose`.
+    """
     try:
         say(store_layer(folder, at).record.digest)
     except (ValueError, OSError) as error:
@@ -186,7 +190,7 @@ def layer(folder: Path, at: str) -> None:
 @click.argument("layers", nargs=-1, required=True, metavar="LAYER...")
 @click.option("--base", default="host", show_default=True, help="The image below: `host`, a path or a stored name.")
 def compose(name: str, layers: tuple[str, ...], base: str) -> None:
-    """Give a base and stored layers over it, lowest first, a name in the store. Nothing is copied."""
+    """Name an image made of a base and stored layers, lowest first. Nothing is copied."""
     try:
         _say(compose_image(name, base, layers))
     except (ValueError, OSError) as error:
@@ -216,7 +220,7 @@ def list_(as_json: bool) -> None:
 @image.command("layers")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_stored_layers(as_json: bool) -> None:
-    """List the stored layers, and the images that are made of them."""
+    """List the stored layers, and the images that use them."""
     named: dict[str, list[str]] = {}
     for found in list_images():
         for digest in found.record.layers:
@@ -238,7 +242,7 @@ def list_stored_layers(as_json: bool) -> None:
 @image.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def du(as_json: bool) -> None:
-    """Say what images take on disk. What several share counts once in the total."""
+    """Report the disk usage of images. Shared layers count once in the total."""
     use = measure_store()
     if as_json:
         _print_json({**use._asdict(), "images": [found._asdict() for found in use.images]})
@@ -255,7 +259,7 @@ def du(as_json: bool) -> None:
 @image.command("rm")
 @click.argument("names", nargs=-1, required=True, metavar="IMAGE...")
 def remove(names: tuple[str, ...]) -> None:
-    """Remove images with the layers that only they have, or layers by their digests. Not what a sandbox uses."""
+    """Remove images with layers that no other image uses, or layers by digest. Images of running sandboxes are kept."""
     failed = 0
     for name in names:
         try:
@@ -275,7 +279,7 @@ def remove(names: tuple[str, ...]) -> None:
     help="Remove images unused for this many days.",
 )
 def prune_(days: float) -> None:
-    """Remove layers that no image names and no sandbox has used for a while, and what killed commands left."""
+    """Remove layers that no image uses and no sandbox has used recently, and leftovers of killed commands."""
     for digest in prune(days * _DAY_S):
         say(digest)
 
@@ -283,7 +287,7 @@ def prune_(days: float) -> None:
 @image.command()
 @click.argument("names", nargs=-1, metavar="[IMAGE]...")
 def verify(names: tuple[str, ...]) -> None:
-    """Compare checksums and start a sandbox, for each stored image or those named. Exit code 1 if one is not well."""
+    """Verify checksums and start a sandbox, for all stored images or the named ones. Exit code 1 if one fails."""
     images = list_images()
     if names:
         found = {name: find_image(name) for name in names}
@@ -305,7 +309,7 @@ async def _verify(images: list[StoredImage]) -> dict[str, str]:
 
 @image.command()
 def runtime() -> None:
-    """Make the self-contained Python that sandboxes in other images than `host` run on. Some seconds, once."""
+    """Build the self-contained Python for sandboxes in images other than `host`. It takes some seconds, once."""
     say(build_bundle())
 
 

@@ -1,4 +1,4 @@
-"""Fills the store of images: pulls, builds, unpacks and checks them. Each image is whole or absent at any moment."""
+"""Pulls, builds, unpacks and checks stored images. Each image is always complete or absent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _BUILD_HINT: Final = (
     "/etc/subgid."
 )
 _NON_FATAL: Final = 2
-"""unsquashfs's exit code when the files are there but not their owners, devices and attributes: a normal user's lot."""
+"""unsquashfs's exit code when the files are extracted without owners, devices and attributes, as for a normal user."""
 _START_TIMEOUT_S: Final = 60.0
 _ACTION_TIMEOUT_S: Final = 20.0
 
@@ -61,9 +61,9 @@ _SQUASHFS_MAGIC: Final = b"hsqs"
 _SIF_MAGIC: Final = b"SIF_MAGIC\0"
 _MAGIC_OFFSET: Final = 32
 _HEADER: Final = struct.Struct("<88x q q 24x")
-"""Descriptors in all, and where they begin."""
+"""Total number of descriptors, and their offset."""
 _DESCRIPTOR: Final = struct.Struct("<i ? 12x q 176x i i 376x")
-"""Kind, in use, where the object begins, and of a partition its file system and its use."""
+"""Kind, use flag and offset of an object, and the file system and use of a partition."""
 
 _PARTITION: Final = 0x4004
 _SQUASHFS: Final = 1
@@ -72,10 +72,10 @@ _MAX_DESCRIPTORS: Final = 1024
 
 
 def squashfs_offset_bytes(path: Path) -> int:
-    """Return where the squashfs of the image at `path` begins: a .sif file, or a plain squashfs. Blocks.
+    """Return the offset of the squashfs in the image at `path`: a .sif file, or a plain squashfs. Blocks.
 
     Raises:
-        ValueError: it is neither, or its root file system is no squashfs (an encrypted one is not).
+        ValueError: it is neither, or its root file system is not a squashfs (for example, encrypted).
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -97,17 +97,17 @@ def squashfs_offset_bytes(path: Path) -> int:
 
 
 def pull_sif(reference: str, *, again: bool = False, plain_http: bool = False) -> StoredImage:
-    """Have the image of a registry in the store as one file, by Apptainer. Waits while another process does so.
+    """Pull an image from a registry into the store as one file, by Apptainer. Waits while another process does so.
 
-    Layers are kept beside the images, so that images with layers in common take each once.
+    Layers are kept next to the images, so that shared layers are downloaded once.
 
     Args:
         reference: `docker://...`, `library://...` or `oras://...`.
-        again: pull also when it is there, for a tag that has moved. Sandboxes that run keep the old one.
-        plain_http: the registry speaks no TLS.
+        again: pull an existing image again, for a tag that has moved. Running sandboxes keep the old one.
+        plain_http: the registry does not use TLS.
 
     Raises:
-        SetupError: with Apptainer's last words and what to do.
+        SetupError: Apptainer failed; with the end of its output and a remedy.
     """
     if not is_reference(reference):
         raise SetupError(
@@ -124,16 +124,16 @@ def pull_sif(reference: str, *, again: bool = False, plain_http: bool = False) -
 
 
 def build_image(recipe: Path, name: str, *, fakeroot: bool = False, definition: str | None = None) -> StoredImage:
-    """Build an Apptainer definition file and store the image as `name`, in the place of one of that name.
+    """Build an Apptainer definition file and store the image as `name`, replacing any image of that name.
 
     Args:
-        recipe: the file; what it copies is looked for beside it.
-        name: what sandboxes call the image.
+        recipe: the file; its sources are relative to its folder.
+        name: the image's name for sandboxes.
         fakeroot: for a normal user: root inside by way of /etc/subuid.
-        definition: what to build in place of the text of `recipe`, if that is no definition file.
+        definition: the text to build instead of `recipe`'s, if that is not a definition file.
 
     Raises:
-        SetupError: with Apptainer's last words.
+        SetupError: Apptainer failed; with the end of its output.
     """
     if not recipe.is_file():
         raise SetupError(f"there is no definition file {recipe}")
@@ -154,11 +154,11 @@ def build_image(recipe: Path, name: str, *, fakeroot: bool = False, definition: 
 
 
 def unpack_image(image: str) -> StoredImage:
-    """Have the root directory of a .sif file, or of a stored image, in the store, for providers that mount no .sif.
+    """Unpack a .sif file or a stored image into the store, for providers that cannot mount a .sif.
 
     Raises:
-        SetupError: no unsquashfs, or the file is none.
-        SandboxUnavailable: there is no such image.
+        SetupError: unsquashfs is missing, or the file is not an image.
+        SandboxUnavailable: the image does not exist.
     """
     source = locate_image(image)
     if source.is_dir():
@@ -182,14 +182,14 @@ def unpack_image(image: str) -> StoredImage:
 
 
 def references_in(tasks: Path, suite: str = "") -> list[str]:
-    """The images of a JSONL task file, each once, in order: the field `image` of a line, or of its `payload`.
+    """Return the distinct images of a JSONL task file in order, from a row's field `image` or its `payload`.
 
     Args:
         tasks: the file.
-        suite: one of `names.SUITES`: a row without an image has the one of its `instance_id`.
+        suite: one of `names.SUITES`: a row without an image gets the image of its `instance_id`.
 
     Raises:
-        SetupError: it cannot be read; or a line that is no JSON object, by its number.
+        SetupError: it cannot be read, or a line is not a JSON object; with the line number.
     """
     found: dict[str, None] = {}
     try:
@@ -213,9 +213,9 @@ def references_in(tasks: Path, suite: str = "") -> list[str]:
 
 
 async def check_image(image: StoredImage, provider: SandboxProvider) -> str:
-    """Return what is wrong with a stored image, or nothing: its checksum differs, or no sandbox of it runs `true`.
+    """Return the defect of a stored image, or an empty string. A checksum differs, or its sandbox cannot run `true`.
 
-    Reads every byte of its .sif file, or of those layers that were stored from folders. Cancellable.
+    Reads every byte of its .sif file, or of the layers that were stored from folders. Cancellable.
     """
     if image.sif is not None:
         digest = await trio.to_thread.run_sync(_digest, image.sif, abandon_on_cancel=True)
@@ -246,13 +246,16 @@ def _check_layer(digest: str) -> str:
 def _place(
     name: str, make: Callable[[Path], str], *, again: bool = False, size_bytes: int | None = None
 ) -> StoredImage:
-    """The stored image; made by `make(staging)`, which returns its digest, if it is not there or has to be new."""
+    """Return the stored image.
+
+    If it is missing or `again` is set, `make(staging)` creates it and returns its digest.
+    """
     folder = image_folder(name)
     with exclusive(images_dir() / ".locks" / folder.name):
         stored = find_image(name)
         if stored is not None and not again:
             return stored
-        for left in images_dir().glob(f"{_STAGING}{folder.name}-*"):  # of one that was killed
+        for left in images_dir().glob(f"{_STAGING}{folder.name}-*"):  # left by a killed process
             _remove(left)
         staging = Path(tempfile.mkdtemp(prefix=f"{_STAGING}{folder.name}-", dir=images_dir()))
         try:
@@ -283,7 +286,7 @@ def _apptainer(staging: Path) -> list[str]:
 
 
 def _remove(path: Path) -> None:
-    """Also where an image has folders that its owner may not write."""
+    """Remove a tree, even with folders that its owner may not write."""
     if path.exists():
         subprocess.run(["chmod", "-R", "u+rwX", str(path)], stderr=subprocess.DEVNULL, check=False)
         shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A policy learns on one machine: vLLM, a node, sandboxes and a trainer. `prorl-trio learn`, or `make learn`."""
+"""`prorl-trio learn` and `make learn`: a policy learns on one machine, with vLLM, a node, sandboxes and a trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ POLL_S = 0.3
 
 
 async def follow(path: Path, console: Console, offset: int = 0) -> None:
-    """Print each event that is appended to `path` after `offset` bytes. Runs until it is cancelled."""
+    """Print each event that is appended to `path` after `offset` bytes. Runs until cancelled."""
     while True:
         chunk = await trio.to_thread.run_sync(_read, path, offset)
         lines, _, _ = chunk.rpartition(b"\n")
@@ -90,7 +90,7 @@ QUICK: dict[str, Any] = {
     "held_out": 12,
     "evaluate_every": 2,
 }
-"""The settings with which everything happens, and little is learned, in three minutes."""
+"""The settings of a run of three minutes, in which every phase occurs but little is learned."""
 AGENT: dict[str, Any] = {
     "steps": 10,
     "groups": 6,
@@ -101,26 +101,26 @@ AGENT: dict[str, Any] = {
     "max_turns": 4,
     "overlong_cache": 128,
 }
-"""The settings for a program in place of the node's own loop: each rollout starts it anew, which takes CPU time."""
+"""The settings for a program instead of the node's own loop. Each rollout starts the program, which takes CPU time."""
 
 TRAINER_GRACE_S = 10.0
 LOAD_TIMEOUT_S = 60.0
 LOG_TAIL_BYTES = 3000
 MAX_MODEL_TOKENS = 512
 MAX_AGENT_TOKENS = 1024
-"""For the prompts of programs, which are longer. They have to be short all the same: most want 4,000 and more."""
+"""Context for the longer prompts of programs. They must still be short: most programs need 4,000 tokens and more."""
 RUN_WORKERS = 64
 BLOCK_TOKENS = 32
-"""Tokens of a block of the engine's cache. Prompts have 50 to 100; of blocks of 128, the default, none is shared."""
+"""Tokens per block of the engine's cache. Prompts have 50 to 100 tokens, too few to share the default blocks of 128."""
 MAX_OBSERVATION_CHARS = 160
-"""A traceback has no more: every token of it is read by the engine, and again by the trainer."""
+"""Maximum characters of an observation. Every token of a traceback is processed by the engine and by the trainer."""
 SHARED_CORES = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
-"""Engine and trainer take turns on the same cores: a thread that waits for another must not keep it from running."""
+"""Engine and trainer share the cores in turn, so threads must not spin while they wait."""
 console = Console(highlight=False)
 
 
 class TrainingFailed(ServiceError):
-    """The trainer's process ended with an error, which its log has."""
+    """The trainer's process failed. The error is in its log."""
 
 
 @click.command()
@@ -155,14 +155,14 @@ def learn(
 ) -> None:
     """Watch a real policy learn to use a tool.
 
-    SmolLM2-135M is shown Python cells with operations drawn at random, and then learns by GRPO with dynamic sampling to
-    solve word problems: vLLM samples, each rollout has a sandbox, and the weights change while rollouts run. On two
-    cores that takes about an hour. The folder of the run gets curve.png, curve.json and trajectories before and after.
+    SmolLM2-135M is first trained on Python cells with random operations. It then learns to solve word problems by GRPO
+    with dynamic sampling. vLLM samples, each rollout has a sandbox, and the weights change while rollouts run. On two
+    cores this takes about an hour. The run's folder contains curve.png, curve.json and trajectories before and after.
 
-    With --agent, nothing is shown to the policy, and it learns to answer sums through a program of somebody else's, in
+    With --agent, there are no demonstrations, and the policy learns to answer sums through a third-party program, in
     ten updates.
 
-    Ctrl-C ends everything; --resume goes on from the last checkpoint.
+    Ctrl-C stops everything; --resume continues from the last checkpoint.
     """
     for python, target in ((engine_python(), "engine"), (trainer_python("train"), "trainers")):
         if not python.exists():
@@ -202,7 +202,7 @@ def learn(
 
 
 async def _run(folder: Path, provider: str) -> None:
-    """Start all parts, wait until the run has its steps, and end all parts."""
+    """Start all parts, wait until the run has its steps, and stop all parts."""
     settings, events = read_settings(folder), folder / EVENTS
     seen = events.stat().st_size if events.exists() else 0
     console.print("starting vLLM on the CPU, and showing the policy some sums: a minute or two ...")
@@ -233,14 +233,14 @@ async def _run(folder: Path, provider: str) -> None:
 
 
 async def _show(folder: Path, shown: trio.Event) -> None:
-    """Make the run's first checkpoint, if it has none."""
+    """Make the run's first checkpoint, unless it exists."""
     if not any((folder / CHECKPOINTS).glob("step-*")):
         await _run_trainer("warm_up", folder, {})
     shown.set()
 
 
 async def _give_weights(engine: VllmProcess, checkpoint: Path) -> None:
-    """Load a checkpoint into the engine, under the name of its version, before any node asks for that."""
+    """Load a checkpoint into the engine under its version name, before a node requests this version."""
     client = VllmClient(engine.url)
     try:
         await client.probe(timeout_s=LOAD_TIMEOUT_S)
@@ -260,7 +260,7 @@ def _node_config(folder: Path, settings: Settings, engine_url: str, provider: st
         "sandbox": {"provider": provider},
         "stages": {"run_workers": RUN_WORKERS},
         "agent": {"max_nudges": 0, "max_observation_chars": MAX_OBSERVATION_CHARS},
-        "ledger": {"dir": str(folder / "ledger")},  # so that a run that goes on finds its session
+        "ledger": {"dir": str(folder / "ledger")},  # a resumed run finds its session there
     }
 
 
@@ -268,7 +268,7 @@ async def _run_trainer(module: str, folder: Path, env: dict[str, str]) -> None:
     """Run `prorl_launch.learning.MODULE` in the trainers' environment until it ends.
 
     Raises:
-        TrainingFailed: with an error.
+        TrainingFailed: it ended with an error.
     """
     log_file = folder / "trainer.log"
     command = [str(trainer_python("train")), "-m", f"prorl_launch.learning.{module}", str(folder)]

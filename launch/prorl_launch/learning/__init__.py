@@ -1,1 +1,1 @@
-"""`make learn`: a real policy learns to use a tool, through a node, and its curve is drawn."""
+"""`make learn`: a real policy learns to use a tool through a node, and its learning curve is drawn."""

@@ -1,4 +1,4 @@
-"""`curve.png`: whether the policy learned, on what, how far trainer and engine agree, and where the time went."""
+"""`curve.png`: the policy's progress by family, the agreement of trainer and engine, and the time spent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TIMES: Final = {
 
 
 def draw_curve(record: RunRecord, folder: Path) -> None:
-    """Draw `record` into `folder/curve.png`, in place of what was there. Takes a second."""
+    """Draw `record` into `folder/curve.png`, replacing an existing file. Takes a second."""
     part_file = folder / f".{CURVE_PNG}"
     make_figure(record).savefig(part_file, format="png", dpi=110)
     part_file.replace(folder / CURVE_PNG)
@@ -59,7 +59,7 @@ def make_figure(record: RunRecord) -> Figure:
 
 
 def _from_zero(ax: Axes) -> None:
-    """Let the vertical axis begin at 0, and leave room above what is drawn."""
+    """Start the vertical axis at 0, and leave room above the data."""
     top = ax.dataLim.y1
     ax.set_ylim(0, 1.1 * top if 0 < top < math.inf else None)
 

@@ -1,4 +1,4 @@
-"""The load of the engine while a step waits for rollouts, read from its own metrics."""
+"""The engine's load while a step waits for rollouts, read from its own metrics."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SAMPLED: Final = re.compile(r"^vllm:generation_tokens_total\{[^}]*\} ([\d.e+]+)
 
 
 class EngineLoad:
-    """Asks a vLLM server four times a second how many requests it works on, while the block runs.
+    """Polls the number of requests of a vLLM server four times a second during the block.
 
     Attributes:
-        looks: answers. `busy`: those in which it had any request. `running`: the sum of its requests.
-        tokens: what it sampled meanwhile, by its own count.
+        looks: number of answers. `busy`: answers with at least one request. `running`: sum of the requests.
+        tokens: number of tokens sampled during the block, by the engine's count.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,7 +51,7 @@ class EngineLoad:
             try:
                 with urlopen(self._url, timeout=TIMEOUT_S) as answer:
                     self._note(answer.read().decode(), over)
-            except (OSError, http.client.HTTPException):  # it is being asked for what is nice to know
+            except (OSError, http.client.HTTPException):  # these figures are optional
                 pass
             if over:
                 return

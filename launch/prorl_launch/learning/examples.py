@@ -1,4 +1,4 @@
-"""Trajectories as people read them, before and after training."""
+"""Human-readable trajectories from before and after training."""
 
 from __future__ import annotations
 

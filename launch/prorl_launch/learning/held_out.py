@@ -1,4 +1,4 @@
-"""The measure of progress: problems that share no wording and no number with those that are trained on."""
+"""The measure of progress: problems that share neither wording nor numbers with the training problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 RESULT_TIMEOUT_S = 300.0
 HELD_OUT_SEED = 3
-"""The seed of problems that nobody had looked at when the families, the demonstrations and the recipe were chosen."""
+"""Seed of problems that were unseen when the families, the demonstrations and the recipe were chosen."""
 
 
 class HeldOut(NamedTuple):
@@ -27,7 +27,7 @@ class HeldOut(NamedTuple):
 
     @property
     def by_family(self) -> dict[str, float]:
-        """Return the mean reward of each family, over both ways of sampling."""
+        """Return the mean reward of each family, over greedy and sampled rollouts."""
         rewards = defaultdict(list)
         for outcome in (*self.greedy, *self.sampled):
             if outcome.reward is not None:
@@ -36,9 +36,9 @@ class HeldOut(NamedTuple):
 
 
 def solve_held_out(client: BlockingClient, settings: Settings, name: str) -> HeldOut:
-    """Have the policy as it is solve the held-out problems, once greedily and once at temperature 1.
+    """Solve the held-out problems with the current policy, once greedily and once at temperature 1.
 
-    They go ahead of rollouts to train on. `client` has a session of its own; `name` is part of the jobs' ids.
+    These rollouts precede the training rollouts. `client` has a session of its own; `name` is part of the job ids.
 
     Raises:
         TimeoutError: no outcome came for `RESULT_TIMEOUT_S`.

@@ -1,4 +1,4 @@
-"""The policy in training: loaded in float32, with the threads it is given."""
+"""The policy in training, loaded in float32, with a given number of threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def recipe_of(settings: Settings, learning_rate: float | None = None) -> Recipe:
-    """Return how the policy of a run is trained; `learning_rate` in place of the run's."""
+    """Return the training recipe of a run; `learning_rate` overrides the run's."""
     return Recipe(
         objective=settings.objective,
         learning_rate=learning_rate or settings.learning_rate,
@@ -26,7 +26,7 @@ def recipe_of(settings: Settings, learning_rate: float | None = None) -> Recipe:
 
 
 def make_trainer(settings: Settings, recipe: Recipe) -> Trainer:
-    """Return a trainer of `settings.model`, on a GPU if there is one, else on the CPU."""
+    """Return a trainer of `settings.model`, on a GPU if available, otherwise on the CPU."""
     torch.manual_seed(settings.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32, attn_implementation="sdpa")

@@ -1,8 +1,8 @@
-"""The prompt of a policy that was shown the tool. Imports no torch."""
+"""The prompt of a policy that has seen demonstrations of the tool. Does not import torch."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 PAYLOAD: Final[dict[str, Any]] = {"system_prompt": "Use Python.", "instruction": "", "describe_tools": False}
-"""The fields of `MathPayload` for a policy that was shown the tool: a prompt of 40 tokens, not of 300."""
+"""The fields of `MathPayload` for a policy that has seen demonstrations: a prompt of 40 tokens instead of 300."""

@@ -1,4 +1,4 @@
-"""The record of a run that learns: its settings, and `curve.json`. Imports neither torch nor matplotlib."""
+"""The record of a learning run: its settings, and `curve.json`. Imports neither torch nor matplotlib."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ CURVE: Final = "curve.json"
 EVENTS: Final = "events.jsonl"
 CHECKPOINTS: Final = "checkpoints"
 MASTERED: Final = 0.9
-"""Share of right rollouts, of all that a step sampled, from which a run that finds too few groups has ended well."""
+"""Share of correct rollouts in a step from which a run without enough informative groups ends as a success."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """A run, before it begins. The defaults are what was measured to learn within an hour on two cores.
+    """The settings of a run. The defaults were measured to learn within an hour on two cores.
 
     Attributes:
         model: folder of the untrained policy.
-        seed: of the demonstrations and the problems to train on. The held-out problems are always the same.
-        agent: the program that works on the tasks, a preset's name, in place of the node's own loop. The policy is
-            shown nothing then, and the tasks are sums.
-        steps: policy updates.
-        groups: informative groups of each step. `rollouts`: of each group.
+        seed: seed of the demonstrations and the training problems. The held-out problems are always the same.
+        agent: the preset of a program that works on the tasks instead of the node's own loop. The policy then sees no
+            demonstrations, and the tasks are sums.
+        steps: number of policy updates.
+        groups: informative groups of each step. `rollouts`: rollouts of each group.
         dynamic: train on informative groups only; False: on all.
         max_staleness: see `GroupRules`.
-        objective: of `prorl_trio.learn.objectives`.
-        learning_rate: the highest. `rising_steps`: see `learning_rate_at`.
-        demonstration_steps, demonstrations: of supervised training: how many, and how many demonstrations in each.
+        objective: a name in `prorl_trio.learn.objectives`.
+        learning_rate: the maximum. `rising_steps`: see `learning_rate_at`.
+        demonstration_steps, demonstrations: number of steps of supervised training, and of demonstrations in each step.
         held_out: problems of each evaluation, solved once greedily and once at temperature 1.
-        evaluate_every: steps.
-        max_output_tokens: of a turn. `max_turns`: of a rollout. `overlong_cache`: see `Recipe`: nothing but this keeps
-            a policy from going on after its answer, which would take twice the time.
+        evaluate_every: number of steps between evaluations.
+        max_output_tokens: limit of a turn. `max_turns`: limit of a rollout. `overlong_cache`: see `Recipe`. Without it
+            a policy continues after its answer, which would take twice the time.
         tokens_per_pack: see `Recipe`.
-        dtype: in which the engine samples and the trainer computes: `float32` or `bfloat16`. The trainer's weights are
-            float32 in either.
+        dtype: dtype in which the engine samples and the trainer computes: `float32` or `bfloat16`. The trainer's
+            weights are always float32.
     """
 
     model: str
@@ -73,10 +73,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of policy update `step`, from 1.
 
-        It rises linearly over the first `rising_steps`, and falls linearly over the second half of all. AdamW's first
-        steps move each weight by about the whole rate, however small its gradient: what the policy tries seldom would
-        be unlearned before it is found where it belongs. (DAPO, arXiv 2503.14476, rises over 20 steps.) And at the
-        whole rate families of problems take turns to the end: what teaches one unlearns another.
+        It rises linearly over the first `rising_steps`, and falls linearly over the second half of all steps. AdamW's
+        first steps move each weight by about the whole rate, however small its gradient. Without the rise, rarely tried
+        behaviour would be unlearned before it is rewarded. (DAPO, arXiv 2503.14476, rises over 20 steps.) Without the
+        fall, families of problems alternate to the end, because learning one unlearns another.
         """
         risen = step / (self.rising_steps + 1)
         left = (self.steps + 1 - step) / (self.steps // 2 + 1)
@@ -88,17 +88,18 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         step: from 1. Its rollouts were sampled under versions up to `step` - 1; afterwards the policy is `step`.
-        reward: mean of the rollouts trained on. `reward_sampled`: of all that were decided since the step before, the
-            uninformative groups among them, which is what the policy earns on the problems to train on.
-        informative_share: of the groups decided lately.
-        rollouts: that ended since the run began, whatever became of them. `trained`: in this step.
-        tokens: sampled ones that were trained on. `length`: their mean in a rollout; `turns`: its turns.
+        reward: mean of the rollouts trained on. `reward_sampled`: mean of all rollouts decided since the previous step,
+            including uninformative groups. It is the policy's reward on the training problems.
+        informative_share: share of the groups decided recently.
+        rollouts: number of rollouts that ended since the run began. `trained`: number trained on in this step.
+        tokens: sampled tokens trained on. `length`: their mean per rollout; `turns`: mean turns per rollout.
         staleness: number of groups by policy updates since their oldest token.
-        capped: share of the tokens whose importance weight met its cap.
-        wait_s, update_s, sync_s, evaluate_s, checkpoint_s: for rollouts; training; moving weights; and so on.
-        engine_busy: share of `wait_s` in which the engine had a request at work; None where it did not say.
-        engine_running: requests at work, on average in that time.
-        engine_tokens_per_s: that it sampled in that time.
+        capped: share of the tokens whose importance weight reached its cap.
+        wait_s, update_s, sync_s, evaluate_s, checkpoint_s: seconds of waiting for rollouts, training, weight transfer,
+            evaluation and checkpointing.
+        engine_busy: share of `wait_s` in which the engine had a running request; None if unknown.
+        engine_running: mean number of running requests in that time.
+        engine_tokens_per_s: tokens sampled per second in that time.
     """
 
     step: int
@@ -127,9 +128,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The held-out problems, under the policy after `step` updates, each solved greedily and at temperature 1.
 
-    `gap` is the mean absolute difference of log-probability between trainer and engine, over the
-    tokens of `gap_rollouts` of the rollouts at temperature 1: both have the same weights then. `failed` rollouts had no
-    reward; they count in no mean.
+    `gap` is the mean absolute difference of log-probability between trainer and engine with equal weights. It covers
+    the tokens of `gap_rollouts` of the rollouts at temperature 1. `failed` rollouts lack a reward and count in no mean.
     """
 
     step: int
@@ -146,7 +146,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, kw_only=True):
-    """All of `curve.json`. `wall_s` is what the run took so far, without the time in which it was interrupted."""
+    """The content of `curve.json`. `wall_s` is the run's duration in seconds, without interruptions."""
 
     settings: Settings
     steps: list[StepRecord] = []
@@ -156,17 +156,17 @@ class RunRecord(msgspec.Struct, kw_only=True):
     summary: dict[str, Any] = {}
 
     def is_mastered(self) -> bool:
-        """Return True if nearly all rollouts that were sampled for the last step were right: little is left."""
+        """Return True if nearly all rollouts sampled for the last step were correct. Little is then left to learn."""
         return bool(self.steps) and (self.steps[-1].reward_sampled or 0.0) >= MASTERED
 
     def cut(self, step: int) -> None:
-        """Forget what came after a checkpoint of `step`."""
+        """Remove everything after the checkpoint of `step`."""
         self.steps = [each for each in self.steps if each.step <= step]
         self.evaluations = [each for each in self.evaluations if each.step <= step]
 
 
 def summary_of(record: RunRecord) -> dict[str, Any]:
-    """Return the figures by which a run is judged, flat."""
+    """Return a run's main figures as a flat mapping."""
     steps, first, last = record.steps, record.evaluations[:1], record.evaluations[-1:]
     waited_s = sum(step.wait_s for step in steps if step.engine_busy is not None)
     gaps = [each.gap for each in record.evaluations]
@@ -196,7 +196,7 @@ def read_settings(folder: Path) -> Settings:
 
 
 def read_record(folder: Path) -> RunRecord:
-    """Return the record of the run in `folder`: an empty one, where it has none yet."""
+    """Return the record of the run in `folder`; an empty record if none exists."""
     path = folder / CURVE
     if not path.exists():
         return RunRecord(settings=read_settings(folder))
@@ -204,14 +204,14 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def write_atomically(path: Path, content: msgspec.Struct) -> None:
-    """Write `content` as JSON in place of what was there: all of it, or nothing."""
+    """Write `content` as JSON, atomically replacing an existing file."""
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
     part.replace(path)
 
 
 def record_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
-    """Append the rollouts of a step to those that `folder` has, for `prorl-trio view`.
+    """Append a step's rollouts to the outcomes in `folder`, for `prorl-trio view`.
 
     Raises:
         ConfigError: they cannot be written.
@@ -227,7 +227,7 @@ def _step_s(step: StepRecord) -> float:
 
 
 class Shown(msgspec.Struct, frozen=True, tag="shown"):
-    """A step of supervised training on demonstrations. `loss` is in nats a token."""
+    """A step of supervised training on demonstrations. `loss` is in nats per token."""
 
     step: int
     of: int
@@ -248,7 +248,7 @@ class Evaluated(msgspec.Struct, frozen=True, tag="evaluated"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """The run ended before its last step, for a good reason."""
+    """The run ended successfully before its last step."""
 
     step: int
     why: str
@@ -259,7 +259,7 @@ EVENT: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 class EventLog:
-    """Appends events to a file, a line each, flushed."""
+    """Appends events to a file, one line each, flushed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
-"""The training of a run: `python -m prorl_launch.learning.train RUN`, in the trainers' environment, beside a node.
+"""The training of a run: `python -m prorl_launch.learning.train RUN`, in the trainers' environment, alongside a node.
 
-It goes on from the run's last checkpoint, whose weights the engine has. `PRORL_URL` and `PRORL_TOKEN` name the node,
-`PRORL_ENGINE_URL` the engine.
+It resumes from the run's last checkpoint, whose weights the engine has. `PRORL_URL` and `PRORL_TOKEN` identify the
+node, `PRORL_ENGINE_URL` the engine.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def train(folder: Path) -> None:
     """Train until the run has its steps, or this process is killed. Blocks for up to an hour.
 
     Raises:
-        ConfigError: the run has no checkpoint to go on from.
-        ServiceError: the node is gone, or sampling does not get on; a later call goes on from the last checkpoint.
+        ConfigError: the run has no checkpoint to resume from.
+        ServiceError: the node is gone, or sampling is stuck. A later call resumes from the last checkpoint.
     """
     checkpoint = latest_checkpoint(folder / CHECKPOINTS)
     if checkpoint is None:
@@ -76,7 +76,7 @@ def train(folder: Path) -> None:
     state = load_checkpoint(checkpoint, trainer)
     record.cut(state["step"])
     if not record.evaluations:
-        record.wall_s = time.time() - (folder / SETTINGS).stat().st_mtime  # the start of all parts counts
+        record.wall_s = time.time() - (folder / SETTINGS).stat().st_mtime  # includes the start of all parts
     curriculum = (Sums if record.settings.agent else Curriculum)(record.settings.seed)
     curriculum.observe_file(folder / "sampling" / MANIFEST)
     run = Run(folder, trainer, record, curriculum, state["step"])
@@ -113,11 +113,11 @@ def _job(settings: Settings) -> JobTemplate:
 
 
 class _MasteredError(Exception):
-    """No batch came, since nearly every group is solved by all its rollouts."""
+    """No batch arrived, because all rollouts of nearly every group are correct."""
 
 
 class Run:
-    """A run at work: its trainer, its record, and the step it is at."""
+    """A run in progress: its trainer, its record, and its current step."""
 
     def __init__(
         self, folder: Path, trainer: Trainer, record: RunRecord, curriculum: Curriculum | Sums, step: int
@@ -128,14 +128,14 @@ class Run:
         self.curriculum = curriculum
         self.settings: Settings = record.settings
         self.step = step
-        """The updates so far, which is the policy's version, too."""
+        """The number of updates so far, which is also the policy's version."""
         self.events = EventLog(folder / EVENTS)
         self._before = record.wall_s, record.cpu_s
         self._began = time.monotonic(), time.process_time()
 
     def go(self, client: BlockingClient, examiner: BlockingClient, groups: BlockingGroups) -> None:
-        """Take the steps that are left, and evaluate on the way."""
-        if groups.version != str(self.step):  # it was killed between the checkpoint and this
+        """Take the remaining steps, and evaluate at intervals."""
+        if groups.version != str(self.step):  # killed between the checkpoint and this point
             groups.advance(str(self.step))
         while True:
             due = self.step % self.settings.evaluate_every == 0 or self.step == self.settings.steps
@@ -153,15 +153,15 @@ class Run:
         draw_curve(self.record, self.folder)
 
     def take_step(self, client: BlockingClient, groups: BlockingGroups) -> None:
-        """Wait for a batch, train on it, write a checkpoint, and give the engine the new weights.
+        """Wait for a batch, train on it, write a checkpoint, and load the new weights into the engine.
 
-        In this order a run that is killed anywhere can go on: a version is announced once its weights are on the disk.
-        The engine is paused while the trainer computes, since they share the cores. Rollouts go on up to where they
-        need it, and then are sampled together: for many the engine takes hardly longer than for one.
+        In this order a killed run can always resume: a version is announced only after its weights are on disk. The
+        engine is paused while the trainer computes, because they share the cores. Rollouts continue until they need the
+        engine, and are then sampled together. A large batch takes the engine hardly longer than a single request.
 
         Raises:
-            _MasteredError: there is no batch, for the problems are solved.
-            TimeoutError: there is none for another reason.
+            _MasteredError: no batch arrived, because the problems are solved.
+            TimeoutError: no batch arrived for another reason.
         """
         clock = _Clock()
         with EngineLoad(os.environ["PRORL_ENGINE_URL"]) as load:
@@ -187,7 +187,7 @@ class Run:
         self.events.write(Stepped(record=self.record.steps[-1], of=self.settings.steps))
 
     def next_batch(self, groups: BlockingGroups) -> Batch:
-        """Return the next batch. Raises as `take_step`."""
+        """Return the next batch. Raises the errors of `take_step`."""
         try:
             return groups.take(timeout_s=ROLLOUTS_TIMEOUT_S)
         except TimeoutError as exc:
@@ -196,13 +196,13 @@ class Run:
             raise _MasteredError(f"nearly all is solved, and too few groups are left to learn from: {exc}") from exc
 
     def note(self, **times: float) -> None:
-        """Add to the record of the last step the times of what came after it."""
+        """Add the times of later phases to the record of the last step."""
         if self.record.steps:
             self.record.steps[-1] = msgspec.structs.replace(self.record.steps[-1], **times)
         self.save()
 
     def evaluate(self, examiner: BlockingClient) -> None:
-        """Solve the held-out problems, and keep some of the trajectories for people."""
+        """Solve the held-out problems, and keep some trajectories for readers."""
         clock = _Clock()
         held_out = solve_held_out(examiner, self.settings, f"held-out-{uuid.uuid4().hex[:8]}")
         complete = [outcome for outcome in held_out.sampled if outcome.trajectory is not None]
@@ -228,7 +228,7 @@ class Run:
         draw_curve(self.record, self.folder)
 
     def wall_s(self) -> float:
-        """Return the seconds that the run has been at work, in all processes that it had."""
+        """Return the run's duration in seconds, over all its processes."""
         return self._before[0] + time.monotonic() - self._began[0]
 
     def save(self) -> None:
@@ -240,13 +240,13 @@ class Run:
 
 
 class _Clock:
-    """A stopwatch that is read lap by lap."""
+    """A stopwatch with lap times."""
 
     def __init__(self) -> None:
         self._lap_s = time.monotonic()
 
     def lap(self) -> float:
-        """Return the seconds since the last lap began, and begin another."""
+        """Return the seconds of the current lap, and begin a new one."""
         before_s, self._lap_s = self._lap_s, time.monotonic()
         return self._lap_s - before_s
 
@@ -254,7 +254,7 @@ class _Clock:
 def _step_record(
     record: RunRecord, batch: Batch, figures: UpdateFigures, load: EngineLoad, *, wait_s: float, update_s: float
 ) -> StepRecord:
-    """Return the record of the step that was just taken, without the times of what comes after it."""
+    """Return the record of the step just taken, without the times of later phases."""
     outcomes = [outcome for group in batch.groups for outcome in group.outcomes]
     ended = [line for line in batch.manifest if line.fate != "carried"]
     decided = [line.reward for line in ended if line.fate in _DECIDED and line.reward is not None]
@@ -288,7 +288,7 @@ def _mean_reward(outcomes: Sequence[Outcome]) -> float:
 
 
 def _mean_length(outcomes: Sequence[Outcome]) -> float:
-    """Return the tokens that were sampled in a rollout, on average."""
+    """Return the mean number of sampled tokens per rollout."""
     sampled = [
         sum(int(segment.loss_mask.sum()) for segment in outcome.trajectory.segments)
         for outcome in outcomes

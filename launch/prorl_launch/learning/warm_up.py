@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def demonstrations(chat: ChatFormat, number: int, *, seed: int) -> list[Row]:
-    """Return `number` problems, each with a call of the tool and an answer: what the call printed, mostly wrong.
+    """Return `number` problems, each with a tool call and an answer. The answer is the call's output, mostly wrong.
 
-    They show how to calculate and to answer. What a problem asks for is left to be found out.
+    They demonstrate how to calculate and to answer, but not how to understand a problem.
     """
     return [_row(chat, demonstrated(each, seed=seed), each) for each in range(number)]
 
@@ -48,9 +48,9 @@ def _say(chat: ChatFormat, conversation: Conversation, text: str) -> None:
 
 
 def warm_up(run: Path) -> None:
-    """Train the model of the run on its demonstrations, and write the checkpoint of step 0 with a fresh optimizer.
+    """Train the run's model on its demonstrations, and write the checkpoint of step 0 with a fresh optimizer.
 
-    The learning rate falls to nothing on the way, so that the last demonstrations count no more than the first.
+    The learning rate decreases to 0, so that the last demonstrations do not outweigh the first.
     """
     settings, events = read_settings(run), EventLog(run / EVENTS)
     trainer = make_trainer(settings, recipe_of(settings, settings.demonstration_learning_rate))
