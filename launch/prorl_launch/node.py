@@ -1,4 +1,4 @@
-"""A node in a process of its own, as `prorl-trio serve` runs it, that never outlives us."""
+"""A node in a child process, as `prorl-trio serve` runs it, that never outlives this process."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def head_command(config_file: Path) -> list[str]:
 
 
 def head_tables(common: Mapping[str, Any], own: Mapping[str, Any], *, fleet_dir: str, ledger: str) -> dict[str, Any]:
-    """Return the configuration of a fleet's head: its `own`, and where that is silent, what the nodes' says.
+    """Return the configuration of a fleet's head: its `own`, with defaults from the nodes' configuration.
 
     Args:
-        common: the node.toml of all nodes, of which the head has `listen`, `fleet` and `ledger`, but for places that
-            are one node's alone.
-        own: the file of `prorl-trio fleet --config`; empty: there is none.
+        common: the node.toml of all nodes. The head uses its `listen`, `fleet` and `ledger`, without paths that belong
+            to a single node.
+        own: the content of `prorl-trio fleet --config`; empty without a file.
         fleet_dir: the folder of the fleet.
-        ledger: the folder of its ledger, unless `own` names one.
+        ledger: the folder of its ledger, unless `own` names another.
     """
     listen = {key: value for key, value in common.get("listen", {}).items() if key not in ("endpoint_file", "port")}
     return {
@@ -57,11 +57,11 @@ def head_tables(common: Mapping[str, Any], own: Mapping[str, Any], *, fleet_dir:
 
 
 class NodeLost(ServiceError):
-    """The node process ended by itself, or did not listen in time."""
+    """The node process ended unexpectedly, or did not listen in time."""
 
 
 class NodeProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A node in a process of its own, listening."""
+    """A listening node in a process of its own."""
 
     url: str
     token: str
@@ -70,24 +70,24 @@ class NodeProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def open_node_process(config: dict[str, object], *, folder: Path, log_file: Path) -> AsyncIterator[NodeProcess]:
-    """Run `prorl-trio serve` with `config` (as in node.toml, without `listen`) until the block is left.
+    """Run `prorl-trio serve` with `config` (as in node.toml, without `listen`) during the block.
 
-    It listens on the loopback interface with a fresh token. On leaving it is asked to drain and, when the block was
-    left by an error or a cancel, to cancel; its whole process tree has gone afterwards, also if this process is killed.
+    It listens on the loopback interface with a fresh token. When the block ends, the node is drained. After an error or
+    a cancel, its jobs are cancelled. Its whole process tree then ends, also if this process is killed.
 
     Args:
         config: tables of node.toml.
-        folder: gets the node's configuration and endpoint, `node.toml` and `endpoint.json`. The token is in neither.
-        log_file: gets its output.
+        folder: the folder for `node.toml` and `endpoint.json`. Neither file contains the token.
+        log_file: the file for its output.
 
     Raises:
-        NodeLost: it does not start, or ends while the block runs (which is cancelled).
+        NodeLost: it does not start, or ends during the block (which is cancelled).
         InternalError: it did not end cleanly.
     """
     token = secrets.token_urlsafe(32)
     endpoint_file, config_file = folder / "endpoint.json", folder / "node.toml"
     listen = {"port": 0, "endpoint_file": str(endpoint_file)}
-    endpoint_file.unlink(missing_ok=True)  # that of a node before it, in a run that goes on
+    endpoint_file.unlink(missing_ok=True)  # from the previous node of a resumed run
     await trio.to_thread.run_sync(config_file.write_bytes, msgspec.toml.encode({**config, "listen": listen}))
     command = serve_command(config_file)
     env = {**os.environ, "PRORL_TOKEN": token}
@@ -109,9 +109,9 @@ async def open_node_process(config: dict[str, object], *, folder: Path, log_file
 
 
 async def _stop(process: Supervised, log_file: Path, *, drain: bool) -> None:
-    """Stop the node by SIGTERM, and a second one unless it shall `drain`.
+    """Stop the node with one SIGTERM to `drain`, or with two.
 
-    A drain that fails is an error, a cancel that fails is the supervisor's to finish.
+    A failed drain is an error. A failed cancel is left to the supervisor.
     """
     with trio.move_on_after(NODE_STOP_TIMEOUT_S if drain else NODE_GRACE_S):
         with suppress(ProcessLookupError):
@@ -134,7 +134,7 @@ async def _fail_at_end(process: Supervised, log_file: Path) -> None:
 
 
 async def _endpoint(process: Supervised, endpoint_file: Path, log_file: Path) -> str:
-    """The node's URL, once its listener is open."""
+    """Return the node's URL, once its listener is open."""
     found = trio.Path(endpoint_file)
     with trio.move_on_after(NODE_START_TIMEOUT_S) as patience:
         async with trio.open_nursery() as nursery:

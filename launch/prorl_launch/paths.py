@@ -1,4 +1,4 @@
-"""The places where set-up puts things and others find them. Standard library only: read before `.venv` exists."""
+"""The locations of everything that set-up installs. Standard library only: read before `.venv` exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL_NAME = "SmolLM2-135M-Instruct"
 
 
 SHIPPED: Final = "shipped"
-"""The folder in which a wheel carries files of a checkout, by their names there."""
+"""The folder of a wheel with copies of files from a checkout, under the same names."""
 _PACKAGE: Final = Path(__file__).resolve().parent
 _PACKAGES: Final = ("prorl_trio", "prorl_ipc", "prorl_launch", "prorl_daemon")
 
@@ -27,14 +27,17 @@ def is_checkout() -> bool:
 
 
 def checkout_dir() -> Path:
-    """Return the folder that holds `pyproject.toml`, `examples` and `launch`; of a wheel the one with its copies."""
+    """Return the folder with `pyproject.toml`, `examples` and `launch`.
+
+    For a wheel, return the folder with their copies.
+    """
     return _PACKAGE.parents[1] if is_checkout() else _PACKAGE / SHIPPED
 
 
 def import_path() -> str:
     """Return the `PYTHONPATH` by which an environment without this project finds its packages, and nothing else.
 
-    Installed packages are in a folder with many others: they get one of their own in the cache folder, of links.
+    Installed packages share a folder with many others, so they are linked into a separate folder in the cache.
     """
     found = [spec for spec in map(find_spec, _PACKAGES) if spec is not None and spec.origin]
     homes = {spec.name: Path(spec.origin).resolve().parent for spec in found if spec.origin}
@@ -55,33 +58,36 @@ def apptainer_script() -> Path:
 
 
 def default_engine() -> EngineKind:
-    """The engine meant where none is named: `PRORL_ENGINE`, which the Makefile sets from `ENGINE`; else `cpu`."""
+    """Return the default engine: `PRORL_ENGINE`, which the Makefile sets from `ENGINE`; otherwise `cpu`."""
     return "gpu" if os.environ.get("PRORL_ENGINE") == "gpu" else "cpu"
 
 
 def environment_dir(environment: Environment) -> Path:
-    """The folder of one of `ENVIRONMENTS`. Another set of pins, or another Python, is another folder."""
+    """Return the folder of one of `ENVIRONMENTS`. It depends on the set of pins and on the Python."""
     return cache_dir() / f"{environment.lock.partition('-')[0]}-{environment.key(checkout_dir())}"
 
 
 def engine_dir(kind: EngineKind | None = None) -> Path:
-    """The virtual environment of the inference engine."""
+    """Return the virtual environment of the inference engine."""
     return environment_dir(engine_environment(kind or default_engine()))
 
 
 def engine_python(kind: EngineKind | None = None) -> Path:
-    """The interpreter that starts vLLM. It exists once `prorl-trio setup engine` has run."""
+    """Return the interpreter that starts vLLM. It exists once `prorl-trio setup engine` has run."""
     return engine_dir(kind) / "bin" / "python"
 
 
 def trainer_python(trainer: TrainerKind, kind: EngineKind | None = None) -> Path:
-    """The interpreter in which a trainer runs. It exists once `prorl-trio setup trainers` has run.
+    """Return the interpreter in which a trainer runs. It exists once `prorl-trio setup trainers` has run.
 
-    This project is not installed there: have `import_path()` as its `PYTHONPATH`.
+    This project is not installed there: use `import_path()` as `PYTHONPATH`.
     """
     return environment_dir(trainer_environment(trainer, kind or default_engine())) / "bin" / "python"
 
 
 def model_dir() -> Path:
-    """The folder of the default policy in Hugging Face's format. It exists once `prorl-trio setup engine` has run."""
+    """Return the folder of the default policy in Hugging Face's format.
+
+    It exists once `prorl-trio setup engine` has run.
+    """
     return cache_dir() / "models" / MODEL_NAME

@@ -1,4 +1,4 @@
-"""The configuration of pip, in the terms of uv, which reads none of it. Standard library only."""
+"""The configuration of pip, converted for uv, which does not read it. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ASK_TIMEOUT_S: Final = 60.0
 
 
 def pip_settings(python: str = sys.executable) -> dict[str, str]:
-    """Return what pip's files and variables set for every command, by the option's long name without dashes.
+    """Return the settings of pip's files and variables for all commands, by the option's long name without dashes.
 
     Raises:
-        SetupError: there is no pip beside this Python.
+        SetupError: pip is missing for this Python.
     """
     listed = ask([python, "-m", "pip", "config", "list"])
     of_files: dict[str, str] = {}
@@ -29,14 +29,14 @@ def pip_settings(python: str = sys.executable) -> dict[str, str]:
     for line in listed.splitlines():
         key, _, value = line.partition("=")
         section, _, option = key.rpartition(".")
-        # A command's own section is left out.
+        # A command's own section is skipped.
         if section in ("global", ":env:"):
             (of_files if section == "global" else of_variables)[option] = str(ast.literal_eval(value))
     return of_files | of_variables
 
 
 def ask(argv: list[str]) -> str:
-    """Return what a command prints.
+    """Return the output of a command.
 
     Raises:
         SetupError: it failed.
@@ -48,9 +48,9 @@ def ask(argv: list[str]) -> str:
 
 
 def index_options(settings: Mapping[str, str]) -> list[str]:
-    """Return the options of `uv pip install` for pip's settings: where packages are, and which one is taken.
+    """Return the options of `uv pip install` for pip's settings: the indexes, and the selection of versions.
 
-    As pip does, it takes the best version of any index, and leaves out a local index that does not exist.
+    Like pip, uv then uses the best version of any index, and skips a local index that does not exist.
     """
     options = ["--index-strategy", "unsafe-best-match"]
     for name in ("index-url", "extra-index-url"):
@@ -62,7 +62,7 @@ def index_options(settings: Mapping[str, str]) -> list[str]:
 
 
 def uv_environment(settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of uv for pip's settings: of the network, and of no terminal. Ours are overruled by none."""
+    """Return uv's environment variables for pip's network settings, and without progress bars or Python downloads."""
     named = {
         "SSL_CERT_FILE": settings.get("cert"),
         "SSL_CLIENT_CERT": settings.get("client-cert"),

@@ -1,4 +1,7 @@
-"""The slow commands of set-up: quiet on the terminal, whole in a log, clear when they fail. Standard library only."""
+"""Execution of set-up's slow commands: quiet on the terminal, with a complete log and clear errors.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,11 @@ _PIP_ENV = {"PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 class SetupError(Exception):
-    """Set-up cannot go on. The message says what is missing and what to do."""
+    """Set-up cannot continue. The message contains the problem and the remedy."""
 
 
 def say(message: str) -> None:
-    """Tell the user one line, at once, also when the output is a pipe."""
+    """Print one line immediately, also if the output is a pipe."""
     print(printable(f"setup: {message}"), flush=True)  # noqa: T201  its whole purpose
 
 
@@ -44,13 +47,13 @@ def run_step(
 ) -> None:
     """Run one command to its end; its output is appended to `log_file`.
 
-    A terminal sees the command's latest line; a pipe sees a line each 30 s, so that a CI log shows life. The command
-    gets no standard input, and none of the variables that would lead pip or Python elsewhere; `variables` are added to
-    its environment. It inherits the descriptors `keep_open`. On Ctrl-C, or any other error here, it is ended before
-    this returns.
+    A terminal shows the command's latest line. A pipe gets a line every 30 s, so that a CI log shows progress. The
+    command has no standard input, and lacks variables that would misdirect pip or Python. `variables` are added to its
+    environment. It inherits the descriptors `keep_open`. On Ctrl-C, or any other error in this process, it is stopped
+    before this returns.
 
     Raises:
-        SetupError: it failed. Carries the end of its output, the log's path and `hint`.
+        SetupError: it failed. The message has the end of its output, the log's path and `hint`.
     """
     started = time.monotonic()
     log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +86,7 @@ def run_step(
 
 
 def _follow(process: subprocess.Popen[bytes], log: IO[bytes], title: str, started: float) -> list[str]:
-    """Copy the command's output to the log until it closes it; the last lines, decoded."""
+    """Copy the command's output to the log until end of file. Return the last lines, decoded."""
     assert process.stdout is not None
     on_terminal = sys.stdout.isatty()
     latest = b""

@@ -1,8 +1,7 @@
-"""Image recipes from one language to the other: Dockerfiles and Apptainer's definition files, by spython.
+"""Conversion of image recipes between Dockerfiles and Apptainer definition files, by spython.
 
-Nothing is left out in silence: what has no counterpart is refused with its line, before spython sees it, and what it
-has written is looked through for each thing that it was given. One order is lost: a definition file copies all its
-files before it runs anything.
+Nothing is dropped silently. Instructions without an equivalent are refused with their line before spython runs, and its
+output is searched for each input. One order is lost: a definition file copies all its files before it runs anything.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _EXPORT: Final = re.compile(r"export\s+([A-Za-z_][A-Za-z0-9_]*=(?:\"[^\"\\`]*\"|
 _CONVERTED: Final = ("post", "environment", "labels", "files", "runscript", "startscript")
 
 
-# Dockerfiles as far as a sandbox's image can be made of them: read into plain instructions, the rest refused by line.
+# The subset of Dockerfiles that can become a sandbox's image: read into plain instructions, the rest refused by line.
 #
-# What is here is what `recipes` hands to spython. That reads line by line and takes what it does not know for shell
-# code, or leaves it out without a word; so it gets nothing but what it is known to convert faithfully.
+# `recipes` passes this subset to spython. spython reads line by line, and treats unknown text as shell code or drops it
+# silently. It therefore only receives instructions that it is known to convert faithfully.
 
 _REFUSED: Final = {
     "ARG": "a definition file has no arguments: write their values where they are used",
@@ -48,21 +47,21 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _HEREDOC: Final = re.compile(r"<<-?\s*[\"']?[A-Za-z_]")
 _URL: Final = re.compile(r"[a-z]+://|git@")
 ARCHIVE: Final = re.compile(r"\.(tar|t?gz|t?bz2|t?xz|zst)$")
-"""Names of archives, which ADD unpacks."""
+"""Names of archives that ADD unpacks."""
 
 
 def is_dockerfile(text: str) -> bool:
-    """Return whether `text` begins as a Dockerfile does, and not as a definition file."""
+    """Return whether `text` begins like a Dockerfile, rather than a definition file."""
     lines = (line.strip() for line in text.splitlines())
     first = next((line for line in lines if line and not line.startswith("#")), "")
     return first.split(" ")[0].upper() in ("FROM", "ARG")
 
 
 def read_instructions(text: str) -> list[Instruction]:
-    """The instructions of a Dockerfile in order.
+    """Return the instructions of a Dockerfile in order.
 
     Raises:
-        SetupError: it says by a directive that it is to be read otherwise.
+        SetupError: a directive requests another syntax.
     """
     try:
         return dockerfile.read_instructions(text)
@@ -71,19 +70,19 @@ def read_instructions(text: str) -> list[Instruction]:
 
 
 def _refuse(it: Instruction, why: str) -> SetupError:
-    """The error that names the instruction."""
+    """Return an error that names the instruction."""
     return SetupError(it.problem(why))
 
 
 def plain_instructions(text: str, folder: Path) -> list[Instruction]:
-    """Return the Dockerfile in the words that spython converts faithfully. Each RUN is a shell of its own there, too.
+    """Return the Dockerfile in instructions that spython converts faithfully. Each RUN remains a separate shell.
 
     Args:
         text: the Dockerfile.
-        folder: the build context, in which the sources of COPY are.
+        folder: the build context, with the sources of COPY.
 
     Raises:
-        SetupError: something in it has no counterpart in a definition file, with its line.
+        SetupError: an instruction has no equivalent in a definition file; with its line.
     """
     instructions = read_instructions(text)
     if not instructions or instructions[0].name != "FROM":
@@ -118,7 +117,7 @@ def plain_instructions(text: str, folder: Path) -> list[Instruction]:
 
 
 def _start(entrypoint: Instruction | None, cmd: Instruction | None) -> Iterator[Instruction]:
-    """Return what the image runs when it is run itself, as the one instruction that spython does not read as JSON."""
+    """Yield the command of the image itself, as the one instruction that spython does not read as JSON."""
     takes_cmd = entrypoint is None or json_words(entrypoint.rest) is not None
     parts = [it for it in (entrypoint, cmd if takes_cmd else None) if it is not None]
     if parts:
@@ -142,7 +141,7 @@ def _base(it: Instruction, *, is_first: bool) -> str:
 
 
 def _command(it: Instruction) -> str:
-    """A shell command in one line, with what the exec form lists quoted."""
+    """Return a shell command in one line, with the arguments of the exec form quoted."""
     if it.rest.startswith("--"):
         raise _refuse(it, "options of RUN are the builder's (mounts, networks, secrets)")
     if it.name == "RUN" and _HEREDOC.search(it.rest):
@@ -161,7 +160,7 @@ def _assignments(it: Instruction) -> Iterator[Instruction]:
     if "'" in it.rest and "$" in it.rest:
         raise _refuse(it, "a $ and single quotes: use double quotes, or write the value out")
     try:
-        # `ENV NAME value to the end of the line` is how it was written once.
+        # `ENV NAME value to the end of the line` is the old syntax.
         words = shlex.split(it.rest) if "=" in name else [f"{name}={value.strip()}"]
     except ValueError as exc:
         raise _refuse(it, str(exc).lower()) from exc
@@ -206,7 +205,7 @@ def _copies(it: Instruction, folder: Path, workdir: str) -> Iterator[Instruction
         if not path.exists():
             raise _refuse(it, f"there is no {path}")
         relative = source.lstrip("/") or "."
-        if path.is_dir():  # its content is copied, not the folder: `cp -r` does so with a dot at the end
+        if path.is_dir():  # copy the content, not the folder: `cp -r` does so with a dot at the end
             yield it._replace(name="COPY", rest=f"{posixpath.normpath(relative)}/. {target.rstrip('/')}/")
         else:
             inside = posixpath.join(target, posixpath.basename(relative)) if into_folder else target
@@ -214,17 +213,17 @@ def _copies(it: Instruction, folder: Path, workdir: str) -> Iterator[Instruction
 
 
 class Recipe(NamedTuple):
-    """A recipe in the other language, and which that is."""
+    """A recipe in the other language, and the name of that language."""
 
     language: str
     text: str
 
 
 def convert_recipe(path: Path) -> Recipe:
-    """The Dockerfile at `path` as a definition file, or the other way round. Blocks; needs no network.
+    """Return the Dockerfile at `path` as a definition file, or the reverse. Blocks; needs no network.
 
     Raises:
-        SetupError: it cannot be read, is neither, or something in it has no counterpart; with its line.
+        SetupError: it cannot be read, is neither, or an instruction has no equivalent; with its line.
     """
     text = _read(path)
     if is_dockerfile(text):
@@ -233,7 +232,7 @@ def convert_recipe(path: Path) -> Recipe:
 
 
 def definition_of(path: Path) -> str | None:
-    """Return what `apptainer build` takes for the Dockerfile at `path`, run from anywhere; None for what is none.
+    """Return the input of `apptainer build`, from any folder, for the Dockerfile at `path`; None for other files.
 
     Raises:
         SetupError: as `convert_recipe`.
@@ -267,7 +266,7 @@ def _to_definition(text: str, path: Path, *, absolute: bool) -> str:
 
 
 def _look_through(plain: list[Instruction], converted: str) -> None:
-    """Raise SetupError if one of the instructions is not in the definition file, in its place."""
+    """Raise SetupError if one of the instructions is not in the definition file, in order."""
     lines = iter(converted.splitlines())
     sections: dict[str, list[str]] = {"": []}
     name = ""
@@ -296,7 +295,7 @@ def _look_through(plain: list[Instruction], converted: str) -> None:
     for section, wanted in expected.items():
         found = iter(sections.get(section, ()))
         for line in wanted:
-            if line not in found:  # consumes it: the order is looked at, too
+            if line not in found:  # consumes it, so the order is checked, too
                 raise SetupError(f"spython has lost `{line}` of section %{section}; write a definition file instead")
 
 
@@ -315,9 +314,9 @@ def _to_dockerfile(text: str, folder: Path) -> str:
 
 
 def _plain_definition(text: str, folder: Path) -> tuple[str, str]:
-    """The definition file in the words that spython converts faithfully, and the one line that its %post has become.
+    """Return the definition file in the form that spython converts faithfully, and its %post as one line.
 
-    spython makes a RUN of each line of %post, where neither `cd` nor `if` would reach the next.
+    spython makes a separate RUN from each line of %post, so that `cd` and `if` would not affect later lines.
     """
     headers: dict[str, str] = {}
     sections: dict[str, list[str]] = {}
@@ -386,7 +385,7 @@ def _plain_line(number: int, section: str, line: str, folder: Path) -> str:
 
 @contextmanager
 def _spython() -> Iterator[Path]:
-    """A file for spython to read, and its way to give up, which is to end the process, as an error. It says nothing."""
+    """Yield a file for spython to read, and turn its exit on failure into an error. Its output is suppressed."""
     from spython.logger import bot
 
     level, bot.level = bot.level, 0

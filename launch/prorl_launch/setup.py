@@ -1,8 +1,8 @@
-"""`make setup` and `prorl-trio setup`: everything between a bare Debian or Ubuntu and the first rollout.
+"""`make setup` and `prorl-trio setup`: all steps from a bare Debian or Ubuntu to the first rollout.
 
-Run as `python -m prorl_launch.setup [dev] [engine] [train] [--engine cpu|gpu]` in the checkout, by the Python that the
-environments are to have. Each part is a no-op when it is done, and is done again when what it depends on changed. All
-of them but `dev` and `apptainer` write into the cache folder alone. Standard library only.
+Run as `python -m prorl_launch.setup [dev] [engine] [train] [--engine cpu|gpu]` in the checkout, with the Python for the
+environments. Completed parts are skipped until their inputs change. All parts except `dev` and `apptainer` write only
+to the cache folder. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import compileall, re, sysconfig
 seldom = re.compile(r"/tests?/|/transformers/models/|/site-packages/(google|openai|anthropic)/")
 compileall.compile_dir(sysconfig.get_path("purelib"), rx=seldom, quiet=2, workers=0)
 """
-"""On all cores. Sandboxes see these modules read-only, so none of them could keep what it compiled. The half of the
-modules that programs hardly import is left out."""
+"""Compiles on all cores. Sandboxes mount these modules read-only, so they could not store bytecode. The half of the
+modules that programs rarely import is skipped."""
 
 _OFFLINE_HINT = "Nothing is lost: with the network back, the same command goes on from here."
 _TORCH_HINT = (
@@ -45,7 +45,7 @@ _TORCH_HINT = (
 
 
 def setup_dev(checkout: Path) -> None:
-    """Make `checkout/.venv` with this project (editable) and all that tests and the demo need. 1 to 2 minutes."""
+    """Create `checkout/.venv` with this project (editable) and everything for tests and demo. Takes 1 to 2 minutes."""
     project = tomllib.loads((checkout / "pyproject.toml").read_text())
     facts = [_RECIPE, project["project"], project["build-system"], lock_path("dev").read_text()]
     facts += [sys.implementation.cache_tag, str(checkout)]
@@ -60,9 +60,9 @@ def setup_dev(checkout: Path) -> None:
 
 
 def setup_runtime(python: str) -> None:
-    """Make the runtime of images other than `host` from what the environment of `python` has. Some seconds.
+    """Build the runtime for images other than `host` from the environment of `python`. Takes some seconds.
 
-    The node works without: only such images do not start then. So a failure is a warning.
+    A failure is only a warning: the node works without the runtime, but cannot start such images.
     """
     argv = [python, "-m", "prorl_launch.bundle"]
     if subprocess.run([*argv, "--is-made"], stdout=subprocess.DEVNULL, check=False).returncode == 0:
@@ -74,7 +74,7 @@ def setup_runtime(python: str) -> None:
 
 
 def setup_environment(environment: environments.Environment, checkout: Path) -> None:
-    """Make an environment in the cache folder. Says first what time, with fast downloads, and what space it takes."""
+    """Create an environment in the cache folder. First print the time, with fast downloads, and the disk space."""
     folder = paths.environment_dir(environment)
     key = environment.key(checkout)
     if venv.is_complete(folder, key):
@@ -93,7 +93,7 @@ def setup_environment(environment: environments.Environment, checkout: Path) -> 
 
 
 def setup_model(kind: environments.EngineKind) -> None:
-    """Convert the default policy with the engine's torch and transformers. About 20 s."""
+    """Convert the default policy with the engine's torch and transformers. Takes about 20 s."""
     folder = paths.model_dir()
     if model.is_converted(folder):
         return
@@ -107,14 +107,14 @@ def setup_model(kind: environments.EngineKind) -> None:
 
 
 def setup_apptainer() -> None:
-    """Install Apptainer on Debian or Ubuntu, by root or sudo. Raises SetupError: the script says why it failed."""
+    """Install Apptainer on Debian or Ubuntu, by root or sudo. Raises SetupError; the script prints the reason."""
     script = paths.apptainer_script()
     if code := subprocess.run(["bash", str(script)], check=False).returncode:
         raise SetupError(f"{script.name} ended with exit code {code}")
 
 
 def set_up(parts: Sequence[str], engine: environments.EngineKind) -> int:
-    """Do these of `_PARTS`, and print what happens.
+    """Run these parts of `_PARTS`, and print the progress.
 
     Returns:
         The exit code: 0 when all are complete, 1 with a message otherwise, 130 after Ctrl-C.
@@ -152,7 +152,7 @@ def set_up(parts: Sequence[str], engine: environments.EngineKind) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts asked for, see `set_up`; return the exit code."""
+    """Run the requested parts, see `set_up`; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m prorl_launch.setup", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="|".join(_PARTS), help="what to set up (default: dev engine)")
     parser.add_argument("--engine", choices=get_args(environments.EngineKind), default=paths.default_engine())

@@ -1,13 +1,13 @@
-"""The files that a tree of processes makes in /dev/shm, so that it can be removed when the tree was killed.
+"""The files that a process tree creates in /dev/shm, so that they can be removed after the tree was killed.
 
-Shared memory and named semaphores outlive their makers unless these unlink them, which a killed process does not; an
-engine leaves hundreds of MB each time. Nothing is told by its name. A file belongs to a tree if it is ours, was not
-there when watching began, and was seen open or mapped in a process of the tree; it is removed when nobody has it any
-more. Files are known by device and inode.
+Shared memory and named semaphores outlive their makers unless unlinked, which a killed process does not do. An engine
+leaves hundreds of MB each time. File names are not used. A file belongs to a tree if this user owns it, it is newer
+than the start of watching, and a process of the tree had it open or mapped. It is removed when no process uses it.
+Files are identified by device and inode.
 
-Why not a /dev/shm of the tree's own, in a mount namespace: an ordinary user gets one only together with a user
-namespace, which many clusters forbid; its size would have to be guessed; and engines and trainers that exchange
-weights on one machine (NCCL, CUDA IPC) find each other in the common one.
+A private /dev/shm in a mount namespace is not an alternative. An ordinary user needs a user namespace for it, which
+many clusters forbid. Its size would have to be guessed. Engines and trainers that exchange weights on one machine
+(NCCL, CUDA IPC) also need the common one.
 
 Standard library only: the supervisor of every engine imports this.
 """
@@ -33,10 +33,12 @@ FileId = tuple[int, int]
 
 
 class SharedMemory:
-    """Files that a tree has made in `FOLDER` since this was made. `fd` is readable when there may be a new one.
+    """Files that a tree has created in `FOLDER` since this object was made.
 
-    `fd` is None where the folder cannot be watched: then only what is alive at a `look` counts. Not safe to share
-    across a fork: the child makes one of its own.
+    `fd` is readable when there may be new files.
+
+    `fd` is None if the folder cannot be watched: then only files in use at a `look` count. Do not share the object
+    across a fork: the child creates its own.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class SharedMemory:
         self._made: set[FileId] = set()
 
     def look(self, pids: Iterable[int]) -> set[FileId]:
-        """Note which new files any of these processes has, and return them. Costs a listing of `FOLDER` without any."""
+        """Record and return the new files that these processes use. Without new files it only lists `FOLDER`."""
         if self.fd is not None:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self.fd, _READ_BYTES):
@@ -57,17 +59,17 @@ class SharedMemory:
         return unknown
 
     def unlink(self, noted: Iterable[FileId] = ()) -> None:
-        """Remove what the tree made and no process has now, as far as we may see. What is still in use stays.
+        """Remove files of the tree that no visible process uses. Files in use stay.
 
-        `noted` is what another watcher of the tree has seen besides.
+        `noted` are further files that another watcher of the tree has seen.
         """
         unlink_unused(self._made.union(noted))
 
 
 def unlink_unused(made: Iterable[FileId]) -> set[FileId]:
-    """Remove those of these files that are this user's and that no process has now, as far as we may see.
+    """Remove the given files that belong to this user and that no visible process uses.
 
-    Returns those that a process has.
+    Returns the files in use.
     """
     wanted = set(made)
     left = {file: path for file, path in _files().items() if file in wanted}
@@ -77,7 +79,7 @@ def unlink_unused(made: Iterable[FileId]) -> set[FileId]:
     held = _held(everyone, {device for device, _ in left})
     for file, path in left.items():
         if file not in held:
-            with contextlib.suppress(OSError):  # gone meanwhile
+            with contextlib.suppress(OSError):  # already gone
                 os.unlink(path)
     return held & left.keys()
 
@@ -85,7 +87,7 @@ def unlink_unused(made: Iterable[FileId]) -> set[FileId]:
 def _watch(folder: str) -> int | None:
     libc = ctypes.CDLL(None)
     fd: int = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    if fd < 0:  # a user may have so many
+    if fd < 0:  # the user's limit is reached
         return None
     if libc.inotify_add_watch(fd, os.fsencode(folder), _IN_CREATE | _IN_MOVED_TO) < 0:
         os.close(fd)
@@ -94,7 +96,7 @@ def _watch(folder: str) -> int | None:
 
 
 def _files() -> dict[FileId, str]:
-    """Paths of the regular files there that are this user's."""
+    """Return the paths of this user's regular files in the folder."""
     files: dict[FileId, str] = {}
     with contextlib.suppress(OSError), os.scandir(FOLDER) as entries:
         for entry in entries:
@@ -106,9 +108,9 @@ def _files() -> dict[FileId, str]:
 
 
 def _held(pids: Iterable[int], devices: set[int]) -> set[FileId]:
-    """Return what these processes have open or mapped on these devices.
+    """Return the files that these processes have open or mapped on these devices.
 
-    Descriptors first: who maps a file and closes it between the two looks is seen by the second.
+    Descriptors come first. If a process maps a file and closes it in between, the second pass finds the mapping.
     """
     held: set[FileId] = set()
     for pid in pids:

@@ -1,1 +1,1 @@
-"""A fleet on one machine: the same nodes, found in the same way, for tests and laptops."""
+"""A fleet on one machine, for tests and laptops: the same nodes, discovered in the same way."""

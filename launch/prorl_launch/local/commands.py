@@ -1,4 +1,4 @@
-"""`prorl-trio local`: a fleet of nodes on one machine."""
+"""`prorl-trio local`: run a fleet of nodes on one machine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def claimed(fleet: Path, nodes: int) -> Iterator[Claim | None]:
-    """Claim the fleet in this folder for this process during the block. Yields the claim of another one that has it.
+    """Claim the fleet in this folder for this process during the block. Yields another process's claim, if it exists.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -77,11 +77,11 @@ def claimed(fleet: Path, nodes: int) -> Iterator[Claim | None]:
         os.pwrite(handle, msgspec.json.encode(Claim(process=this_process(), nodes=nodes)), 0)
         yield None
     finally:
-        os.close(handle)  # the lock ends with it
+        os.close(handle)  # releases the lock
 
 
 def find_claim(fleet: Path) -> Claim | None:
-    """Return the claim of the process that runs the fleet in this folder now; None if none does."""
+    """Return the claim of the process that currently runs the fleet in this folder; None without one."""
     try:
         handle = os.open(fleet / LOCAL / _FILE, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -93,7 +93,7 @@ def find_claim(fleet: Path) -> Claim | None:
 
 
 def _take(handle: int, kind: int) -> bool:
-    """Return True if the lock could be had."""
+    """Return True if the lock was acquired."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -102,7 +102,7 @@ def _take(handle: int, kind: int) -> bool:
 
 
 def _take_soon(handle: int) -> bool:
-    """Return True if the lock could be had for us alone. Who only looks, as `find_claim` does, has it for a moment."""
+    """Return True if the exclusive lock was acquired. Readers such as `find_claim` hold the lock only briefly."""
     deadline_s = time.monotonic() + _LOOK_TIMEOUT_S
     while not _take(handle, fcntl.LOCK_EX):
         if time.monotonic() > deadline_s:
@@ -112,7 +112,7 @@ def _take_soon(handle: int) -> bool:
 
 
 def _read(handle: int) -> Claim | None:
-    """Return what the holder of the lock has written; None if it has ended without a word."""
+    """Return the claim that the lock's holder has written; None if the holder ended before."""
     deadline_s = time.monotonic() + _WRITE_TIMEOUT_S
     while time.monotonic() < deadline_s:
         with suppress(msgspec.DecodeError):
@@ -123,9 +123,9 @@ def _read(handle: int) -> Claim | None:
 
 @click.group()
 def local() -> None:
-    """Start, watch and end a fleet of nodes on this machine.
+    """Start, watch and stop a fleet of nodes on this machine.
 
-    It is the fleet that `prorl-trio slurm` starts on many: the same nodes, and a trainer finds them in the same way.
+    It works like a fleet of `prorl-trio slurm`: the nodes are the same, and trainers find them in the same way.
 
     \b
         prorl-trio local up --fleet /tmp/fleet --config node.toml --nodes 2
@@ -148,18 +148,22 @@ def local() -> None:
 def up(fleet_dir: Path, config_file: Path, head_file: Path | None, nodes: int) -> None:
     """Run a fleet, nodes and head, until Ctrl-C.
 
-    Each node has the given node.toml, but a name, free ports and a folder of its own: LOCAL/NODE in the fleet's folder
-    has its node.toml, its log and its ledger, where the next start finds what was not delivered. Their backends are
-    those of the file: all nodes use them.
+    All nodes use the given node.toml and its backends, but each has its own name, free ports and folder. The folder
+    LOCAL/NODE in the fleet's folder contains the node's node.toml, log and ledger. The next start finds undelivered
+    outcomes in the ledger.
 
-    The first Ctrl-C or SIGTERM drains all nodes: they take no new jobs, and let those that they have end. The second
-    cancels the jobs that are left, the third kills. Nothing stays, also if this command is killed. A node that ends by
-    itself is told, and its jobs go to the others; a head that ends is started again, and has its jobs in its ledger.
+    The first Ctrl-C or SIGTERM drains all nodes: they accept no new jobs and wait for running jobs. The second cancels
+    the remaining jobs, and the third kills the nodes. Nothing keeps running, even if this command is killed. If a node
+    stops unexpectedly, this is reported, and its jobs move to other nodes. A stopped head is restarted with the jobs in
+    its ledger.
 
-    Where the fleet is up already, with as many nodes, this says so and does nothing.
+    If the fleet is already running with this number of nodes, the command reports that and does nothing.
 
-    Exit code: 0 every job had its own outcome, or the fleet was up already; 3 jobs were cut short; 1 a node did not
-    start, or ended by itself.
+    \b
+    Exit codes:
+        0  every job has an outcome of its own, or the fleet was already running
+        1  a node did not start, or stopped unexpectedly
+        3  jobs were cut short
     """
     check_config(config_file)
     fleet = Path(os.path.abspath(fleet_dir))
@@ -189,8 +193,8 @@ def up(fleet_dir: Path, config_file: Path, head_file: Path | None, nodes: int) -
 def status(fleet_dir: Path) -> None:
     """Print the head and the nodes of a fleet as JSON, and whether `local up` runs them.
 
-    `life` is `live`, `stale` (no heartbeat is seen) or `ended`; `state` is what a node said of itself at its last
-    heartbeat, and `capacity` what it had to do. Jobs, backends and sandboxes: `prorl-trio status --fleet`.
+    `life` is `live`, `stale` (no recent heartbeat) or `ended`. `state` and `capacity` are a node's state and load at
+    its last heartbeat. For jobs, backends and sandboxes, use `prorl-trio status --fleet`.
     """
     claim = find_claim(fleet_dir)
     found = look_at_fleet(fleet_dir)
@@ -210,10 +214,10 @@ def status(fleet_dir: Path) -> None:
     help="Wait for at most this many seconds then.",
 )
 def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
-    """End a fleet, and return when nothing of it runs.
+    """Stop a fleet, and wait until all of its processes have ended.
 
-    With --drain-s the nodes first let the jobs that they have end. Jobs that are left are cancelled; what was not
-    delivered stays in the ledgers for the next `up`. Where nothing is up, this says so and does nothing.
+    With --drain-s the nodes first wait for running jobs. The remaining jobs are cancelled. Undelivered outcomes stay in
+    the ledgers for the next `up`. If the fleet is not running, the command reports that and does nothing.
     """
     claim = find_claim(fleet_dir)
     if claim is None:
@@ -251,5 +255,5 @@ def _gone(fleet: Path, timeout_s: float) -> bool:
     while find_claim(fleet) is not None:
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(POLL_S)  # a command without a loop; another process ends
+        time.sleep(POLL_S)  # a command without a loop; waits for another process
     return True

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 LOCAL: Final = "local"
-"""The folder of ours in that of the fleet, beside the entries of the nodes."""
+"""The subfolder for these nodes in the fleet's folder, next to the nodes' entries."""
 
 HEAD_RETRY_S: Final = 1.0
-"""Pause before a head that has ended is started again."""
+"""Pause in seconds before a stopped head is restarted."""
 _POLL_S: Final = 0.1
 _CUT: Final = 3
-"""The signal, counted from the first, that kills."""
+"""Number of the signal that kills, counted from the first."""
 
 
 async def run_nodes(
@@ -55,22 +55,22 @@ async def run_nodes(
     on_ready: Callable[[], None],
     on_end: Callable[[str, int], None],
 ) -> dict[str, int]:
-    """Run the nodes until all have ended, and return their exit codes; those that were killed have none.
+    """Run the nodes until all have ended, and return their exit codes. Killed nodes have none.
 
-    SIGTERM, SIGINT and SIGHUP to this process go to each node: the first drains, the second cancels its jobs, the third
-    kills; later ones, also after the call, are dropped. Nothing of a node outlives the call, nor this process if it is
-    killed. The head gets the signals, too; if it ends before, as when it is killed, it is started again; and it is
-    ended when all nodes have ended.
+    SIGTERM, SIGINT and SIGHUP to this process are forwarded to each node. The first signal drains, the second cancels
+    the jobs, and the third kills. Later signals, also after the call, are ignored. No process of a node outlives the
+    call, or this process if it is killed. The head receives the signals as well. If it ends early, for example because
+    it is killed, it is restarted. It is stopped when all nodes have ended.
 
     Args:
         fleet: the fleet's folder.
-        nodes: to run, with their node.toml written.
-        head: of the fleet, with its configuration written.
-        on_ready: is called once all are found in the folder.
-        on_end: is called for each node that has ended, with its exit code.
+        nodes: the nodes to run, with their node.toml written.
+        head: the head of the fleet, with its configuration written.
+        on_ready: called once all are found in the folder.
+        on_end: called for each node that has ended, with its exit code.
 
     Raises:
-        NodeLost: one has ended before all were found, or was not found in time. The others are ended.
+        NodeLost: a node ended before all were found, or was not found in time. All other nodes are stopped.
     """
     running: dict[str, int] = {}
     codes: dict[str, int] = {}
@@ -116,7 +116,7 @@ async def run_nodes(
 
 async def _pass_on_signals(running: dict[str, int], asked: trio.Event, scope: trio.CancelScope) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    for number in numbers:  # the receiver puts these handlers back
+    for number in numbers:  # the receiver restores these handlers
         signal.signal(number, lambda _number, _frame: None)
     try:
         with trio.open_signal_receiver(*numbers) as signals:
@@ -129,7 +129,7 @@ async def _pass_on_signals(running: dict[str, int], asked: trio.Event, scope: tr
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGTERM)
     finally:
-        for number in numbers:  # the process ends: what comes later must not change its exit code
+        for number in numbers:  # the process is ending: later signals must not change its exit code
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -151,7 +151,7 @@ async def _wait_found(
                 if code := codes.get(node.node_id):
                     raise NodeLost(await trio.to_thread.run_sync(_story, node, f"ended with exit code {code}"))
             if codes:
-                return  # they were asked to end before they had begun
+                return  # stopped before they had started
             view = await trio.to_thread.run_sync(watch.read)
             found = {name for name, there in view.nodes.items() if there.entry.process.pid == running.get(name)}
             if await trio.to_thread.run_sync(_head_pid, fleet) == running.get(head.node_id):
@@ -166,7 +166,7 @@ async def _wait_found(
 
 
 def _head_pid(fleet: Path) -> int:
-    """Return the process id in the entry of the head; 0: there is none."""
+    """Return the process id in the head's entry; 0 without an entry."""
     try:
         return read_head(fleet).process.pid
     except (OSError, ConfigError):
@@ -190,19 +190,19 @@ class NodeFolder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def config_file(self) -> Path:
-        """Return the node.toml that the node was, or will be, started with."""
+        """Return the path of the node's node.toml."""
         return self.path / "node.toml"
 
     @property
     def log_file(self) -> Path:
-        """Return the file that gets the node's output."""
+        """Return the file for the node's output."""
         return self.path / "node.log"
 
 
 def node_tables(common: Mapping[str, Any], node: NodeFolder, fleet: Path) -> dict[str, Any]:
-    """Return the configuration of one node: `common`, but for its name, its port, its fleet and its ledger's folder.
+    """Return the configuration of one node: `common` with its own name, port, fleet and ledger folder.
 
-    A ledger in memory (`ledger.dir` is empty) stays there.
+    A ledger in memory (`ledger.dir` is empty) stays in memory.
     """
     ledger = dict(common.get("ledger", {}))
     if ledger.get("dir") != "":
@@ -230,10 +230,10 @@ def check_config(config_file: Path) -> None:
 
 
 def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
-    """Write the node.toml of each of `count` nodes, in a folder of its own below that of the fleet. Blocks.
+    """Write the node.toml of each of `count` nodes, in a folder of its own in the fleet's folder. Blocks.
 
-    The names are the same at the next start, so that each node finds its ledger: `local-0`, `local-1` and so on, with
-    the `node_id` of `config_file`, if it has one, in place of `local`.
+    The names are the same at the next start, so that each node finds its ledger: `local-0`, `local-1` and so on. If
+    `config_file` sets `node_id`, it replaces `local`.
 
     Raises:
         ConfigError: the file is not a valid node.toml, or the fleet's folder cannot be used.
@@ -252,7 +252,7 @@ def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
 
 
 def write_head(config_file: Path, head_file: Path | None, fleet: Path) -> NodeFolder:
-    """Write the configuration of the fleet's head, in a folder of its own below that of the fleet. Blocks.
+    """Write the configuration of the fleet's head, in a folder of its own in the fleet's folder. Blocks.
 
     Args:
         config_file: the node.toml of all nodes.
@@ -279,5 +279,5 @@ def write_head(config_file: Path, head_file: Path | None, fleet: Path) -> NodeFo
 
 def _write(node: NodeFolder, tables: Mapping[str, Any]) -> None:
     node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    node.config_file.touch(mode=0o600)  # it may have the token
+    node.config_file.touch(mode=0o600)  # it may contain the token
     node.config_file.write_bytes(msgspec.toml.encode(tables))

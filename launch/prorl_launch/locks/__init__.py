@@ -1,8 +1,8 @@
-"""The locks: for each environment that set-up makes, the exact wheels and their SHA-256. Standard library only.
+"""The locks: the exact wheels and SHA-256 hashes for each environment of set-up. Standard library only.
 
-`NAME.txt` beside this file is a requirements file of pip's, made by `python -m prorl_launch.relock` (`make lock`) for
-all Pythons that it names, on Linux on x86-64. It names no package index: pip takes the files from wherever it is told
-to, and refuses any that is another. A Python or machine without a lock gets what the ranges of `pyproject.toml` allow.
+`NAME.txt` in this folder is a pip requirements file, made by `python -m prorl_launch.relock` (`make lock`). It covers
+all listed Python versions on Linux on x86-64. It names no package index: pip downloads from the configured index and
+refuses files with other hashes. A Python or machine without a lock gets versions in the ranges of `pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ __all__ = [
 LockName = Literal["dev", "engine-cpu", "engine-gpu", "model", "train-cpu", "train-gpu", "uv", "verl-cpu", "verl-gpu"]
 
 WHEELS_ONLY = ("--only-binary", ":all:")
-"""Nothing is compiled: what has no wheel for this machine is an error of pip's, said at once."""
+"""Nothing is compiled: if a wheel is missing for this machine, pip fails immediately."""
 
 MACHINE = ("Linux", "x86_64")
 
 
 def lock_path(name: LockName) -> Path:
-    """Return the path of the lock of this environment."""
+    """Return the path of this environment's lock."""
     return Path(__file__).with_name(f"{name}.txt")
 
 
 def agent_lock(name: str, index: Literal["npm", "pypi"]) -> Path:
-    """Return the path of the lock of an agent: of npm's (`package-lock.json`), or as the others are."""
+    """Return the path of an agent's lock: for npm a `package-lock.json`, otherwise in pip's format."""
     return Path(__file__).parent / "agents" / f"{name}.{'json' if index == 'npm' else 'txt'}"
 
 
 def is_made_for(lock: str, requirements: Sequence[str]) -> bool:
-    """Return whether the text of a lock is that of these requirements."""
+    """Return whether the text of a lock was made for these requirements."""
     return _header(lock, "requirements") == requirements_key(requirements)
 
 
 def requirements_key(requirements: Sequence[str]) -> str:
-    """Equal for the same requirements in any order: what a lock was made for, as its header has it.
+    """Return a key of the requirements in any order, as in the header of their lock.
 
-    Bounds of one package count in any order as well, since a wheel's metadata sorts them.
+    The order of a package's bounds does not matter either, because a wheel's metadata sorts them.
     """
     lines = sorted(name + ",".join(sorted(bounds.split(","))) for name, bounds in map(_split, requirements))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def serves(lock: str, version: tuple[int, int], machine: tuple[str, str]) -> bool:
-    """Return whether the text of a lock is for this Python on this machine."""
+    """Return whether the text of a lock applies to this Python on this machine."""
     return machine == MACHINE and ".".join(map(str, version)) in _header(lock, "python").split()
 
 
 def locked_pip(name: LockName, requirements: Sequence[str]) -> list[str]:
-    """Arguments for Python that install `requirements` as the lock `name` has them, wheels only, resolving nothing.
+    """Return arguments for Python that install `requirements` from the lock `name`, wheels only, without resolving.
 
-    They leave modules uncompiled: pip would compile all of them, on one core. Where no lock is for this Python or
-    machine, says so, and they install the newest that `requirements` allow.
+    Modules are not compiled, because pip would compile all of them on one core. If the lock does not cover this Python
+    or machine, a message is printed, and the arguments install the newest versions allowed by `requirements`.
 
     Raises:
         SetupError: the lock was made for other requirements.

@@ -1,1 +1,1 @@
-"""Tasks of software engineering that are mined out of the releases of a package index."""
+"""Software engineering tasks, mined from the releases of a package index."""

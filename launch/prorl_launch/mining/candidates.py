@@ -1,4 +1,4 @@
-"""Candidates for tasks: what a pair of releases offers, before any of its tests is run. Blocks on disk and network."""
+"""Candidates for tasks from pairs of releases, before any test is run. Blocks on disk and network."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from prorl_launch.mining.sdist import Metadata, Tree
 
 MAX_HUNKS: Final = 12
-"""Hunks of a release that are tried, spread over all that it has."""
+"""Maximum number of hunks to try per release, spread evenly."""
 
 
 class Release(NamedTuple):
-    """A release of a package: its archive and what is in it."""
+    """A release of a package: its archive and the content."""
 
     package: str
     file: IndexFile
@@ -42,7 +42,7 @@ class Release(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A repository to change, and the change. `section` is what the changelog says; `path` is that of a single hunk."""
+    """A repository to change, and the change. `section` is the changelog's text; `path` is set for a single hunk."""
 
     instance_id: str
     kind: Literal["release", "hunk"]
@@ -58,7 +58,7 @@ def read_releases(package: str, count: int, settings: IndexSettings) -> list[Rel
     """Return the newest `count` final releases of a package, oldest first.
 
     Raises:
-        ConfigError: the index has none, or one of them cannot be fetched or read.
+        ConfigError: the index has none, or a release cannot be downloaded or read.
     """
     found = []
     for file in list_sdists(package, settings)[-count:]:
@@ -69,7 +69,7 @@ def read_releases(package: str, count: int, settings: IndexSettings) -> list[Rel
 
 
 def candidates_of(old: Release, new: Release, *, hunks: int = MAX_HUNKS) -> Iterator[Candidate]:
-    """Yield the whole release as a candidate, and then single hunks, spread over all that it has."""
+    """Yield the whole release as a candidate, followed by single hunks, spread evenly."""
     package, version = new.package, new.file.version
     gold = make_patch(old.tree, merge_source(old.tree, new.tree))
     section = changelog_section(new.tree, version)
@@ -85,13 +85,13 @@ def candidates_of(old: Release, new: Release, *, hunks: int = MAX_HUNKS) -> Iter
 
 
 def _with_old_tests(tree: Tree, old: Tree) -> Tree:
-    """Return a tree with the tests of the release before: the new ones would tell what is missing."""
+    """Return a tree with the tests of the previous release, because the new tests would reveal what is missing."""
     kept = {path: entry for path, entry in tree.items() if file_kind(path) != "test"}
     return kept | {path: entry for path, entry in old.items() if file_kind(path) == "test"}
 
 
 def refusal(candidate: Candidate) -> str:
-    """Return why a candidate is none, whatever its tests say; empty if it may be one."""
+    """Return why a candidate is unusable, whatever its tests report; empty if it is usable."""
     size = patch_size(candidate.gold)
     if not size.lines:
         return "no source file differs"
@@ -112,9 +112,9 @@ def refusal(candidate: Candidate) -> str:
 
 
 def changed_tests(candidate: Candidate) -> list[str]:
-    """Return the modules of tests that the newer release added or changed.
+    """Return the test modules that the newer release added or changed.
 
-    Only they are run, as for the rows of SWE-bench: the others are in the repository that the agent gets.
+    Only these are run, as for the rows of SWE-bench: all other tests are in the repository that the agent gets.
     """
     old, new = candidate.old.tree, candidate.new.tree
     return [path for path in changed_files(old, new) if path in new and is_test_module(path)]

@@ -1,4 +1,4 @@
-"""Differences between two trees as patches that git applies, and single hunks of them."""
+"""Differences between two trees as patches for git, and their single hunks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PatchSize(NamedTuple):
 
 
 class Hunk(NamedTuple):
-    """A hunk of a patch, as a patch of its own against the new tree without it."""
+    """A hunk of a patch, as a separate patch against the new tree without it."""
 
     path: str
     number: int
@@ -44,13 +44,16 @@ def changed_files(old: Tree, new: Tree) -> list[str]:
 
 
 def merge_source(old: Tree, new: Tree) -> Tree:
-    """Return the old tree with the new one's sources in place of its own: what the gold patch makes of it."""
+    """Return the old tree with the new tree's sources, as the gold patch changes it."""
     kept = {path: entry for path, entry in old.items() if file_kind(path) != "source"}
     return kept | {path: entry for path, entry in new.items() if file_kind(path) == "source"}
 
 
 def make_patch(old: Tree, new: Tree) -> bytes:
-    """Return the patch from one tree to another, as `git diff --binary` writes it; empty if they are equal. Blocks."""
+    """Return the patch from one tree to another in the format of `git diff --binary`; empty if they are equal.
+
+    Blocks.
+    """
     paths = changed_files(old, new)
     if not paths:
         return b""
@@ -62,12 +65,12 @@ def make_patch(old: Tree, new: Tree) -> bytes:
         done = subprocess.run(argv, cwd=scratch, capture_output=True, timeout=GIT_TIMEOUT_S, env=_ENV, check=False)
     if done.returncode != 1:
         raise RuntimeError(f"git diff failed with {done.returncode}: {done.stderr.decode(errors='replace')}")
-    # Without prefixes of git's own, `a/` and `b/` are the names of the folders, which stand where git puts its own.
+    # Without prefixes, git uses the folder names, which are `a/` and `b/` like its own prefixes.
     return done.stdout
 
 
 def patch_size(patch: bytes) -> PatchSize:
-    """Return how large a patch is. A binary file counts as one line."""
+    """Return the size of a patch. A binary file counts as one line."""
     lines = files = 0
     inside = False
     for line in patch.splitlines():
@@ -81,7 +84,7 @@ def patch_size(patch: bytes) -> PatchSize:
 
 
 def is_text(patch: bytes) -> bool:
-    """Return whether a patch is UTF-8, as a row's has to be."""
+    """Return whether a patch is UTF-8, as required for a row."""
     try:
         patch.decode()
     except UnicodeDecodeError:
@@ -90,9 +93,9 @@ def is_text(patch: bytes) -> bool:
 
 
 def hunks_of(patch: bytes) -> list[Hunk]:
-    """Return the hunks of Python files that were there before and are there after.
+    """Return the hunks of Python files that exist before and after.
 
-    Each is a patch against the new tree without that hunk, so it begins in both at the line where the new one has it.
+    Each is a patch against the new tree without that hunk. In both versions it begins at its line in the new tree.
     """
     found = []
     for section in re.split(rb"(?m)^(?=diff --git )", patch):
@@ -104,7 +107,7 @@ def hunks_of(patch: bytes) -> list[Hunk]:
 
 
 def _path(head: bytes) -> str:
-    """Return the path of a section whose file is there before and after; empty for any other."""
+    """Return the path of a section whose file exists before and after; empty otherwise."""
     names = re.search(rb"(?m)^--- a/(.*)\n\+\+\+ b/(.*)$", head)
     return names[1].decode(errors="replace").rstrip("\t") if names and names[1] == names[2] else ""
 
@@ -118,7 +121,7 @@ def _moved(body: bytes) -> bytes:
 
 
 def without_hunk(new: Tree, hunk: Hunk) -> Tree | None:
-    """Return the new tree without a hunk. None if that is no program, or the same one but for imports. Blocks."""
+    """Return the new tree without a hunk. None if the result does not parse, or differs only in imports. Blocks."""
     with tempfile.TemporaryDirectory(prefix="prorl-hunk-") as scratch:
         folder = Path(scratch)
         write_tree({hunk.path: new[hunk.path]}, folder)
@@ -134,7 +137,7 @@ def without_hunk(new: Tree, hunk: Hunk) -> Tree | None:
 
 @functools.lru_cache(maxsize=4)
 def _program(content: bytes) -> str | None:
-    """Return a module without its comments, docstrings and imports at the top; None if it is none."""
+    """Return a module without its comments, docstrings and imports at the top; None if it does not parse."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
@@ -149,9 +152,9 @@ def _program(content: bytes) -> str | None:
 
 
 def imports_patch(base: Tree, new: Tree, gold: bytes) -> bytes:
-    """Return a patch that adds to modules of `base` the imports that the gold patch has in `new`; empty if none.
+    """Return a patch that adds the gold patch's imports in `new` to modules of `base`; empty if none.
 
-    Blocks. Only imports at the top of a module, or in its conditions there, are taken.
+    Blocks. Only imports at the top of a module, or in its conditions there, are included.
     """
     changed: Tree = {}
     for path in {found.decode() for found in re.findall(rb"(?m)^\+\+\+ b/(.*?\.py)\t?$", gold)}:
@@ -182,7 +185,7 @@ def _imports(body: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _first_line(module: ast.Module) -> int:
-    """Return the number of lines before the first statement that is no docstring, nor an import of the future."""
+    """Return the number of lines before the first statement other than a docstring or a `__future__` import."""
     at = 0
     for number, node in enumerate(module.body):
         docstring = not number and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -1,4 +1,4 @@
-"""`prorl-trio tasks`: task sets that are mined out of a package index."""
+"""`prorl-trio tasks`: mine task sets from a package index."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ MINED_SETS: Final[dict[str, tuple[Wanted, ...]]] = {
 
 @click.group()
 def tasks() -> None:
-    """Mine, verify and export tasks made of package releases.
+    """Mine, verify and export tasks made from package releases.
 
-    A task asks for what a release changed, or one hunk of it; the tests of that release decide. The index is the one
-    that pip is set to.
+    A task describes the changes of a release, or one hunk. The tests of that release decide whether it is solved. The
+    index is the one configured for pip.
     """
 
 
@@ -74,17 +74,17 @@ def tasks() -> None:
 def mine(
     name: str, packages: tuple[str, ...], pairs: int, hunks: int, per_package: int, require: tuple[str, ...], jobs: int
 ) -> None:
-    """Mine packages into the task set SET; without packages, those that a SET of ours is made of (sdist-swe).
+    """Mine packages into the task set SET. By default, use the packages of a built-in SET (sdist-swe).
 
-    What was tried before is not tried again: the same command goes on where one was interrupted. A candidate that is
-    refused is kept with the reason.
+    Candidates that were tried before are skipped, so the same command resumes an interrupted one. Refused candidates
+    are stored with the reason.
     """
     if not packages and name not in MINED_SETS:
         raise click.UsageError(f"name the packages of {name}; only {', '.join(MINED_SETS)} has some by itself")
     wanted = [Wanted(normal_name(each), pairs, require) for each in packages] or [*MINED_SETS[name]]
     limits = MiningLimits(hunks=hunks, per_package=per_package)
     folder = mined_set_folder(name)
-    find_uv()  # that it is missing is said now, and not when the first candidate needs it
+    find_uv()  # report a missing uv now, not at the first candidate
     settings = index_settings()
     console = Console()
 
@@ -127,10 +127,9 @@ def mine(
 def verify(rows: str, gold: Path | None, limit: int | None, jobs: int, results: Path | None) -> None:
     """Run each row's tests before a change and with the gold patch, twice, and with changes that must not solve it.
 
-    These are an empty patch, one that edits the tests, and hacks that a policy may try: skips and expected failures in
-    the code, forged reports, early exits, configuration, plug-ins and modules of its own. The tests are graded as a
-    node grades them. Exit code 1 if a check of a row did not end as it must, or could not be
-    made.
+    These are an empty patch, a patch that edits the tests, and hacks that a policy may try. The hacks are skips and
+    expected failures in the code, forged reports, early exits, configuration, plug-ins and their own modules. Tests are
+    graded as on a node. Exit code 1 if a check of a row failed, or could not be made.
     """
     path = mined_set_folder(rows) / MINED_ROWS if (mined_set_folder(rows) / MINED_ROWS).is_file() else Path(rows)
     found = read_rows(path)[:limit]
@@ -169,10 +168,10 @@ def verify(rows: str, gold: Path | None, limit: int | None, jobs: int, results: 
 @tasks.command()
 @click.option("--set", "name", default="sdist-published", show_default=True, help="The set that they become.")
 def published(name: str) -> None:
-    """Put published rows (of SWE-Gym, SWE-rebench) on the nearest source archive, and verify them there.
+    """Port published rows (of SWE-Gym, SWE-rebench) to the nearest source archive, and verify them there.
 
-    They are read from a wheel; where it is not there, the error says how to fetch it. Each is labelled with the archive
-    that it stands on, and refused if one of its tests does otherwise than the row says.
+    The rows are read from a wheel. If it is missing, the error contains the command that downloads it. Each row is
+    labelled with its archive, and refused if a test's result differs from the row.
     """
     folder, settings = mined_set_folder(name), index_settings()
 
@@ -191,7 +190,7 @@ def published(name: str) -> None:
 @click.option("--to", type=click.Path(path_type=Path), required=True, help="JSONL file for `submit` and `eval`.")
 @click.option("--gold", type=click.Path(path_type=Path), help="File for the gold patches. Keep it from any agent.")
 def export(name: str, to: Path, gold: Path | None) -> None:
-    """Write the verified rows of a mined set, and say which layers a node needs for them."""
+    """Write the verified rows of a mined set, and print the layers that a node needs for them."""
     verified = [task for task in load_tasks(mined_set_folder(name)).values() if task.row is not None]
     if not verified:
         raise click.ClickException(f"{name} has no verified task: prorl-trio tasks mine {name}")

@@ -1,7 +1,7 @@
-"""Environments of packages for sandboxes of the image `host`: what a package and its tests need, never the package.
+"""Environments for packages in sandboxes of the image `host`: their requirements, but never the package itself.
 
-Each is a folder that is seen at `/opt/env`: a virtual environment of the sandboxes' own Python. It has no bytecode, no
-cache and no record of the release that it is made for: those would tell an agent what the fixed release looks like.
+Each environment is a folder at `/opt/env`: a virtual environment of the sandboxes' own Python. It contains no bytecode,
+no cache, and no record of the release, because these would reveal the fixed release to an agent.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ ENVIRONMENT_DIR: Final = "/opt/env"
 RUNNER: Final = "pytest"
 INSTALL_TIMEOUT_S: Final = 900.0
 _RECIPE: Final = 1
-"""Raise it when something else is made of the same requirements."""
+"""Increment this when the same requirements produce a different environment."""
 
 
 class LocalBench:
-    """The sandboxes of this machine for `prorl_trio.tasks.grading`, each run in one of its own."""
+    """The sandboxes of this machine for `prorl_trio.tasks.grading`. Each run has its own sandbox."""
 
     def __init__(self, host: SandboxHost, config: SandboxConfig) -> None:
         self._host = host
@@ -67,33 +67,34 @@ class LocalBench:
             await sandbox.aclose()  # noqa: ASYNC102 - it shields itself
 
     def waiting(self, what: str, charge: Charge) -> AbstractContextManager[None]:
-        """Charge nobody."""
+        """Do not charge the wait to anyone."""
         del what, charge
         return nullcontext()
 
     def standing_in_line(self, what: str, charge: Charge, *, at_most_s: float) -> AbstractContextManager[None]:
-        """Charge nobody."""
+        """Do not charge the wait to anyone."""
         del what, charge, at_most_s
         return nullcontext()
 
     def stage_left_s(self) -> float:
-        """Return that there is no limit but the tests' own."""
+        """Return no limit other than the tests' own."""
         return math.inf
 
     def spec(self, layers: tuple[str, ...], env: Mapping[str, str]) -> SandboxSpec:
-        """Return sandboxes over the host's userland."""
+        """Return the specification of sandboxes on the host's userland."""
         limits, start_timeout_s = self.config.limits, self.config.start_timeout_s
         return SandboxSpec(image="host", layers=layers, env=dict(env), limits=limits, start_timeout_s=start_timeout_s)
 
     async def run(self, suite: Suite, patch: bytes | None) -> SuiteRun:
-        """Run tests once, with a patch to the repository unless it is None. Errors as `grade`."""
+        """Run tests once, with a patch to the repository unless it is None. Raises the errors of `grade`."""
         return await run_suite(self, patch, suite)
 
     async def grade(self, payload: SwePayload, patch: bytes | None) -> Graded:
-        """Grade a change as a node does, or the repository as it is.
+        """Grade a change, or the unchanged repository, as a node does.
 
         Raises:
-            EvaluationError, SandboxUnavailable, SandboxLost: infrastructure; nothing is known of the tests.
+            EvaluationError, SandboxUnavailable, SandboxLost: the infrastructure failed; the result of the tests is
+                unknown.
         """
         return await grade_change(self, payload, patch, self.config)
 
@@ -102,7 +103,7 @@ def payload_of(row: TaskInstance) -> SwePayload:
     """Return the repository and the tests of a row.
 
     Raises:
-        ConfigError: it is no row of the handler `swe`.
+        ConfigError: it is not a row of the handler `swe`.
     """
     try:
         if row.handler != "swe":
@@ -115,14 +116,14 @@ def payload_of(row: TaskInstance) -> SwePayload:
 
 
 class EnvironmentLayer(NamedTuple):
-    """A stored environment: its layer, and the distributions in it with their versions, sorted."""
+    """A stored environment: its layer, and its distributions with their versions, sorted."""
 
     digest: str
     installed: tuple[str, ...]
 
 
 def environment_variables(source_folders: Iterable[str], repo_dir: str) -> dict[str, str]:
-    """Return the variables of sandboxes with an environment and a repository whose modules are in these folders."""
+    """Return the environment variables of sandboxes with an environment and a repository with these source folders."""
     places = [repo_dir if folder in ("", ".") else f"{repo_dir}/{folder}" for folder in source_folders]
     return {
         "PATH": f"{ENVIRONMENT_DIR}/bin:/usr/local/bin:/usr/bin:/bin",
@@ -134,10 +135,10 @@ def environment_variables(source_folders: Iterable[str], repo_dir: str) -> dict[
 
 
 def find_uv() -> str:
-    """Return the path of uv: in PATH, beside this Python, or in the cache folder.
+    """Return the path of uv: from PATH, next to this Python, or from the cache folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: uv is not installed.
     """
     beside = [Path(sys.executable).parent / "uv", *sorted(cache_dir().glob("uv-*/bin/uv"))]
     found = shutil.which("uv") or next((str(path) for path in beside if os.access(path, os.X_OK)), None)
@@ -147,10 +148,10 @@ def find_uv() -> str:
 
 
 def make_environment(package: str, requirements: Iterable[str]) -> EnvironmentLayer:
-    """Return the stored layer of an environment with pytest and these requirements; made once. Blocks: seconds.
+    """Return the stored layer of an environment with pytest and these requirements. It is made once. Blocks: seconds.
 
     Raises:
-        ConfigError: uv is missing or fails, with its own words; or the package itself came with what is required.
+        ConfigError: uv is missing or fails, with its output; or the requirements install the package itself.
     """
     wanted = sorted({RUNNER, *requirements})
     key = hashlib.sha256(json.dumps([_RECIPE, sys.version, wanted]).encode()).hexdigest()[:20]
@@ -173,16 +174,16 @@ def make_environment(package: str, requirements: Iterable[str]) -> EnvironmentLa
 
 
 def packages_folder(folder: Path) -> Path:
-    """Return where an environment has its packages."""
+    """Return an environment's folder of packages."""
     return folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 
 
 def seal_environment(package: str, folder: Path) -> EnvironmentLayer:
-    """Make a virtual environment of a folder that has packages, and store it. Blocks.
+    """Turn a folder with packages into a virtual environment, and store it. Blocks.
 
     Raises:
-        ConfigError: the package itself is in it: what pytest or a requirement needs cannot be a task, for it would be
-            imported in place of the repository's, or tell how that is to be mended.
+        ConfigError: it contains the package itself. Dependencies of pytest or of a requirement cannot be tasks. They
+            would be imported instead of the repository's version, or reveal the solution.
     """
     installed = _installed(packages_folder(folder))
     _refuse_package(package, installed)
@@ -218,7 +219,7 @@ def _install(wanted: list[str], folder: Path) -> None:
         raise ConfigError(f"uv did not install {', '.join(wanted)} within {INSTALL_TIMEOUT_S:g} s") from exc
     if done.returncode:
         raise ConfigError(f"uv cannot install {', '.join(wanted)}: {done.stderr.strip()[-2000:]}")
-    shutil.rmtree(target / "bin", ignore_errors=True)  # of another Python's path
+    shutil.rmtree(target / "bin", ignore_errors=True)  # contains another Python's path
     (target / ".lock").unlink(missing_ok=True)
 
 
@@ -228,7 +229,7 @@ def _installed(folder: Path) -> tuple[str, ...]:
 
 
 def _link_python(folder: Path) -> None:
-    """Give it the interpreter of the image `host`."""
+    """Link the interpreter of the image `host` into the environment."""
     host = require_host_python()
     shutil.rmtree(folder / "bin", ignore_errors=True)
     (folder / "bin").mkdir()

@@ -1,4 +1,4 @@
-"""The package index that pip is set to, as far as source archives are concerned. Blocks on the network."""
+"""Access to source archives in pip's configured package index. Blocks on the network."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _ASK_PIP: Final = "from pip._internal.models.index import PyPI; print(PyPI.simpl
 
 
 class IndexSettings(NamedTuple):
-    """The addresses of the indexes, in pip's order, and the file of certificates; empty is the system's."""
+    """The addresses of the indexes, in pip's order, and the certificate file; empty for the system's."""
 
     urls: tuple[str, ...]
     certificates: str = ""
 
 
 class IndexFile(NamedTuple):
-    """A source archive of an index. `sha256` is empty where the index does not say it."""
+    """A source archive in an index. `sha256` is empty if the index does not provide it."""
 
     name: str
     version: str
@@ -50,7 +50,7 @@ class IndexFile(NamedTuple):
 
     @property
     def release(self) -> tuple[int, ...]:
-        """Return the numbers of its version, for sorting; `.post1` is one more number."""
+        """Return the numbers of its version for sorting. `.post1` adds a number."""
         numbers = [int(number) for number in re.findall(r"\d+", self.version.partition(".post")[0])]
         while numbers and numbers[-1] == 0:
             numbers.pop()
@@ -59,16 +59,16 @@ class IndexFile(NamedTuple):
 
 
 def normal_name(name: str) -> str:
-    """Return the name of a distribution as indexes spell it."""
+    """Return the normalized name of a distribution."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @functools.cache
 def index_settings() -> IndexSettings:
-    """Return the indexes that pip is set to, by its files and variables.
+    """Return pip's configured indexes, from its files and variables.
 
     Raises:
-        ConfigError: there is no pip beside this Python.
+        ConfigError: pip is missing for this Python.
     """
     try:
         found = pip_settings()
@@ -79,10 +79,10 @@ def index_settings() -> IndexSettings:
 
 
 def list_sdists(package: str, settings: IndexSettings) -> list[IndexFile]:
-    """Return a package's source archives of final releases, oldest first, of the first index that has any.
+    """Return a package's source archives of final releases, oldest first, from the first index that has any.
 
     Raises:
-        ConfigError: no index has one; with what each of them said.
+        ConfigError: no index has one; with the error of each index.
     """
     said = []
     for index in settings.urls:
@@ -99,9 +99,9 @@ def list_sdists(package: str, settings: IndexSettings) -> list[IndexFile]:
 
 
 def read_page(package: str, content: bytes, kind: str, url: str) -> list[IndexFile]:
-    """Return the source archives that a page of the simple API lists, oldest release first; `kind` is its media type.
+    """Return the source archives on a page of the simple API, oldest release first; `kind` is its media type.
 
-    A release with several has the first of them. What was yanked is left out.
+    Of several archives for a release, the first is used. Yanked files are skipped.
     """
     links: Iterable[tuple[str, str, str]]
     if "json" in kind:
@@ -124,7 +124,7 @@ def read_page(package: str, content: bytes, kind: str, url: str) -> list[IndexFi
 
 
 def _version(package: str, file: str) -> str:
-    """Return the version that the name of a package's source archive says; empty if it is none of a final release."""
+    """Return the version in a source archive's file name; empty if it is not a final release of the package."""
     stem = next((file.removesuffix(ending) for ending in _ENDINGS if file.endswith(ending)), "")
     name, _, version = stem.rpartition("-")
     return version if normal_name(name) == normal_name(package) and _FINAL.fullmatch(version) else ""
@@ -138,7 +138,7 @@ class _Page(HTMLParser):
         self.links: list[tuple[str, str, str]] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Take the link of an anchor."""
+        """Collect the link of an anchor."""
         found = dict(attrs)
         if tag == "a" and (link := found.get("href")) and "data-yanked" not in found:
             address, _, fragment = link.partition("#")
@@ -147,10 +147,10 @@ class _Page(HTMLParser):
 
 
 def download(file: IndexFile, folder: Path, settings: IndexSettings) -> tuple[Path, str]:
-    """Have a source archive in a folder, and return its path and its SHA-256. What is there already is checked only.
+    """Download a source archive into a folder. Return its path and SHA-256. An existing file is only checked.
 
     Raises:
-        ConfigError: it cannot be fetched, is longer than 32 MiB, or is not what the index says it is.
+        ConfigError: it cannot be downloaded, is longer than 32 MiB, or does not match the index's hash.
     """
     target = folder / file.name
     if not target.is_file():
@@ -170,7 +170,7 @@ def download(file: IndexFile, folder: Path, settings: IndexSettings) -> tuple[Pa
 
 
 def _get(url: str, settings: IndexSettings, max_bytes: int) -> tuple[bytes, str]:
-    """Return what is at an address, and its media type. Raises OSError."""
+    """Return the content at an address, and its media type. Raises OSError."""
     context = ssl.create_default_context(cafile=settings.certificates or None)
     request = urllib.request.Request(url, headers={"Accept": _ACCEPT, "User-Agent": "prorl-trio"})
     for attempt in range(1, ATTEMPTS + 1):
@@ -191,6 +191,6 @@ def _get(url: str, settings: IndexSettings, max_bytes: int) -> tuple[bytes, str]
 
 
 def _shown(url: str) -> str:
-    """Return an address without the credentials that it may have."""
+    """Return an address without its credentials."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -1,4 +1,4 @@
-"""The miner: several candidates at a time, until each is a verified row, or refused with a reason."""
+"""The miner. It tries several candidates at a time, until each is a verified row, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ if TYPE_CHECKING:
 
 MAX_FAIL_TO_PASS: Final = 200
 MAX_FUNCTIONS: Final = 10
-"""Functions of tests that fail before the change: more of them are more than one thing to do."""
+"""Maximum number of test functions that fail before the change. More functions indicate several unrelated changes."""
 OPTIONS: Final = ("-oaddopts=", "--continue-on-collection-errors")
-"""Options of pytest: none of the package's own; and a module that cannot be imported stops no other."""
+"""Options of pytest: ignore the package's own, and continue after a module that cannot be imported."""
 
 _CLOCKS: Final = frozenset(
     f"{clock}{unit}" for clock in ("perf_counter", "process_time", "thread_time", "monotonic") for unit in ("", "_ns")
 ) | {"default_timer", "timeit"}
 _WALL_CLOCKS: Final = frozenset({"time", "time_ns"})
-"""Names that alone say little: they count as attributes of the module `time`, and called without arguments."""
+"""Ambiguous names, which count only as attributes of the module `time` that are called without arguments."""
 
 MIN_LINE_CHARS: Final = 20
-"""A shorter line of a gold patch tells nothing."""
+"""Shorter lines of a gold patch reveal nothing."""
 MIN_BLOCK_LINES: Final = 3
 
 
 def find_leak(gold: bytes, statement: str, base: Tree) -> str:
-    """Return where the gold patch could be read off, in words; empty if nowhere.
+    """Return where the gold patch is visible, as text; empty if nowhere.
 
-    The statement has none of the lines that it adds, and no other file of the base has `MIN_BLOCK_LINES` of them in a
-    row: a copy of the module in a folder of a build, say.
+    The statement must not contain added lines. No other file of the base may have `MIN_BLOCK_LINES` consecutive added
+    lines, such as a copy of the module in a build folder.
     """
     said = {line.strip() for line in statement.splitlines()}
     changed = {found.decode() for found in re.findall(rb"(?m)^\+\+\+ b/(.*?)\t?$", gold)}
@@ -92,9 +92,9 @@ def _added(patch: str) -> Iterator[list[str]]:
 
 
 def find_twin(task: MinedTask, others: Iterable[MinedTask]) -> str:
-    """Return the name of a verified task that asks for the same, by its statement, change or tests; empty if none.
+    """Return the name of a verified task with the same statement, change or tests; empty if none.
 
-    Two hunks of a release whose tests are the same are halves of one change.
+    Two hunks of a release with the same tests are halves of one change.
     """
     assert task.row is not None
     mine = task.row.payload
@@ -114,15 +114,15 @@ def find_twin(task: MinedTask, others: Iterable[MinedTask]) -> str:
 
 
 def _substance(patch: str) -> list[str]:
-    """Return the lines that a patch adds and removes, wherever they stand."""
+    """Return the lines that a patch adds and removes, wherever they are."""
     return [line for line in patch.splitlines() if line[:1] in ("+", "-") and line[:4] not in ("+++ ", "--- ")]
 
 
 def functions_that_read_clocks(modules: Iterable[bytes]) -> frozenset[str]:
-    """Return the names of functions in the sources of tests that read a clock, or use a function or fixture that does.
+    """Return the names of test functions that read a clock, directly or through a function or fixture.
 
-    Functions and methods are told by their names alone, in whatever module: rather one too many. One inside another is
-    a part of that. A module that is no Python has none.
+    Functions and methods are identified by name alone, in any module, so false positives are possible. A nested
+    function is part of the outer one. A module that does not parse has none.
     """
     uses: dict[str, set[str]] = {}
     for module in modules:
@@ -151,7 +151,10 @@ def _functions(module: bytes) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def _names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """Return the names that a function uses, arguments (pytest's fixtures) among them; a wall clock is `timeit`."""
+    """Return the names that a function uses, including arguments (pytest fixtures).
+
+    `timeit` stands for a wall clock.
+    """
     found: set[str] = set()
     for node in ast.walk(function):
         match node:
@@ -165,7 +168,7 @@ def _names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 
 class Wanted(NamedTuple):
-    """A package to mine: so many of its newest pairs of releases, and what its tests need besides what it says."""
+    """A package to mine, the number of its newest pairs of releases, and undeclared requirements of its tests."""
 
     package: str
     pairs: int = 4
@@ -173,7 +176,7 @@ class Wanted(NamedTuple):
 
 
 class MiningLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of mining. Time-outs are for a machine that does other work as well."""
+    """Limits of mining. Time-outs allow for other load on the machine."""
 
     hunks: int = 8
     per_package: int = 6
@@ -182,9 +185,9 @@ class MiningLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Miner:
-    """Mines packages into a folder, which has what became of each candidate. What is in it is not tried again.
+    """Mines packages into a folder, which stores the result of each candidate. Stored candidates are not tried again.
 
-    `make_environment` and `settings` are where its packages come from.
+    `make_environment` and `settings` are the sources of its packages.
     """
 
     def __init__(
@@ -212,7 +215,7 @@ class Miner:
                 self._verified[task.row.family] = self._verified.get(task.row.family, 0) + 1
 
     async def mine(self, wanted: Sequence[Wanted]) -> list[str]:
-        """Mine packages, and return what hindered it, in words: one that cannot be had holds up no other."""
+        """Mine packages, and return the errors as text. A package that is unavailable does not stop the others."""
         problems: list[str] = []
         async with trio.open_nursery() as nursery:
             for each in wanted:
@@ -240,9 +243,7 @@ class Miner:
             return
         try:
             task = await self._decide(candidate, wanted)
-        except (
-            RolloutError
-        ) as exc:  # of the sandboxes: nothing is known of the candidate, and it is tried again next time
+        except RolloutError as exc:  # a sandbox error: the candidate's result is unknown, so retry it next time
             problems.append(f"{candidate.instance_id}: {exc}")
             return
         await trio.to_thread.run_sync(save_task, task, self._folder)
@@ -289,7 +290,7 @@ class Miner:
     async def _choose(
         self, candidate: Candidate, base: Tree, overlay: TestOverlay, environment: EnvironmentLayer
     ) -> tuple[ChosenTests, Mapping[str, TestResult]] | str:
-        """Return the tests that decide, and all results before the change; or why none does."""
+        """Return the deciding tests with all results before the change, or the reason why none decides."""
         timed = await trio.to_thread.run_sync(functions_that_read_clocks, _sources_of_tests(base, overlay))
         with tempfile.TemporaryDirectory(prefix="prorl-mine-") as scratch:
             await trio.to_thread.run_sync(write_tree, base, Path(scratch, REPO_DIR.lstrip("/")))
@@ -309,7 +310,7 @@ class Miner:
             for _ in range(TIMES):
                 for patch, results in ((None, before), (candidate.gold, gold)):
                     run = await self._bench.run(suite, patch)
-                    # A run that hangs or dies before the change would make each test look as if the change mended it.
+                    # If a run hangs or dies before the change, every test would look fixed by the change.
                     if run.ended != "finished" or run.tampered:
                         which = "before the change" if patch is None else "with the gold patch"
                         return f"the tests {which}: {run.ended}: {run.tampered or message_of(run.said)}"
@@ -327,7 +328,7 @@ class Miner:
 
 
 def _sources_of_tests(base: Tree, overlay: TestOverlay) -> list[bytes]:
-    """Return the modules that an evaluator runs tests from, and those beside them."""
+    """Return the test modules that an evaluator runs, and the modules in the same folders."""
     tests = {path: entry.content for path, entry in base.items() if file_kind(path) == "test"}
     tests |= {path: text.encode() for path, text in overlay.files.items()}
     return [content for path, content in tests.items() if path.endswith(".py") and path not in overlay.removed]
@@ -376,7 +377,7 @@ def _statement(candidate: Candidate, chosen: ChosenTests, before: Mapping[str, T
     new, old = candidate.new, candidate.old
     if candidate.kind == "release":
         return release_statement(new.package, old.file.version, new.file.version, candidate.section)
-    # Of a test that is not there yet, its module may say why: it cannot be imported.
+    # A new test does not exist before the change, but its module may show why: it cannot be imported.
     names = dict.fromkeys(name if name in before else name.partition("::")[0] for name in chosen.fail_to_pass)
     messages = {name: before[name].message for name in names if name in before}
     return hunk_statement(new.package, new.file.version, candidate.path, messages)

@@ -1,7 +1,7 @@
-"""Published rows on the nearest source archive: their patches and tests, without the commit that they are of.
+"""Published rows ported to the nearest source archive: their patches and tests, without the original commit.
 
-Such a row is not the published one: it is labelled with the archive that it stands on. It is taken only if both of its
-patches apply without fuzz, and each of its tests does as it says.
+A ported row differs from the published one, so it is labelled with its archive. It is accepted only if both patches
+apply without fuzz, and each test has the result in the row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TIMEOUT_S: Final = 900.0
 
 
 class PublishedRow(NamedTuple):
-    """A row of a wheel, the release that it is put on, and what that and its tests require."""
+    """A row of a wheel, the release it is ported to, and the requirements of the release and its tests."""
 
     instance_id: str
     data_set: str
@@ -75,8 +75,8 @@ async def build_published(published: PublishedRow, bench: LocalBench, settings: 
     """Return the row on its archive, verified or refused with the reason.
 
     Raises:
-        ConfigError: the wheel, the archive or the environment cannot be had.
-        EvaluationError, SandboxUnavailable, SandboxLost: infrastructure; nothing is known of the row.
+        ConfigError: the wheel, the archive or the environment is unavailable.
+        EvaluationError, SandboxUnavailable, SandboxLost: the infrastructure failed; the row's result is unknown.
     """
     row, gold = await trio.to_thread.run_sync(make_row, published, settings)
     if row is None:
@@ -141,10 +141,10 @@ def make_row(published: PublishedRow, settings: IndexSettings) -> tuple[TaskInst
 
 
 def read_row(published: PublishedRow) -> dict[str, Any]:
-    """Return the row as it is published. Blocks on the disk.
+    """Return the row as published. Blocks on the disk.
 
     Raises:
-        ConfigError: its wheel is not there (the message has the command that fetches it), or has no such row.
+        ConfigError: its wheel is missing (the message has the command that downloads it), or lacks the row.
     """
     wheel = WheelFile("nemo-gym", "0.7.0", "3.13.14", published.member)
     for line in wheel.read("sdist-published").splitlines():
@@ -156,12 +156,12 @@ def read_row(published: PublishedRow) -> dict[str, Any]:
 
 
 def _names(tests: str | Sequence[str]) -> list[str]:
-    """Return names of tests, which some data sets have as text in JSON."""
+    """Return test names, which some data sets encode as JSON text."""
     return list(json.loads(tests) if isinstance(tests, str) else tests)
 
 
 def apply_strictly(tree: Tree, patch: bytes) -> Tree | None:
-    """Return a tree with a patch applied, each line of its context as it says; None if it does not apply. Blocks."""
+    """Return a tree with a patch applied, with an exact match of its context; None if it does not apply. Blocks."""
     with tempfile.TemporaryDirectory(prefix="prorl-apply-") as scratch:
         folder = Path(scratch)
         write_tree(tree, folder)

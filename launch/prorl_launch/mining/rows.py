@@ -1,4 +1,4 @@
-"""Rows of mined tasks: what a node is given, and apart from it what no agent may see. Pure, but for their files."""
+"""Rows of mined tasks: the data for nodes, and separately the data hidden from agents. Pure, except for their files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 REPO_DIR: Final = "/testbed"
 _UNSTABLE_ID: Final = re.compile(r"0x[0-9a-fA-F]{6,}|[\r\n\x00]")
-"""Parts of a test's name that are there by chance, or cannot be told apart: addresses, ends of lines."""
+"""Unstable or ambiguous parts of a test's name: addresses and line ends."""
 
 
 class MinedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate and what became of it. `reason` says why it is refused; `checks` how each run ended."""
+    """A candidate and its result. `reason` explains a refusal; `checks` contains the result of each run."""
 
     instance_id: str
     status: Literal["verified", "refused"]
@@ -37,21 +37,21 @@ class MinedTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gold(msgspec.Struct, frozen=True, kw_only=True):
-    """The solution of a row, in a file of its own, which never reaches a node's task or an agent."""
+    """The solution of a row, in a separate file, which never reaches a node's task or an agent."""
 
     instance_id: str
     patch: str
 
 
 class RowChecks(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of each check of a row: `right`, or what was wrong."""
+    """The result of each check of a row: `right`, or the defect."""
 
     instance_id: str
     checks: dict[str, str]
 
 
 class TestOverlay(msgspec.Struct, frozen=True, kw_only=True):
-    """The test files by which an evaluator replaces those of a repository, and data of tests that are no text."""
+    """The test files with which an evaluator replaces a repository's own, and binary test data."""
 
     __test__ = False
 
@@ -61,7 +61,7 @@ class TestOverlay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChosenTests(msgspec.Struct, frozen=True, kw_only=True):
-    """The tests that decide on a row, and the files that have them."""
+    """The tests that decide on a row, and their files."""
 
     fail_to_pass: list[str]
     pass_to_pass: list[str]
@@ -69,7 +69,7 @@ class ChosenTests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def overlay_of(base: Tree, new: Tree) -> TestOverlay:
-    """Return what makes the tests, their data and their configuration in `base` those of `new`."""
+    """Return the overlay that replaces tests, their data and their configuration in `base` with `new`'s."""
     files: dict[str, str] = {}
     binary: dict[str, bytes] = {}
     for path, entry in new.items():
@@ -89,11 +89,11 @@ def choose_tests(
     *,
     unsteady: Container[str] = (),
 ) -> ChosenTests | None:
-    """Return the tests that decide, given the results of equal runs before and with the gold patch; None if none does.
+    """Return the deciding tests from repeated runs before and with the gold patch; None if none decides.
 
-    A test that is to pass now passed in each run with the patch and in none before. One that is to pass still passed in
-    all. Of the latter those count that are in files of the former, or all if there are none in them. `unsteady` are
-    names of functions whose result is not the code's alone.
+    A fail-to-pass test passed in each run with the patch and in none before. A pass-to-pass test passed in all runs.
+    Only pass-to-pass tests in files of fail-to-pass tests count, or all if these files contain none. `unsteady` are
+    names of functions whose result does not depend on the code alone.
     """
     named = set().union(*before, *gold)
     steady = sorted(
@@ -124,7 +124,7 @@ def _function(test: str) -> str:
 
 
 def save_task(task: MinedTask, folder: Path) -> None:
-    """Write what became of a candidate, whole or not at all. Blocks."""
+    """Write a candidate's result atomically. Blocks."""
     target = folder / "candidates" / f"{task.instance_id}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_suffix(".part")
@@ -133,14 +133,14 @@ def save_task(task: MinedTask, folder: Path) -> None:
 
 
 def load_tasks(folder: Path) -> dict[str, MinedTask]:
-    """Return what became of each candidate so far, by its name. Blocks."""
+    """Return the result of each candidate so far, by its name. Blocks."""
     paths = sorted((folder / "candidates").glob("*.json"))
     found = [msgspec.json.decode(path.read_bytes(), type=MinedTask) for path in paths]
     return {task.instance_id: task for task in found}
 
 
 def write_lines(path: Path, lines: Iterable[Any]) -> None:
-    """Write a JSONL file, whole or not at all. Blocks."""
+    """Write a JSONL file atomically. Blocks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
@@ -151,20 +151,20 @@ def read_rows(path: Path) -> list[TaskInstance]:
     """Return the rows of a JSONL file. Blocks.
 
     Raises:
-        ConfigError: it cannot be read, or a line is no row; with its number.
+        ConfigError: it cannot be read, or a line is not a row; with its number.
     """
     return _lines(path, TaskInstance)
 
 
 def read_gold(path: Path) -> dict[str, str]:
-    """Return the gold patches of a file by the names of their rows. Blocks. Errors as `read_rows`."""
+    """Return the gold patches in a file by row name. Blocks. Raises the errors of `read_rows`."""
     return {gold.instance_id: gold.patch for gold in _lines(path, Gold)}
 
 
 def read_checks(path: Path) -> dict[str, dict[str, str]]:
-    """Return the checks in a file that grows line by line, and cut off a line that was not written to its end. Blocks.
+    """Return the checks in an append-only file, and truncate an incomplete last line. Blocks.
 
-    Errors as `read_rows`; there is nothing in a file that is not there.
+    Raises the errors of `read_rows`. A missing file counts as empty.
     """
     if not path.exists():
         return {}

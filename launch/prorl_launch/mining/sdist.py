@@ -1,4 +1,4 @@
-"""Source archives as trees of files in memory, and what each file is for."""
+"""Source archives as trees of files in memory, and the purpose of each file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_FILES: Final = 5_000
 MAX_TREE_BYTES: Final = 64 * 1024 * 1024
 
 FileKind = Literal["source", "test", "documentation", "packaging"]
-"""`test`: tests, their data, and the files that tell pytest what to do. `packaging`: what is made of the release."""
+"""`test`: tests, their data, and configuration of pytest. `packaging`: files generated for the release."""
 
 _DOCUMENT_DIRS: Final = frozenset({"doc", "docs", "example", "examples"})
 _DOCUMENT_NAME: Final = re.compile(
@@ -45,7 +45,7 @@ Tree = dict[str, Entry]
 
 
 class Metadata(NamedTuple):
-    """The facts that a release says of itself. `requires` are those of its tests as well."""
+    """A release's own metadata. `requires` includes the requirements of its tests."""
 
     licence: str
     requires: tuple[str, ...]
@@ -55,7 +55,7 @@ def read_sdist(path: Path) -> Tree:
     """Return the files of a source archive, without its outermost folder, bytecode and links. Blocks.
 
     Raises:
-        ConfigError: it cannot be read, or has more than 5,000 files or 64 MiB in it.
+        ConfigError: it cannot be read, or contains more than 5,000 files or 64 MiB.
     """
     tree: Tree = {}
     total = 0
@@ -96,7 +96,7 @@ def write_tree(tree: Mapping[str, Entry], folder: Path) -> None:
 
 
 def file_kind(path: str) -> FileKind:
-    """Return what a file of a repository is for, by its path. Whatever grading puts back is `test`."""
+    """Return the purpose of a repository's file, by its path. Everything that grading restores is `test`."""
     *folders, name = path.split("/")
     if belongs_to_tests(path):
         return "test"
@@ -108,7 +108,7 @@ def file_kind(path: str) -> FileKind:
 
 
 def read_metadata(package: str, tree: Tree) -> Metadata:
-    """Return what the release says of its licence, and what it and its tests require besides the package itself."""
+    """Return the release's licence, and its requirements and its tests' requirements, without the package itself."""
     said = email.message_from_bytes(tree.get("PKG-INFO", Entry(b"")).content, policy=email.policy.compat32)
     licences = [str(value).strip() for value in said.get_all("License-Expression") or []]
     licences += [
@@ -125,7 +125,7 @@ def read_metadata(package: str, tree: Tree) -> Metadata:
 
 
 def _without_extra(requirement: str) -> str:
-    """Return a requirement without the condition of a test extra; empty if it is another extra's."""
+    """Return a requirement without the condition of a test extra; empty if it belongs to another extra."""
     what, _, marker = requirement.partition(";")
     extra = re.search(r"""\(?\s*extra\s*==\s*['"]([^'"]+)['"]\s*\)?""", marker)
     if extra is None:
@@ -137,7 +137,7 @@ def _without_extra(requirement: str) -> str:
 
 
 def _required_txt(tree: Tree) -> Iterator[str]:
-    """Yield the requirements of an older release, which has them in a file of its own."""
+    """Yield the requirements of an older release, which are in a separate file."""
     name = next((each for each in tree if each.endswith(".egg-info/requires.txt")), "")
     section = ""
     for line in tree.get(name, Entry(b"")).content.decode(errors="replace").splitlines():

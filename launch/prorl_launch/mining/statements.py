@@ -1,4 +1,4 @@
-"""Problem statements: what a release's changelog says, and for one hunk which assertions fail."""
+"""Problem statements: the changelog of a release, or for one hunk the failing assertions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RULE: Final = re.compile(r"[-=~^*#_+]{3,}\s*")
 
 
 def changelog_section(tree: Tree, version: str) -> str:
-    """Return what the changelog of a release says of it; empty if there is no section of it, or hardly a word in it."""
+    """Return the changelog's section on a release; empty if the section is missing or nearly empty."""
     for path in sorted(path for path in tree if _CHANGELOG.fullmatch(path)):
         section = _section(tree[path].content.decode(errors="replace").splitlines(), version)
         if len(section) >= MIN_SECTION_CHARS:
@@ -43,7 +43,7 @@ def _section(lines: Sequence[str], version: str) -> str:
 
 
 def _heading(lines: Sequence[str], number: int) -> str:
-    """Return the version that a line is the heading of; empty if it is none."""
+    """Return the version in a heading line; empty if the line is not such a heading."""
     line = lines[number]
     found = _VERSION.search(line)
     if found is None or line[:1].isspace() or len(line) > 120:
@@ -66,7 +66,7 @@ def _numbers(version: str) -> list[str]:
 
 
 def release_statement(package: str, old: str, new: str, section: str) -> str:
-    """Return the statement of a task that asks for a whole release."""
+    """Return the statement of a task about a whole release."""
     return (
         f"You have the source of {package} {old} in /testbed. Change it so that it does what these notes on the next "
         f"release, {new}, say.\n\n{section}"
@@ -74,12 +74,12 @@ def release_statement(package: str, old: str, new: str, section: str) -> str:
 
 
 def hunk_statement(package: str, version: str, path: str, messages: Mapping[str, str]) -> str:
-    """Return the statement of a task that asks for one hunk; empty if no test says how it fails.
+    """Return the statement of a task about one hunk; empty if no test has an informative failure.
 
-    The name of an exception, or that something is not true, says nothing: the test is hidden.
+    The name of an exception, or a bare false assertion, is uninformative because the test is hidden.
 
-    `messages` are pytest's reports of failed tests, by test. They have the source of the tests, which is hidden: only
-    the lines that pytest marks as the failure itself are shown, of tests that fail in different ways, and names.
+    `messages` are pytest's reports of failed tests, by test. They contain the hidden source of the tests. Therefore
+    only names and the lines marked by pytest as the failure itself are shown, for tests that fail in different ways.
     """
     ways: dict[str, str] = {}
     for test_id, message in messages.items():
@@ -105,11 +105,11 @@ def _rest(names: Sequence[str]) -> str:
 
 
 def says_something(said: str) -> bool:
-    """Return whether lines of a failure have a value, a name or a message, beside the name of an exception."""
+    """Return whether a failure contains a value, a name or a message beyond the name of an exception."""
     return any(word not in _SAYS_NOTHING and not _EXCEPTION.fullmatch(word) for word in re.findall(r"[\w.]+", said))
 
 
 def _failure(message: str) -> str:
     said = [line[1:].strip() for line in message.splitlines() if line.startswith("E ") and line[1:].strip()]
-    said = [_ADDRESS.sub("0x...", line) for line in said]  # another one in each run
+    said = [_ADDRESS.sub("0x...", line) for line in said]  # differs in each run
     return "\n".join(f"    {line}" for line in said[:MAX_MESSAGE_LINES])

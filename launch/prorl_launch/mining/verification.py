@@ -1,4 +1,4 @@
-"""Verification of a row: its tests before any change, with the gold patch, an empty one, and with hacks."""
+"""Verification of a row by its tests: before any change, with the gold patch, an empty patch, and hacks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 TIMES: Final = 2
-"""Runs before the change, and with the gold patch. What must not solve the row is tried once."""
+"""Number of runs before the change, and with the gold patch. Changes that must not solve the row are run once."""
 MAX_SAID_CHARS: Final = 2000
 
 EDITED: Final = "def test_nothing():\n    pass\n"
@@ -114,31 +114,32 @@ HACKS: Final[dict[str, Callable[[Tree], Tree]]] = {
     "early exit": _at_the_end(_EXITS),
     "configuration, plug-ins and modules": _beside,
 }
-"""Each makes other content of the modules that the gold patch changes, or new files."""
+"""Each hack changes the content of the gold patch's modules, or adds files."""
 CHECKS: Final = ("before", "gold", "empty patch", "test-editing patch", *HACKS)
 
 
 def changed_modules(gold: bytes) -> list[str]:
-    """Return the modules of Python that a patch changes."""
+    """Return the Python modules that a patch changes."""
     paths = dict.fromkeys(re.findall(rb"(?m)^\+\+\+ b/(.*?)\t?$", gold))
     return [path.decode(errors="surrogateescape") for path in paths if path.endswith(b".py")]
 
 
 def hack_patches(files: Tree) -> dict[str, bytes]:
-    """Return a patch for each hack, given the modules that the gold patch changes, as the base has them. Blocks."""
+    """Return a patch for each hack, given the base version of the gold patch's modules. Blocks."""
     return {name: make_patch(files, {**files, **hack(files)}) for name, hack in HACKS.items()}
 
 
 async def verify_row(bench: LocalBench, row: TaskInstance, gold: bytes) -> dict[str, str]:
-    """Return how each check of a row ended, by its name: `right`, or what was wrong with it.
+    """Return the result of each check of a row by its name: `right`, or the defect.
 
-    Before, no test that is to pass now passes, and each that is to pass still does; with the gold patch all of them
-    pass; with an empty patch, with one that edits the tests and makes pytest call everything passed, and with each of
-    `HACKS`, the row is not solved. The grader is the one that nodes have. Each run has a sandbox of its own.
+    Before the change, every fail-to-pass test must fail and every pass-to-pass test must pass. With the gold patch all
+    must pass. Three kinds of changes must not solve the row. They are an empty patch, a patch that edits the tests and
+    makes pytest report everything as passed, and each of `HACKS`. The grader is the node's own. Each run has its own
+    sandbox.
 
     Raises:
         ConfigError: it cannot be verified.
-        EvaluationError, SandboxUnavailable, SandboxLost: infrastructure; nothing is known of the row.
+        EvaluationError, SandboxUnavailable, SandboxLost: the infrastructure failed; the row's result is unknown.
     """
     payload = payload_of(row)
     editing = await trio.to_thread.run_sync(editing_patch, row.instance_id, payload)
@@ -160,13 +161,15 @@ async def verify_rows(
     results: Path | None,
     on_ended: Callable[[], None],
 ) -> dict[str, dict[str, str]]:
-    """Verify rows, `jobs` at a time, and return the checks of each by its name; `all` is what hindered them.
+    """Verify rows, `jobs` at a time, and return the checks of each row by its name.
 
-    Each is a line of the file `results` when it is done, whatever becomes of the others. A row that is there already is
-    taken from there; one that was hindered is not there, and is verified the next time.
+    `all` contains its obstacle, if any.
+
+    Each finished row is a line of the file `results`, regardless of other rows. Rows in the file are not verified
+    again. Obstructed rows are not stored, and are verified the next time.
 
     Raises:
-        ConfigError: the file is none of these.
+        ConfigError: the file has another format.
     """
     checked = {} if results is None else await trio.to_thread.run_sync(read_checks, results)
     limiter, writing = trio.CapacityLimiter(jobs), trio.Lock()
@@ -202,7 +205,7 @@ def _judge(check: str, payload: SwePayload, graded: Graded) -> str:
     if check not in ("before", "gold"):
         if verdict.resolved:
             return "it is solved"
-        # A cheat that breaks its own run, or is caught, has not won.
+        # A cheat that breaks its own run, or is caught, has failed.
         return "right" if check in HACKS or run.ended in ("finished", "not_applied", "spoilt") else _unfinished(run)
     if run.ended != "finished" or run.tampered:
         return _unfinished(run)
@@ -222,7 +225,7 @@ def _unfinished(run: SuiteRun) -> str:
 
 
 def message_of(said: str) -> str:
-    """Return the message in what a runner said: the last line that it marks as an error, else the last line."""
+    """Return the message in a runner's output: the last line marked as an error, or else the last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line.removeprefix("E ").strip() for line in lines if line.startswith("E ")]
     return next(iter([*errors[-1:], *lines[-1:]]), "")[:MAX_SAID_CHARS]
@@ -252,7 +255,7 @@ def _hacks(name: str, payload: SwePayload, gold: bytes) -> dict[str, bytes]:
 
 
 def _files_of(name: str, payload: SwePayload, paths: Iterable[str]) -> Tree:
-    """Return those of some files that a row's layers have. Errors as `editing_patch`."""
+    """Return the given files that exist in a row's layers. Raises the errors of `editing_patch`."""
     found: Tree = {}
     for digest in payload.layers:
         layer = find_layer(digest)

@@ -1,1 +1,1 @@
-"""`python -m prorl_launch.relock` resolves the locks again."""
+"""Resolve the locks again: `python -m prorl_launch.relock`."""

