@@ -1,4 +1,7 @@
-"""Starts a command under `prorl_launch.supervisor` and owns the whole tree: the one place that starts and ends it."""
+"""Starts a command under `prorl_launch.supervisor` and owns its whole process tree.
+
+No other code starts or stops it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class Supervised:
         self._supervisor = supervisor_process
 
     async def wait(self) -> int:
-        """Until the command has ended and nothing of its tree is left. Its exit code, 128 + n for signal n."""
+        """Wait until the command has ended and its tree is empty. Return its exit code, 128 + n for signal n."""
         return await self._supervisor.wait()
 
 
@@ -43,17 +46,17 @@ class Supervised:
 async def open_supervised(
     command: Sequence[str], *, env: Mapping[str, str], log_file: Path, grace_s: float
 ) -> AsyncIterator[Supervised]:
-    """Run `command` in a session of its own, with a private temporary folder; end its whole tree on leaving.
+    """Run `command` in a session of its own, with a private temporary folder. Stop its whole tree on leaving.
 
-    The tree has gone when the block is left, whether by return, error or cancellation: SIGTERM to the group, `grace_s`
-    seconds, SIGKILL to all. So has what it left in /dev/shm. Leaving takes at most `grace_s` + 6 s. If this process is
-    killed, its end takes `grace_s` + 2 s.
+    When the block is left, whether by return, error or cancellation, the tree is gone: SIGTERM to the group, `grace_s`
+    seconds, SIGKILL to all. Its files in /dev/shm are removed as well. Leaving takes at most `grace_s` + 6 s. If this
+    process is killed, the tree ends within `grace_s` + 2 s.
 
     Args:
-        command: what to execute.
+        command: the command to execute.
         env: its whole environment; `TMPDIR` is replaced.
-        log_file: gets its output and error, appended. Its folder must exist.
-        grace_s: between SIGTERM and SIGKILL.
+        log_file: its output and error are appended here. The folder must exist.
+        grace_s: seconds between SIGTERM and SIGKILL.
 
     Raises:
         InternalError: a process of the tree could not be killed (names it), or the supervisor hangs.
@@ -74,7 +77,7 @@ async def open_supervised(
         with trio.move_on_after(grace_s + _STOP_MARGIN_S, shield=True):
             try:
                 await process.stdin.aclose()  # drops the leash
-                while await process.stdout.receive_some():  # it closes when the last of the supervisor has ended
+                while await process.stdout.receive_some():  # closes when the supervisor's last process has ended
                     pass
                 await process.wait()
             finally:
@@ -87,7 +90,7 @@ async def open_supervised(
 
 
 async def _read_report(stdout: trio.abc.ReceiveStream) -> tuple[int, str]:
-    """The command's pid and temporary folder; 0 and nothing if the supervisor ended without having started it."""
+    """Return the command's pid and temporary folder; 0 and empty if the supervisor ended without having started it."""
     report = b""
     with trio.move_on_after(_START_TIMEOUT_S):
         while True:
@@ -101,7 +104,7 @@ async def _read_report(stdout: trio.abc.ReceiveStream) -> tuple[int, str]:
 
 
 async def _kill(process: trio.Process, session: int) -> None:
-    """The supervisor is stuck or was killed itself: end it and all members of the command's session."""
+    """Kill a stuck or killed supervisor and all members of the command's session."""
     with suppress(ProcessLookupError):
         process.kill()
     await process.wait()
@@ -117,7 +120,7 @@ async def _kill(process: trio.Process, session: int) -> None:
 
 
 def _session_members(sessions: set[int]) -> list[int]:
-    """Pids in these sessions, zombies left out."""
+    """Return the pids in these sessions, without zombies."""
     found = []
     for entry in os.listdir("/proc"):
         with suppress(OSError):

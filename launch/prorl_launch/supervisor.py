@@ -1,24 +1,24 @@
-"""Holds one process tree on a leash: when the other end of standard input closes, everything is ended.
+"""Holds one process tree on a leash: when the other end of standard input closes, everything is stopped.
 
-Run as a script by `prorl_launch.supervised`: `python supervisor.py GRACE_S COMMAND...`. Standard library only, imports
-little.
+Run as a script by `prorl_launch.supervised`: `python supervisor.py GRACE_S COMMAND...`. Standard library only, with few
+imports.
 
-The launcher keeps the write end of our standard input open and never writes. The kernel closes it when the launcher
-ends in whatever way, kill -9 included. Then, or on SIGTERM, or when the command ends by itself: SIGTERM to its process
-group, up to GRACE_S seconds, SIGKILL to every descendant, wherever it moved (we are the sub-reaper, so none escapes),
-and the private temporary folder is removed, and what the tree left in /dev/shm (`shared_memory`). Worst case from
-leash to nothing: GRACE_S plus 5 s.
+The launcher keeps the write end of our standard input open and never writes. The kernel closes it however the launcher
+ends, even by kill -9. Cleanup starts at that point, on SIGTERM, or when the command ends by itself. It sends SIGTERM to
+the command's process group, waits up to GRACE_S seconds, and sends SIGKILL to every descendant. No descendant escapes,
+because this process is the sub-reaper. It then removes the private temporary folder and the tree's files in /dev/shm
+(`shared_memory`). The worst case from leash to empty is GRACE_S plus 5 s.
 
-We are two processes, so that kill -9 of one of us lets nothing out either: the keeper holds the guard, and the guard
-holds the command. To whom the guard's orphans go, if it is killed, is the keeper, which then ends them; a guard whose
-keeper is killed ends the tree itself. Only if both are killed at once may what left the command's session remain. The
-folder, and what the tree had in /dev/shm, are then removed by what Slurm runs after the task (`slurm.sweep`), or by the
-next supervisor on this machine (`abandoned`). So they are where a killed process takes longer to end: to free the
-memory of a GPU takes seconds.
+There are two processes, so that kill -9 of one does not release the tree: the keeper holds the guard, and the guard
+holds the command. If the guard is killed, the keeper adopts its orphans and stops them. If the keeper is killed, the
+guard stops the tree itself. Only if both are killed at once may processes outside of the command's session survive. The
+folder, and the tree's files in /dev/shm, are then removed by Slurm after the task (`slurm.sweep`), or by the next
+supervisor on this machine (`abandoned`). The same applies if a killed process takes longer to end: freeing the memory
+of a GPU takes seconds.
 
-Standard output gets one line when the command has been started, its pid and that folder, and is closed when both of us
-have ended. The command's output goes to our standard error. The exit code is the command's, 128 + n if signal n ended
-it (or the guard), 70 if a descendant could not be killed.
+Standard output receives one line when the command has been started, with its pid and that folder. It is closed when
+both processes have ended. The command's output goes to our standard error. The exit code is the command's, 128 + n if
+signal n ended it (or the guard), 70 if a descendant could not be killed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _KILL_DEADLINE_S = 2.5
 _KILL_ROUND_S = 0.02
 _LOOK_INTERVAL_S = 0.1
-"""Least time between two looks at what was made in /dev/shm: others may make files there all the time."""
+"""Minimum seconds between two scans of /dev/shm, because others may create files there continuously."""
 
 EXIT_SURVIVORS = 70
 
@@ -57,7 +57,7 @@ EXIT_SURVIVORS = 70
 def main(grace_s: float, command: list[str], owner: str = "") -> int:
     """Run `command` on the leash; see the module. Call it in a process of its own with a single thread.
 
-    `owner` names the folder for who waits until we have ended.
+    `owner` labels the folder for processes that wait for our end.
     """
     sweep(unlink_unused)
     folder = claim_folder(owner)
@@ -90,7 +90,7 @@ def _end_with_parent(number: signal.Signals) -> None:
 
 
 class _Tree:
-    """Everything below this process: its exit codes, and what it makes in /dev/shm."""
+    """All descendants of this process, with their exit codes and their files in /dev/shm."""
 
     def __init__(self, folder: ClaimedFolder) -> None:
         self._folder = folder
@@ -101,9 +101,9 @@ class _Tree:
         self._shared_memory = SharedMemory()
 
     def hold(self, child: int, target: int, grace_s: float) -> int:
-        """Wait until `child` ends, the leash is closed, or a signal asks for it; return the exit code of `child`.
+        """Wait until `child` ends, the leash is closed, or a signal arrives. Return the exit code of `child`.
 
-        Then everything is ended, `child` by SIGTERM to `target` first.
+        Then everything is stopped, `child` by SIGTERM to `target` first.
         """
         self._wait(lambda: self._has_ended(child) or self._stopped, leash=True)
         self._look()
@@ -127,7 +127,7 @@ class _Tree:
         return self._exits[child] if self._has_ended(child) else EXIT_SURVIVORS
 
     def _look(self) -> list[int]:
-        """Note what the tree has in /dev/shm. Returns who lives."""
+        """Record the tree's files in /dev/shm. Return the live processes."""
         alive = _descendants(os.getpid())
         if made := self._shared_memory.look(alive):
             self._folder.note(made)
@@ -138,14 +138,14 @@ class _Tree:
         return child in self._exits
 
     def _reap(self) -> None:
-        """Take the exit codes of all children that ended, orphans that were handed to us included."""
+        """Collect the exit codes of all ended children, including adopted orphans."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 code = os.waitstatus_to_exitcode(ended[1])
                 self._exits[ended[0]] = code if code >= 0 else 128 - code
 
     def _wake_on(self, *signals: signal.Signals) -> int:
-        """A descriptor that becomes readable when one of `signals` has come."""
+        """Return a descriptor that becomes readable when one of `signals` has arrived."""
 
         def note(number: int, _frame: FrameType | None) -> None:
             self._stopped |= number != signal.SIGCHLD
@@ -159,7 +159,7 @@ class _Tree:
         return readable
 
     def _wait(self, done: Callable[[], object], *, leash: bool = False, timeout_s: float | None = None) -> None:
-        """Return when `done()` is true (asked again after each signal), the leash is closed, or the time is up."""
+        """Return when `done()` is true (checked after each signal), the leash is closed, or the time is up."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         made = self._shared_memory.fd
         sources = [self._wakeup, *([_LEASH] if leash else []), *([] if made is None else [made])]
@@ -176,7 +176,7 @@ class _Tree:
 
 
 def _descendants(root: int) -> list[int]:
-    """Pids of everything below `root`, zombies left out. The tree may move meanwhile: ask until the answer is empty."""
+    """Return the pids of all descendants of `root`, without zombies. The tree may change: repeat until it is empty."""
     parents: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():

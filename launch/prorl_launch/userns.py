@@ -1,4 +1,4 @@
-"""May this user make user namespaces? Every rootless sandbox begins with one. Standard library only."""
+"""A check whether this user can create user namespaces, which every rootless sandbox needs. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ for name, flag in ("a user", 0x10000000), ("a mount (in a new user)", 0x00020000
 
 
 def user_namespace_problem() -> str:
-    """Empty if a user namespace with a mount namespace in it can be made; else what goes wrong.
+    """Return an error if a user namespace with a mount namespace in it cannot be created; otherwise an empty string.
 
-    Tries it, in a child process that ends at once (about 20 ms). The mount namespace shows the systems that hand out
-    user namespaces stripped of their capabilities. `prorl_trio.sandbox.providers.userns` knows what to do about it.
+    It tries this in a child process that exits at once (about 20 ms). The mount namespace detects systems that strip
+    user namespaces of their capabilities. `prorl_trio.sandbox.providers.userns` has the remedies.
     """
     probe = subprocess.run(
         [sys.executable, "-I", "-S", "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S

@@ -1,11 +1,12 @@
-"""A virtual environment that is either complete or made again. Standard library only.
+"""A virtual environment that is either complete or rebuilt. Standard library only.
 
-State is two files inside it. `.installing` exists from the first write to the last; renamed to `.complete`, it says for
-which key the environment was made. An environment with a matching `.complete` is left alone; one with `.installing` was
-interrupted, and may have half a package, so it is emptied; any other is brought up to date in place.
+Its state is two files inside. `.installing` exists from the first write to the last. It is then renamed to `.complete`,
+with the key for which the environment was made. An environment with a matching `.complete` is left unchanged. An
+environment with `.installing` was interrupted and may contain partial packages, so it is emptied. Any other is updated
+in place.
 
-Steps that are pip's are done by uv, in seconds instead of minutes; whatever uv cannot do, pip does. uv has an
-environment of its own in the cache folder.
+uv runs the steps of pip, in seconds instead of minutes. If uv fails, pip runs them. uv has an environment of its own in
+the cache folder.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def is_complete(folder: Path, key: str) -> bool:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[int]:
-    """Hold the lock of `folder`, made if missing; wait while another process, on any terminal, holds it.
+    """Hold the lock of `folder`, created if missing. Wait while another process holds it.
 
-    Yields the lock's descriptor. A child that inherits it keeps the lock until it ends as well, so that a set-up killed
-    in the middle of pip is followed only when that pip has gone too.
+    Yields the lock's descriptor. A child that inherits it also holds the lock until it ends. If set-up is killed during
+    pip, the next one therefore waits for that pip's end.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -73,20 +74,20 @@ def install(
     hint: str = "",
     by_uv: bool = True,
 ) -> None:
-    """Make `folder` the complete environment for `key`: create it where needed, then run each step with its Python.
+    """Turn `folder` into the complete environment for `key`: create it if needed, then run each step with its Python.
 
-    Does nothing if it is that already. Safe against a concurrent call and against being killed at any point.
+    Does nothing if it is complete. Safe against a concurrent call and against being killed at any point.
 
     Args:
-        folder: the environment. Anything else in there is removed if it has to be emptied.
-        key: names what `steps` install.
+        folder: the environment. If it has to be emptied, all its content is removed.
+        key: identifies the result of `steps`.
         steps: pairs of a title and the arguments after `python`.
-        log_file: gets all output.
-        hint: what to do, said when a step fails.
-        by_uv: let uv do the steps of pip (`-m pip install ...`).
+        log_file: the file for all output.
+        hint: the remedy, printed when a step fails.
+        by_uv: run the steps of pip (`-m pip install ...`) with uv.
 
     Raises:
-        SetupError: this Python cannot make environments, or a step failed.
+        SetupError: this Python cannot create environments, or a step failed.
     """
     if is_complete(folder, key):
         return
@@ -123,7 +124,7 @@ def run_pip(
     See `run_step`.
 
     Raises:
-        SetupError: neither uv nor pip could do it; the message is pip's.
+        SetupError: both uv and pip failed; the message is pip's.
     """
     if uv := _uv():
         settings = pip_settings(pip_of or python)
@@ -142,7 +143,7 @@ def run_pip(
 
 @functools.cache
 def _uv() -> Path | None:
-    """Return the path of uv, installed first if it is not there; None if that is not possible here."""
+    """Return the path of uv, installed first if missing; None if it cannot be installed here."""
     folder = paths.cache_dir() / f"uv-{UV.rpartition('=')[2]}"
     try:
         install(
@@ -159,7 +160,7 @@ def _uv() -> Path | None:
 
 
 def _is_usable(folder: Path) -> bool:
-    """It has this version of Python, and a pip that was installed at this very path (scripts carry it)."""
+    """Return whether it has this version of Python, and a pip installed at this very path (scripts contain it)."""
     try:
         answer = subprocess.run(
             [folder / "bin" / "pip", "--version"], capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, check=True

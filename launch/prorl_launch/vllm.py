@@ -1,4 +1,4 @@
-"""A local vLLM server as a child process that never outlives us."""
+"""A local vLLM server as a child process that never outlives this process."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ _HEALTH_INTERVAL_S = 0.25
 _HEALTH_TIMEOUT_S = 5.0
 _LOG_TAIL_BYTES = 4096
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
-"""Flags of a CPU in /proc/cpuinfo: x86's, and Arm's."""
+"""CPU flags in /proc/cpuinfo for bfloat16, of x86 and Arm."""
 _PASSED_ENV = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "TORCH_COMPILE_DISABLE")
 _PASSED_ENV_PREFIXES = ("CUDA_", "NVIDIA_", "NCCL_", "VLLM_", "OMP_")
 
 
 class VllmProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that has answered its first request. `url` is its origin, `pid` that of vLLM's API server."""
+    """A server that has answered its first request. `url` is its origin, `pid` the process of vLLM's API server."""
 
     url: str
     pid: int
 
 
 _IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The model in the process of the scheduler. On a CPU vLLM has two, and the first spins on a core while the second
-computes: on two cores that took a quarter of the tokens per second and half of the CPU time (measured with 0.32). By
-its short name, `uni`, it is not to be had there."""
+"""The model runs in the scheduler's process. On a CPU vLLM otherwise has two processes, and the first spins on a core
+while the second computes. On two cores that cost a quarter of the tokens per second and half of the CPU time (measured
+with 0.32). Its short name, `uni`, does not work there."""
 
 
 @asynccontextmanager
@@ -63,27 +63,29 @@ async def open_vllm(
     extra_args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> AsyncIterator[VllmProcess]:
-    """Start vLLM's OpenAI server on the loopback interface, wait until it has answered a request, end it on leaving.
+    """Start vLLM's OpenAI server on the loopback interface and wait until it has answered a request.
+
+    Stop it on leaving.
 
     The first request is part of the start, because it takes many times as long as any later one. On leaving, whether by
-    return, error or cancellation, the whole process tree has gone (SIGTERM, 3 s, SIGKILL), and so have its temporary
-    folder and what it left in /dev/shm; if this process is killed, that happens within 5 s without us. A server that
-    dies inside the block is not restarted: its requests fail.
+    return, error or cancellation, the whole process tree is stopped (SIGTERM, 3 s, SIGKILL). Its temporary folder and
+    its files in /dev/shm are removed. If this process is killed, the same happens within 5 s. A server that dies inside
+    the block is not restarted: its requests fail.
 
     Args:
         engine_python: the interpreter of an environment with vLLM (`prorl_launch.paths.engine_python`).
         model_dir: a model in Hugging Face's format. The server's model name is this path.
-        log_file: gets all output of the server, appended. Its folder must exist.
-        port: 0 takes a free one.
+        log_file: all output of the server is appended here. The folder must exist.
+        port: the port; 0: a free one.
         max_model_len: tokens of prompt and completion together.
-        dtype: of weights and activations; empty: see `default_dtype`.
-        startup_timeout_s: from the start of the process to the answer to the first request.
-        extra_args: more of vLLM's own options; they overrule ours.
-        env: variables besides those of `vllm_env`, or in their place.
+        dtype: dtype of weights and activations; empty: see `default_dtype`.
+        startup_timeout_s: seconds from the start of the process to the answer to the first request.
+        extra_args: further options of vLLM; they override ours.
+        env: variables that extend or override `vllm_env`.
 
     Raises:
-        BackendError: it ended, or was not ready in time, or is unfit. Carries the end of the log.
-        InternalError: something of it could not be killed.
+        BackendError: it ended, was not ready in time, or is unfit. The message has the end of the log.
+        InternalError: a process of the server could not be killed.
     """
     port = port or _free_port()
     url = f"http://{_HOST}:{port}"
@@ -107,7 +109,10 @@ async def open_vllm(
 
 
 def default_dtype(kind: EngineKind | None = None, cpu_info: Path = Path("/proc/cpuinfo")) -> Dtype:
-    """`bfloat16`, but `float32` on a CPU that cannot multiply bfloat16 itself: there it is three times as fast."""
+    """Return `bfloat16`.
+
+    On a CPU without native bfloat16 multiplication, return `float32`, which is three times as fast there.
+    """
     if (kind or default_engine()) == "gpu":
         return "bfloat16"
     flags = cpu_info.read_text(encoding="ascii", errors="replace").split()
@@ -115,10 +120,10 @@ def default_dtype(kind: EngineKind | None = None, cpu_info: Path = Path("/proc/c
 
 
 def vllm_env() -> dict[str, str]:
-    """The environment of a server: offline, no usage reports, caches in our cache folder, one thread per usable core.
+    """Return a server's environment: offline, no usage reports, our cache folder, one thread per usable core.
 
-    Of ours it gets what finds programs and devices, and variables named `VLLM_*`, `OMP_*`, `CUDA_*`, `NVIDIA_*`,
-    `NCCL_*` or `TORCH_COMPILE_DISABLE`, which overrule the values chosen here.
+    It inherits variables that locate programs and devices. Variables named `VLLM_*`, `OMP_*`, `CUDA_*`, `NVIDIA_*`,
+    `NCCL_*` or `TORCH_COMPILE_DISABLE` are inherited as well, and override the values chosen here.
     """
     passed = {
         name: value
@@ -131,8 +136,9 @@ def vllm_env() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-        # Eager, as `--enforce-eager` asks: what vLLM compiles all the same, at the first request for log-probabilities,
-        # takes a C++ compiler, without which the server dies of that request.
+        # Eager, like `--enforce-eager`. vLLM would still compile at the first request for log-probabilities. That needs
+        # a C++
+        # compiler, without which the server dies.
         "TORCH_COMPILE_DISABLE": "1",
         "XDG_CACHE_HOME": str(cache_dir() / "engine-cache"),
         "XDG_CONFIG_HOME": str(cache_dir() / "engine-config"),
@@ -141,7 +147,7 @@ def vllm_env() -> dict[str, str]:
 
 
 async def _problem_until_ready(url: str, server: Supervised, timeout_s: float) -> str:
-    """Empty once the server has answered a request; else why it never will."""
+    """Return an empty string once the server has answered a request; otherwise why it never will."""
     problem = ""
 
     async def watch(scope: trio.CancelScope) -> None:
@@ -164,7 +170,7 @@ async def _problem_until_ready(url: str, server: Supervised, timeout_s: float) -
 
 
 async def wait_healthy(url: str, path: str = "/health") -> None:
-    """Return when `GET` of the path answers with 200. Asks again and again: vLLM cannot announce that it listens."""
+    """Return when `GET` of the path answers with 200. It polls, because vLLM does not announce that it listens."""
     client = HttpClient(url)
     try:
         while True:
@@ -179,7 +185,7 @@ async def wait_healthy(url: str, path: str = "/health") -> None:
 
 
 def _free_port() -> int:
-    """A port that is free now. Should another program take it before the server does, the server ends, and says so."""
+    """Return a port that is currently free. If another program takes it first, the server exits and reports that."""
     with socket.socket() as listener:
         listener.bind((_HOST, 0))
         port: int = listener.getsockname()[1]
@@ -191,7 +197,7 @@ def _size(path: Path) -> int:
 
 
 def _tail(path: Path, start: int) -> str:
-    """The last `_LOG_TAIL_BYTES` of `path` that lie after `start`."""
+    """Return the last `_LOG_TAIL_BYTES` of `path` that lie after `start`."""
     with path.open("rb") as file:
         file.seek(max(start, _size(path) - _LOG_TAIL_BYTES))
         return file.read().decode(errors="replace").strip()

@@ -1,1 +1,1 @@
-"""A fleet by Slurm: the batch script, what its tasks execute, and what keeps anything from being left behind."""
+"""Fleets on Slurm: the batch script, the programs of its tasks, and the cleanup."""

@@ -1,4 +1,4 @@
-"""Facts of this machine that `cluster.sh` needs: ports that are free, and whether networks can be made."""
+"""Facts about this machine for `cluster.sh`: free ports, and whether networks can be created."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Final
 SCRIPT: Final = Path(__file__).with_name("cluster.sh")
 _FIRST_PORT: Final = 20_000
 _STEP: Final = 16
-"""The most ports that a cluster has, and the step from one to the next: `cluster.sh` numbers its networks so."""
+"""Maximum number of ports per cluster, and the distance between clusters. `cluster.sh` derives
+network numbers from it."""
 _CLUSTERS: Final = 500
 
 
 def free_ports(count: int) -> int:
-    """Return the first of `count` ports, at most 16, that are free now: for the controller and each machine."""
+    """Return the first of `count` consecutive free ports, at most 16, for the controller and each machine."""
     if not 1 <= count <= _STEP:
         msg = f"a cluster has 1 to {_STEP} ports, not {count}"
         raise ValueError(msg)
@@ -27,7 +28,7 @@ def free_ports(count: int) -> int:
 
 
 def has_networks() -> bool:
-    """Return whether a pair of links can be made, one end in another network."""
+    """Return whether a pair of links can be created, with one end in another network."""
     name = f"prorl{secrets.token_hex(3)}"
     link = f"ip link add {name} type veth peer name eth0 netns {name}"
     command = f"ip netns add {name} && {link}; code=$?; ip netns del {name}; exit $code"

@@ -1,4 +1,4 @@
-"""`prorl-trio slurm`: a fleet of nodes, started and ended by Slurm."""
+"""`prorl-trio slurm`: start and stop a fleet of nodes on Slurm."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 _POLL_S = 1.0
 _BEGIN_S = 10.0
-"""Longest time in which `up` waits for the log of a job that runs."""
+"""Maximum time in seconds that `up` waits for the log of a running job."""
 _LOOK_S = 0.3
 _TAIL_LINES = 5
 _SCRIPT = "job.sh"
 _ENGINES_BEGIN_S = 120.0
-"""Longest time between the starts of nodes and of engines, which one script makes."""
+"""Maximum time in seconds between the starts of nodes and of engines, which one script starts."""
 _FLEET = click.option(
     "--fleet",
     "fleet_dir",
@@ -99,7 +99,7 @@ _LONG: Final = {
     "t": "time",
 }
 _FLAGS: Final = frozenset("hHIkOQsuvVW")
-"""Short options without a value: others may follow in the same word, as in `-HW`."""
+"""Short options without a value. Others may follow in the same word, as in `-HW`."""
 _VARIABLES: Final = {
     "array": ("ARRAY_INX",),
     "mem": ("MEM_PER_NODE", "MEM_PER_CPU", "MEM_PER_GPU"),
@@ -107,28 +107,28 @@ _VARIABLES: Final = {
     "requeue": ("NO_REQUEUE",),
     "time": ("TIMELIMIT",),
 }
-"""Variables with other names than the options that they overrule."""
+"""Environment variables whose name differs from the option that they override."""
 
 
 _SIZES: Final = (
     ("processors", "--cpus-per-task", ("cpus-per-task", "cpus-per-gpu", "exclusive")),
     ("memory", "--mem", ("mem-per-node", "mem-per-cpu", "mem-per-gpu", "mem", "exclusive")),
 )
-"""Resources of a node, with the option to ask for each, and all that do. Options may be shortened."""
+"""Resources of a node, with the option for each and the combined options. Options may be shortened."""
 _SHORTEST: Final = 3
-"""Letters of a shortened option that tell these from others."""
+"""Minimum length of a shortened option that identifies these."""
 
 
 def check_options(groups: Sequence[Sequence[str]], env: Mapping[str, str]) -> None:
-    """Refuse what would not give the fleet that was asked for.
+    """Refuse options and variables that would not give the requested fleet.
 
-    A job of one group is submitted with its options on the command line, which overrule the environment. sbatch mixes
-    up the groups of several there (seen in 22.05: a time limit of the second holds for the first), so theirs are in the
-    script alone, which the environment overrules.
+    A job with one group is submitted with its options on the command line, where they override the environment. With
+    several groups, sbatch mixes up such options (seen in 22.05: the time limit of the second group applies to the
+    first). Their options are therefore only in the script, which the environment overrides.
 
     Args:
         groups: the options of each group of the job.
-        env: that of sbatch.
+        env: the environment of sbatch.
 
     Raises:
         ConfigError: an option, or a variable, is refused.
@@ -166,12 +166,12 @@ def _names(options: Sequence[str]) -> Iterator[str]:
 def engines_of_node(engines: Sequence[str], machines: Sequence[str], machine: str) -> list[str]:
     """Return the machines whose engines the node on `machine` uses.
 
-    First each node takes the engine of its own machine. The others go, one after the other, to the node that has
-    fewest, the first of several. A node for which none is left shares one: it takes that of its number, counted round.
+    First each node gets the engine of its own machine. Each other engine goes to the node with the fewest, the first in
+    case of a tie. A node left without an engine shares one: its index, modulo the number of engines, selects it.
 
     Args:
         engines: the machines with an engine, the same list for every node.
-        machines: those with a node, the same list for every node.
+        machines: the machines with a node, the same list for every node.
         machine: one of `machines`.
     """
     shares = {node: [engine for engine in engines if engine == node] for node in machines}
@@ -184,7 +184,7 @@ def engines_of_node(engines: Sequence[str], machines: Sequence[str], machine: st
 
 
 def unsized(options: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return what sbatch's options and variables leave to the cluster: processors, memory, both; empty: nothing."""
+    """Return the resources that sbatch's options and variables do not set: processors, memory, both; or empty."""
     variables = [name.removeprefix(_PREFIX) for name in env if name.startswith(_PREFIX)]
     given = [*_names(options), *(name.lower().replace("_", "-") for name in variables)]
     words = [name for name in given if len(name) >= _SHORTEST]
@@ -197,7 +197,7 @@ def unsized(options: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 class _Group(click.Group):
-    """Says a `ConfigError` in its own words instead of a traceback."""
+    """A group of commands that report a `ConfigError` as a message instead of a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -208,10 +208,10 @@ class _Group(click.Group):
 
 @click.group(cls=_Group)
 def slurm() -> None:
-    """Start, watch and end a fleet of nodes by Slurm.
+    """Start, watch and stop a fleet of nodes on Slurm.
 
-    `up` submits a batch script of ordinary srun lines; `up --print` shows it. `run`, `pulse` and `node` are what those
-    lines execute.
+    `up` submits a batch script of ordinary srun lines; `up --print` shows it. These lines execute `run`, `pulse` and
+    `node`.
     """
 
 
@@ -257,7 +257,7 @@ def up(
 ) -> None:
     """Submit a fleet.
 
-    Every option that is not ours is sbatch's: --partition, --account, --time, --gres and all others pass through.
+    All other options are passed to sbatch: --partition, --account, --time, --gres and so on.
     """
     if (engine_nodes or engine_sbatch) and not (engine_command and engine_nodes):
         raise ConfigError(
@@ -315,9 +315,9 @@ def status(fleet_dir: Path) -> None:
 @slurm.command()
 @_FLEET
 def drain(fleet_dir: Path) -> None:
-    """Let the nodes end the jobs that they have, take no more, and end. Returns at once.
+    """Drain the nodes: they accept no new jobs, finish their running jobs, and stop. Returns at once.
 
-    They have until the end of their allocation. `down` cuts it short.
+    They have until the end of their allocation. `down` stops them earlier.
     """
     job_id = _job_of(fleet_dir)
     jobs = queue.find_jobs([job_id])
@@ -334,7 +334,7 @@ def drain(fleet_dir: Path) -> None:
 )
 @click.option("--timeout-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Longest wait.")
 def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
-    """End a fleet, wait until its job is gone, and remove the entries of nodes that were killed."""
+    """Stop a fleet, wait until its job is gone, and remove the entries of killed nodes."""
     job_id = _job_of(fleet_dir)
     drained = bool(drain_s) and _until_gone(job_id, drain_s, queue.drain)
     if not drained and not _until_gone(job_id, timeout_s, queue.cancel):
@@ -349,13 +349,13 @@ def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
 @click.option("--ignore-term", is_flag=True, help="Do not pass SIGTERM on: for what others need while they drain.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
-    """Run a command of which nothing outlives this task.
+    """Run a command whose processes cannot outlive this task.
 
-    SIGTERM is passed on. However this task ends, the command's whole process tree is ended with it, and its TMPDIR, a
-    folder of its own on a local disk, and its shared memory are removed. Exit code: that of the command.
+    SIGTERM is forwarded. However this task ends, the command's whole process tree is stopped with it. Its shared memory
+    and its TMPDIR, a private folder on a local disk, are removed. The exit code is the command's.
 
-    Give srun --task-epilog with the path of `prorl-trio-sweep`, which is beside this program: it removes what is left
-    where Slurm kills all processes of the task at once. It finds a folder of --local-dir's by PRORL_LOCAL_DIR.
+    Pass srun --task-epilog with the path of `prorl-trio-sweep`, which is next to this program. It removes the remains
+    when Slurm kills all processes of the task at once. It finds the folder of --local-dir by PRORL_LOCAL_DIR.
     """
     folder = find_local_folder(local_dir)
     sys.exit(trio.run(lambda: run_leashed(command, local_folder=folder, **rules), clock=RunningClock()))
@@ -388,11 +388,11 @@ def pulse(
     command: tuple[str, ...],
     **rules: float,
 ) -> None:
-    """Run srun, and tell all its tasks every second that the job goes on.
+    """Run srun, and send a heartbeat to all its tasks every second while the job runs.
 
-    Tasks that run `prorl-trio slurm run --pulse-timeout-s` end when they hear it no more.
+    Tasks in `prorl-trio slurm run --pulse-timeout-s` stop when the heartbeats cease.
     """
-    # It comes to all processes of a job at once, and tasks that drain need their pulse until they have ended.
+    # SIGTERM reaches all processes of a job at once, and draining tasks need their pulse until they have ended.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     job_run = JobRun(job_id or _of_slurm("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
     ended = folder / f"ended-{name}-{job_run.job_id}-{job_run.restarts}"
@@ -410,14 +410,14 @@ def pulse(
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: one that is free.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def engine(folder: Path, port: int, command: tuple[str, ...]) -> None:
-    """Become an engine that serves at the port in PRORL_ENGINE_PORT, which no other one on this machine gets."""
+    """Exec an engine on the port in PRORL_ENGINE_PORT, which is reserved for it on this machine."""
     machine = _of_slurm("SLURMD_NODENAME")
     try:
         taken, holder = take_port(port)
     except ConfigError as error:
         tell_port(folder, machine, EnginePort(problem=str(error)))
         raise
-    holder.set_inheritable(True)  # for as long as the engine runs
+    holder.set_inheritable(True)  # held while the engine runs
     tell_port(folder, machine, EnginePort(port=taken))
     os.execvpe(command[0], command, {**os.environ, PORT_VARIABLE: str(taken)})
 
@@ -434,7 +434,7 @@ def engine(folder: Path, port: int, command: tuple[str, ...]) -> None:
 def node(
     fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_ports: Path | None, drain_s: float | None
 ) -> None:
-    """Become the node of this task's machine."""
+    """Exec the node of this task's machine."""
     shared = (
         [] if not engines else engines_of_node(engines.split(","), machines.split(","), _of_slurm("SLURMD_NODENAME"))
     )
@@ -459,7 +459,7 @@ def node(
 @_CONFIG
 @_HEAD_CONFIG
 def head(fleet_dir: Path, config_file: Path, head_file: Path | None) -> None:
-    """Become the head of the fleet, on this task's machine."""
+    """Exec the head of the fleet on this task's machine."""
     facts = MachineFacts(
         fleet_dir=str(fleet_dir), address=address_of_machine(socket.gethostname()), folder=_of_slurm("TMPDIR")
     )
@@ -473,7 +473,7 @@ def head(fleet_dir: Path, config_file: Path, head_file: Path | None) -> None:
 
 
 def _living(folder: Path, script: Path) -> str:
-    """Return the job that the fleet in this folder is now, empty if none; note one that nobody has noted."""
+    """Return the job of the fleet in this folder, or an empty string; record an unrecorded one."""
     before = read_job(folder)
     if before and queue.live([before]):
         return before
@@ -483,11 +483,11 @@ def _living(folder: Path, script: Path) -> str:
 
 
 def _submit(script: Path, groups: list[list[str]]) -> str:
-    """Submit the script; return the job's id, empty with `--test-only`, whose words are printed."""
+    """Submit the script. Return the job's id, or an empty string with `--test-only`, whose output is printed."""
     try:
         job_id, said = queue.submit(script, groups)
     except queue.SlurmFailed:
-        with suppress(queue.SlurmFailed):  # it does not answer now; the next `up` looks again
+        with suppress(queue.SlurmFailed):  # Slurm does not answer now; the next `up` checks again
             if job_id := queue.submitted_as(script):
                 return job_id
         raise
@@ -497,10 +497,10 @@ def _submit(script: Path, groups: list[list[str]]) -> str:
 
 
 def _check_begun(job_id: str, log: Path) -> None:
-    """Return once the job waits for machines, or has begun and its log is here. Blocks, for `_BEGIN_S` at most.
+    """Return once the job waits for machines, or has begun and its log exists. Blocks for at most `_BEGIN_S`.
 
     Raises:
-        ConfigError: it has ended already; with what its log has, and what to look at.
+        ConfigError: it has already ended; with its log, and further places to check.
     """
     shared = f"is {log.parent} on a disk that all machines share? A folder below /tmp usually is not"
     deadline, has_begun = time.monotonic() + _BEGIN_S, False
@@ -514,8 +514,8 @@ def _check_begun(job_id: str, log: Path) -> None:
             raise ConfigError(f"job {job_id} has ended at once: {chr(10).join(end) or f'it has left no log; {shared}'}")
         if jobs[0].state == "PENDING" or has_begun:
             return
-        has_begun = log.exists()  # a script that fails at once is gone at the next look
-        time.sleep(_LOOK_S)  # a command without a loop; Slurm tells nobody
+        has_begun = log.exists()  # a script that fails at once is gone by the next poll
+        time.sleep(_LOOK_S)  # a command without a loop; Slurm sends no notifications
     say(f"WARNING: job {job_id} runs, and its log has not appeared; {shared}", err=True)
 
 
@@ -527,7 +527,7 @@ def _job_of(fleet_dir: Path) -> str:
 
 
 def _urls(ports: Path, machines: list[str]) -> list[str]:
-    """Return the addresses of the engines on these machines; those that have no port are told."""
+    """Return the addresses of the engines on these machines. Print the machines without a port."""
     found = find_ports(ports, machines, _ENGINES_BEGIN_S)
     problems = [told.problem for told in found.values() if told.problem]
     if problems and len(problems) == len(found):
@@ -553,9 +553,9 @@ def _program() -> str:
 
 
 def _until_gone(job_id: str, timeout_s: float, end: Callable[[str], None]) -> bool:
-    """Have the job end, and return whether it has in time.
+    """Stop the job, and return whether it ended in time.
 
-    What slurmctld does not answer is asked again until then. A job that waits for machines has nothing to drain.
+    Unanswered requests to slurmctld are retried until then. A pending job has nothing to drain.
     """
     deadline = time.monotonic() + timeout_s
     asked = False
@@ -573,4 +573,4 @@ def _until_gone(job_id: str, timeout_s: float, end: Callable[[str], None]) -> bo
             say(f"{error}; trying again", err=True)
         if time.monotonic() > deadline:
             return False
-        time.sleep(_POLL_S)  # a command without a loop; Slurm tells nobody
+        time.sleep(_POLL_S)  # a command without a loop; Slurm sends no notifications

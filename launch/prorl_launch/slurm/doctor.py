@@ -1,4 +1,4 @@
-"""An examination of this machine for a fleet by Slurm: a function per thing, with what to do about it."""
+"""Checks of this machine for a fleet on Slurm. Each check has a function, and a remedy."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SHORT_KILL_WAIT_S: Final = 10
 
 
 def examine_slurm() -> list[Check]:
-    """Look at Slurm's commands, its controller and settings, and at this machine's disk and name. Blocks for seconds.
+    """Check Slurm's commands, its controller and settings, and this machine's disk and name. Blocks for seconds.
 
-    On the login node it tells what `up` needs; in a job (`srun prorl-trio doctor --slurm`) what a node needs.
+    On the login node it checks the needs of `up`; in a job (`srun prorl-trio doctor --slurm`) the needs of a node.
     """
     lacking = [name for name in _COMMANDS if shutil.which(name) is None]
     if lacking:
@@ -35,7 +35,7 @@ def examine_slurm() -> list[Check]:
 
 
 def _settings() -> dict[str, str]:
-    """Return slurmctld's settings as `scontrol show config` names them; none if it does not answer."""
+    """Return slurmctld's settings under the names of `scontrol show config`; empty if it does not answer."""
     try:
         done = subprocess.run(
             ["scontrol", "show", "config"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
@@ -64,7 +64,7 @@ def _tracking(settings: Mapping[str, str]) -> Check:
 
 
 def _kill_wait(settings: Mapping[str, str]) -> Check:
-    """Examine KillWait, `30 sec`: the time that a node has between scancel's SIGTERM and its SIGKILL."""
+    """Check KillWait, `30 sec`: the time that a node has between scancel's SIGTERM and its SIGKILL."""
     text = settings.get("KillWait", "").split(" ")[0]
     if not text.isdigit() or int(text) >= _SHORT_KILL_WAIT_S:
         return Check(name="KillWait", state="ok", detail=f"{text or '?'} s from scancel to the end of a node")

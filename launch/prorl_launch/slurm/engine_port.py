@@ -1,6 +1,6 @@
-"""The port of an engine: of one engine on its machine, and told to the nodes that use it through the fleet's folder.
+"""The port of an engine: unique on its machine, and published to the engine's nodes in the fleet's folder.
 
-Two fleets may have engines on one machine. A node that only knew a number could use, pause and reload the other
+Two fleets may have engines on one machine. A node that only knew a fixed port could use, pause and reload the other
 fleet's engine. All functions block.
 """
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PORT_VARIABLE: Final = "PRORL_ENGINE_PORT"
-"""The environment variable by which an engine's command hears its port."""
+"""The environment variable with the port for an engine's command."""
 DEFAULT_PORT: Final = 8000
 _FIRST_FREE: Final = 10_000
 _FREE: Final = 20_000
-"""Ports among which a free one is looked for: below those that systems give out to clients."""
+"""Range of candidate ports, below the ephemeral ports of clients."""
 _TRIES: Final = 100
 _POLL_S: Final = 0.2
 
@@ -39,13 +39,14 @@ class EnginePort(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def take_port(asked: int) -> tuple[int, socket.socket]:
-    """Take a port of this machine for an engine: `asked`, or a free one for 0; return it and what holds it.
+    """Reserve a port of this machine for an engine: `asked`, or a free port for 0. Return the port and its holder.
 
-    No other engine of a fleet can take it until what holds it is closed, here and wherever it was inherited: a Unix
-    socket in the abstract namespace, which a network has of its own as it has ports, and which leaves no file.
+    Other engines of a fleet cannot reserve it until the holder is closed, here and in all processes that inherited it.
+    The holder is a Unix socket in the abstract namespace. Like ports, this namespace belongs to the network, and it
+    leaves no file.
 
     Raises:
-        ConfigError: it is another program's, or another engine's.
+        ConfigError: the port belongs to another program or engine.
     """
     if asked:
         holder = _take(asked)
@@ -63,17 +64,17 @@ def take_port(asked: int) -> tuple[int, socket.socket]:
 
 
 def tell_port(folder: Path, machine: str, told: EnginePort) -> None:
-    """Write down what is known of the engine on `machine`, whole or not at all."""
+    """Publish the port of the engine on `machine`, atomically."""
     draft = folder / f".{machine}"
     draft.write_bytes(msgspec.json.encode(told))
     os.replace(draft, folder / machine)
 
 
 def find_ports(folder: Path, machines: Sequence[str], timeout_s: float) -> dict[str, EnginePort]:
-    """Wait until each of these machines' engines has told its port; return them.
+    """Wait until the engines of these machines have published their ports, and return them.
 
     Raises:
-        ConfigError: one has not within `timeout_s`.
+        ConfigError: a port was not published within `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
     found: dict[str, EnginePort] = {}
@@ -86,11 +87,11 @@ def find_ports(folder: Path, machines: Sequence[str], timeout_s: float) -> dict[
             return found
         if time.monotonic() > deadline_s:
             raise ConfigError(f"after {timeout_s:g} s no engine has begun on {', '.join(lacking)}; see the job's log")
-        time.sleep(_POLL_S)  # others write, on a shared disk that tells nobody
+        time.sleep(_POLL_S)  # others write to a shared disk, which sends no notifications
 
 
 def _take(port: int) -> socket.socket | None:
-    """Return what holds the port now; None if it is another's."""
+    """Return the port's holder if it could be reserved; None if it is taken."""
     holder = socket.socket(socket.AF_UNIX)
     try:
         holder.bind(f"\0prorl-trio-engine-{port}")

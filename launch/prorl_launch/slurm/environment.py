@@ -1,4 +1,4 @@
-"""The environments in which Slurm's commands run: a user's own settings for them must not change what they tell us."""
+"""The environments of Slurm's commands. A user's settings must not change the output that we parse."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _FILTERS: Final = ("SQUEUE_", "SCANCEL_")
-"""Beginnings of the names of variables by which squeue and scancel leave jobs out, or ask back."""
+"""Prefixes of variables by which squeue and scancel omit jobs, or ask for confirmation."""
 _OUTER_JOB: Final = "SLURM_JOB_ID"
 _KEPT: Final = frozenset({"SLURM_CONF", "SLURM_JWT"})
-"""Variables by which slurmctld is reached: they are no job's."""
+"""Variables for reaching slurmctld. They do not belong to a job."""
 
 
 def asking(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` without the variables that filter what squeue shows and what scancel ends."""
+    """Return `env` without the variables that filter the output of squeue and the jobs of scancel."""
     return {name: value for name, value in env.items() if not name.startswith(_FILTERS)}
 
 
 def submitting(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` without what belongs to the job in which we may run, for sbatch hands all of it to the new one.
+    """Return `env` without the variables of a surrounding job, because sbatch passes all variables to the new job.
 
-    Slurm overwrites only what it sets: the new job would count the restarts of the other one, and its srun would take
-    that one's sizes.
+    Slurm overwrites only the variables that it sets. The new job would otherwise inherit the restart count of the other
+    job, and its srun the sizes.
     """
     if _OUTER_JOB not in env:
         return dict(env)

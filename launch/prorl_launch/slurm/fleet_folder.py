@@ -1,4 +1,4 @@
-"""The folder of a fleet as Slurm's commands use it: the job in `slurm/`, beside the entries that the nodes write."""
+"""A fleet's folder as Slurm's commands use it: the job in `slurm/`, next to the entries that the nodes write."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _OURS: Final = "slurm"
 _JOB: Final = "job_id"
 _LOCK: Final = "up.lock"
 _NO_LOCKS: Final = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""Errors of disks that have no locks, as Lustre without the option `flock`."""
+"""Errors of file systems without locks, such as Lustre without the option `flock`."""
 _OF_RUN: Final = re.compile(r"(?:ended-.+|engines|drain)-(\d+)-\d+")
-"""Names of the files and folders that a run of a job has: by what, the job, and how often it was started again."""
+"""Names of a job run's files and folders. They contain the purpose, the job, and its restart count."""
 
 LONGEST_FOLDER_BYTES: Final = 44
-"""Longest path of the folder, so that a socket's may have 107 bytes: the task's, the node's and the sandbox's folders
-lie between."""
+"""Maximum length of the folder's path. A socket's path may have 107 bytes, including the folders of task, node and
+sandbox in between."""
 _MOUNTS: Final = Path("/proc/self/mountinfo")
 
 
 def find_local_folder(asked: str = "", env: Mapping[str, str] = os.environ) -> Path:
-    """Return the first folder that serves: `asked` or `PRORL_LOCAL_DIR` alone if there is one, else the usual ones.
+    """Return the first usable folder: `asked` or `PRORL_LOCAL_DIR` alone if set, otherwise one of the usual ones.
 
-    These are `SLURM_TMPDIR`, `TMPDIR`, then /tmp and its like. Blocks: a socket is made in each folder that is tried.
+    The usual ones are `SLURM_TMPDIR`, `TMPDIR`, then /tmp and similar. Blocks: each candidate is tested with a socket.
 
     Raises:
-        ConfigError: none serves; says of each why.
+        ConfigError: none is usable; with the reason for each.
     """
     problems: list[str] = []
     for candidate in [asked] if asked else local_candidates(env):
@@ -60,7 +60,7 @@ def find_local_folder(asked: str = "", env: Mapping[str, str] = os.environ) -> P
 
 
 def local_folder_problem(folder: Path, mountinfo: str) -> str:
-    """Return why `folder` cannot hold sockets and locks, empty if it can. Blocks; leaves nothing there."""
+    """Return why `folder` cannot hold sockets and locks; empty if it can. Blocks; leaves no files there."""
     if (length := len(os.fsencode(folder))) > LONGEST_FOLDER_BYTES:
         return f"its path has {length} bytes, above {LONGEST_FOLDER_BYTES}: paths of sockets below it would be too long"
     if (kind := file_system_of(folder, mountinfo)) in NETWORK_FILE_SYSTEMS:
@@ -94,7 +94,7 @@ def _mounts() -> str:
 
 
 def open_fleet_folder(folder: Path) -> Path:
-    """Make the folder of a fleet, for its user alone, and return that of our files in it.
+    """Create the folder of a fleet, accessible only to its user, and return its subfolder for our files.
 
     Raises:
         ConfigError: it cannot be made, or others can enter it.
@@ -106,10 +106,10 @@ def open_fleet_folder(folder: Path) -> Path:
 
 @contextmanager
 def sole_up(folder: Path) -> Iterator[None]:
-    """Keep others from submitting the same fleet during the block. A disk without locks keeps nobody.
+    """Prevent others from submitting the same fleet during the block. This needs a disk with locks.
 
     Raises:
-        ConfigError: another one is submitting it.
+        ConfigError: another process is submitting it.
     """
     handle = os.open(folder / _OURS / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -124,18 +124,18 @@ def sole_up(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(handle)  # the lock ends with it
+        os.close(handle)  # releases the lock
 
 
 def write_job(folder: Path, job_id: str) -> None:
-    """Note, whole or not at all, which job the fleet is."""
+    """Record the fleet's job atomically."""
     draft = folder / _OURS / f".{_JOB}"
     draft.write_text(job_id, encoding="ascii")
     os.replace(draft, folder / _OURS / _JOB)
 
 
 def read_job(folder: Path) -> str:
-    """Return the job that the fleet is, empty if there was none yet."""
+    """Return the fleet's job; empty if none is recorded."""
     try:
         return (folder / _OURS / _JOB).read_text(encoding="ascii").strip()
     except FileNotFoundError:
@@ -143,13 +143,13 @@ def read_job(folder: Path) -> str:
 
 
 def remove_ended(folder: Path, live: Callable[[Sequence[str]], Container[str]]) -> None:
-    """Remove what was killed with jobs that have ended: entries of nodes, which hold tokens, and what a run has.
+    """Remove the remains of jobs that have ended: entries of killed nodes, which hold tokens, and files of a run.
 
-    Blocks. Entries of nodes that Slurm has not started stay, and of jobs that have not ended.
+    Blocks. Entries of nodes that Slurm has not started stay, and entries of live jobs.
 
     Args:
-        folder: of the fleet.
-        live: returns those of the jobs that have not ended. It is asked once all that may be removed is known.
+        folder: the folder of the fleet.
+        live: returns the live ones among the given jobs. It is called once all candidates for removal are known.
     """
     entries = [(entry, entry.slurm.job_id) for entry in _entries(folder) if entry.slurm is not None]
     names = sorted(path.name for path in (folder / _OURS).iterdir())
@@ -174,5 +174,5 @@ def _remove(path: Path) -> None:
 
 def _entries(folder: Path) -> Iterator[NodeEntry]:
     for path in entry_paths(folder):
-        with suppress(FileNotFoundError, ConfigError):  # it has left, or is not for us to judge
+        with suppress(FileNotFoundError, ConfigError):  # it has left, or is not ours to judge
             yield read_entry(path)[0]

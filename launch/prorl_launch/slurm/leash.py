@@ -1,4 +1,4 @@
-"""A task of Slurm's: it runs a command of which nothing outlives the task, however that or anything above it ends."""
+"""A task on Slurm that runs a command, none of whose processes outlives the task, however it or its parent ends."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _PULSE = 0
-"""The descriptor on which the pulse comes: standard input."""
+"""The file descriptor of the pulse: standard input."""
 _READ_BYTES = 4096
 _END_MARGIN_S = 6.0
-"""Beyond the grace: how long the supervisor may take to end everything."""
+"""Seconds beyond the grace period that the supervisor may take to stop everything."""
 
 
 async def run_leashed(
@@ -34,25 +34,25 @@ async def run_leashed(
     pulse_timeout_s: float | None,
     ignore_term: bool = False,
 ) -> int:
-    """Run `command` until it ends by itself; return its exit code, 128 + n for signal n.
+    """Run `command` until it ends by itself. Return its exit code, 128 + n for signal n.
 
-    SIGTERM and SIGINT are passed on to it. It is ended (SIGTERM, `grace_s` seconds, SIGKILL to all its descendants)
-    when this process is killed, when our parent, slurmstepd, has ended, or when no pulse came for `pulse_timeout_s`
-    seconds; None: none is expected. After that, as at every end, no process, temporary folder or shared memory of it is
-    left. For the main thread only. Give the loop a `RunningClock`: then time in which Slurm has suspended the job does
-    not count.
+    SIGTERM and SIGINT are forwarded. The command is stopped (SIGTERM, `grace_s` seconds, SIGKILL to all its
+    descendants) in three cases: this process is killed, its parent (slurmstepd) has ended, or no pulse arrived for
+    `pulse_timeout_s` seconds. None disables the pulse. Whatever the end, no process, temporary folder or shared memory
+    of the command is left. For the main thread only. Use a `RunningClock` in the loop, so that time in which Slurm has
+    suspended the job does not count.
 
     Args:
-        command: what to execute. Its `TMPDIR` is a folder of its own in `local_folder`.
-        local_folder: on a disk of this machine, see `find_local_folder`.
-        grace_s: between SIGTERM and SIGKILL.
-        pulse_timeout_s: the longest time between two lines on standard input. A line may name the machines of the job:
-            if this one is no longer among them, the command is ended, too. The first that says to drain becomes a
+        command: the command to execute. Its `TMPDIR` is a private folder in `local_folder`.
+        local_folder: a folder on a disk of this machine, see `find_local_folder`.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        pulse_timeout_s: maximum seconds between two lines on standard input. A line may name the machines of the job:
+            if this machine is missing, the command is stopped as well. The first line with a drain request sends
             SIGTERM to the command.
-        ignore_term: pass no SIGTERM on. The rest holds: then the end of the pulse is what ends the command.
+        ignore_term: do not forward SIGTERM. The command is then stopped by the end of the pulse.
 
     Raises:
-        InternalError: the supervisor was killed, or cannot end what it holds.
+        InternalError: the supervisor was killed, or cannot stop all processes.
     """
     parent = os.pidfd_open(os.getppid())
     try:
@@ -70,7 +70,7 @@ async def run_leashed(
 
 
 class _Tree:
-    """The command and everything below it, and the leash on which its supervisor is."""
+    """The command and its descendants, and the leash of its supervisor."""
 
     def __init__(self, leash: trio.abc.SendStream, report: trio.abc.ReceiveStream, grace_s: float) -> None:
         self._leash = leash
@@ -102,19 +102,19 @@ class _Tree:
             self._received += chunk
 
     async def wait(self) -> int:
-        """Wait until nothing of the tree is left; return the command's exit code."""
+        """Wait until the tree is empty; return the command's exit code."""
         await self._read_line(1)
         if len(self._lines()) < 2:
             raise InternalError(f"the supervisor of {self._command} was killed; what it held has ended with it")
         return int(self._lines()[1])
 
     async def drop(self, why: str) -> None:
-        """Let the supervisor end everything."""
+        """Have the supervisor stop everything."""
         print(f"prorl-trio slurm run: {why}: ending the command", file=sys.stderr)  # noqa: T201 - the task's log
         await self._leash.aclose()
 
     async def forward(self, signals: AsyncIterator[int], ignored: Container[int]) -> None:
-        """Pass on to the command each of `signals`, but those that are to be ignored."""
+        """Forward each of `signals` to the command, except the ignored ones."""
         async for number in signals:
             if number not in ignored:
                 self.send(number)
@@ -131,7 +131,7 @@ async def _start(command: Sequence[str], local_folder: Path, grace_s: float) -> 
     process = await trio.lowlevel.open_process(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
     assert process.stdin is not None
     assert process.stdout is not None
-    await process.wait()  # the fork is its child no more
+    await process.wait()  # the fork is no longer its child
     return _Tree(process.stdin, process.stdout, grace_s)
 
 
@@ -141,7 +141,7 @@ async def _end_with(parent: int, tree: _Tree) -> None:
 
 
 async def _follow_pulse(timeout_s: float, tree: _Tree, ignore_drain: bool) -> None:
-    """Drain with the first line that says so, and end the tree when the pulse stops, or this machine is given up."""
+    """Drain at the first request, and stop the tree when the pulse ends or this machine leaves the job."""
     machine = os.environ.get("SLURMD_NODENAME", "")
     received, drains = b"", ignore_drain
     async with trio.lowlevel.FdStream(os.dup(_PULSE)) as stream:
@@ -164,5 +164,5 @@ async def _follow_pulse(timeout_s: float, tree: _Tree, ignore_drain: bool) -> No
 
 
 def _without(machine: str, machines: str) -> bool:
-    """Return whether a line of the pulse names the machines of the job, and this one is not among them."""
+    """Return whether a line of the pulse names the job's machines, and this machine is missing."""
     return bool(machine) and bool(machines) and machine not in machines.split(",")

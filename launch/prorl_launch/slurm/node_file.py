@@ -1,4 +1,4 @@
-"""The node.toml of one task: that of the fleet, with what only the machine knows."""
+"""The node.toml of one task: the fleet's, with facts that only the machine knows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the tables of a node.toml.
 
     Raises:
-        ConfigError: it cannot be read, or is no TOML.
+        ConfigError: it cannot be read, or is not TOML.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -38,12 +38,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_secrets(common: Mapping[str, Any], env: Mapping[str, str]) -> bool:
-    """Check the token and the TLS files that the tables of a node.toml name, as far as they are on this machine.
+    """Check the token and the TLS files in a node.toml, if they are on this machine.
 
-    Return whether they name a token. Blocks on the disk.
+    Return whether it names a token. Blocks on the disk.
 
     Raises:
-        ConfigError: one cannot be used, others can read its file, or `PRORL_TOKEN` is another token.
+        ConfigError: a file cannot be used, others can read it, or `PRORL_TOKEN` is another token.
     """
     try:
         listen = msgspec.convert(common.get("listen", {}), ListenConfig)
@@ -62,10 +62,10 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         fleet_dir: the folder of the fleet, absolute.
-        address: by which other machines reach this one.
-        folder: on the machine's own disk; removed when the task ends.
-        engines: addresses of the engines that the node uses, besides those that the fleet's node.toml has.
-        drain_s: `drain_timeout_s` of the node, unless the fleet's node.toml has one; None: the default of nodes.
+        address: the address by which other machines reach this one.
+        folder: a folder on the machine's own disk, removed when the task ends.
+        engines: addresses of the node's engines, in addition to the engines in the fleet's node.toml.
+        drain_s: the node's default of `drain_timeout_s`, unless the fleet's node.toml sets it; None: the usual default.
     """
 
     fleet_dir: str
@@ -76,13 +76,15 @@ class MachineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the configuration of the node of this task: `common`, the fleet, a name, an address and a free port.
+    """Return the configuration of this task's node: `common`, the fleet, a name, an address and a free port.
 
-    The name is the job's, or the `node_id` that `common` sets, with the machine's number in the job: the same after a
-    requeue. Of `common`, what is one node's alone on a machine or a shared disk (`listen.endpoint_file`,
-    `listen.unix_socket`) is left out. An address that `common` sets, other than the loopback's, stays. The ledger ends
-    with the task, for other nodes take over what it had, unless `common` says that they wait for the next start of a
-    node (`fleet.restart_within_s`), or names a folder: in that one each node has one of its own, with its name.
+    The name consists of the job's name, or the `node_id` in `common`, and the machine's number in the job. It stays the
+    same after a requeue. Settings in `common` for a single node on a machine or a shared disk (`listen.endpoint_file`,
+    `listen.unix_socket`) are omitted. An address in `common` is kept unless it is a loopback address.
+
+    The ledger ends with the task, because other nodes take over its jobs. It is kept if `common` has jobs wait for a
+    node's next start (`fleet.restart_within_s`), or names a folder. In that folder each node has a subfolder with its
+    name.
     """
     fleet = {**common.get("fleet", {}), "dir": machine.fleet_dir}
     name = common.get("node_id") or f"slurm-{env.get('SLURM_JOB_ID', '0')}"
@@ -106,9 +108,9 @@ def node_config(common: Mapping[str, Any], machine: MachineFacts, env: Mapping[s
 
 
 def head_config(common: Mapping[str, Any], own: Mapping[str, Any], machine: MachineFacts) -> dict[str, Any]:
-    """Return the configuration of the fleet's head, on this machine. See `head_tables`.
+    """Return the configuration of the fleet's head on this machine. See `head_tables`.
 
-    Unless `own` names another, its ledger is in the fleet's folder, where its next start finds it, on whatever machine.
+    By default, its ledger is in the fleet's folder, where its next start finds it on any machine.
     """
     tables = head_tables(common, own, fleet_dir=machine.fleet_dir, ledger=f"{machine.fleet_dir}/head")
     return {**tables, "listen": _listen(tables, machine.address)}
@@ -122,7 +124,7 @@ def _listen(common: Mapping[str, Any], address: str) -> dict[str, Any]:
 
 
 def address_of_machine(name: str) -> str:
-    """Return the IPv4 address by which other machines know this one. Blocks, for the name service.
+    """Return the IPv4 address by which other machines know this one. Blocks on the name service.
 
     Raises:
         ConfigError: the machine's own name has no address.

@@ -1,12 +1,13 @@
-"""The pulse of a job: lines that srun hands to all its tasks, for as long as Slurm says that the job runs.
+"""The pulse of a job: lines that srun passes to all its tasks while Slurm reports that the job runs.
 
-A task hears by it of what Slurm cannot tell it: its machine is cut off, or was given up because slurmd died there; srun
-or the batch script was killed; the job was started again elsewhere. One process a job asks slurmctld, whatever its
-size. A line names the machines that the job has, and from some time on says `drain`: however often it is said, and
-whether or not the task had begun, each hears it once.
+It covers cases in which Slurm cannot reach a task. The task's machine may be cut off, or given up because slurmd died.
+srun or the batch script may have been killed, or the job restarted elsewhere. One process per job polls slurmctld,
+regardless of the job's size. A line names the job's machines. From some point on it also contains `drain`. Each task
+reacts to it once, even if it starts later.
 
-The other way round, tasks whose slurmstepd was killed cannot report their end to srun, which would wait for them until
-the time limit. So what a task ran leaves a file when it has ended; when all have, srun is ended.
+In the other direction, tasks whose slurmstepd was killed cannot report their end to srun, which would wait for them
+until the time limit. The processes of a task therefore leave a file when they have ended. When all tasks have, srun is
+stopped.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 DRAIN: Final = "drain"
-"""The second word of a line, after the machines: take no more work, and end when what is there is done."""
+"""The second word of a line, after the machines: accept no more work, and stop when the running work is done."""
 
 _LIVE_STATES: Final = frozenset(
     {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 )
 _ELSEWHERE: Final = "REVOKED"
-"""State of the copies of a job in the clusters of a federation that do not run it."""
+"""State of copies of a job in the clusters of a federation that do not run it."""
 _TIMES: Final = ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME")
 _QUERY_TIMEOUT_S: Final = 30.0
 _TASKS_END_S: Final = 6.0
-"""Time for tasks to end by themselves, with the grace that they have. Then srun is killed, and Slurm kills them."""
+"""Seconds for tasks to end by themselves, including their grace period. Then srun is killed, and Slurm kills them."""
 _SRUN_END_S: Final = 3.0
-"""Longest time for srun to end once its tasks have; then it is killed."""
+"""Maximum seconds for srun to end after its tasks; then it is killed."""
 
 
 class JobRun(msgspec.Struct, frozen=True):
-    """A job, and how often it has been started again."""
+    """A job, and its number of restarts."""
 
     job_id: str
     restarts: int
@@ -58,8 +59,8 @@ class PulseRules(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         interval_s: between two lines to the tasks.
-        query_s: between two questions to slurmctld, and two looks at which tasks have ended.
-        controller_timeout_s: how long slurmctld may not answer before the job counts as over.
+        query_s: between two queries to slurmctld, and two checks for ended tasks.
+        controller_timeout_s: without an answer from slurmctld for this time, the job counts as over.
     """
 
     interval_s: float = 1.0
@@ -68,7 +69,7 @@ class PulseRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machines_of(run: JobRun, listed: str) -> str | None:
-    """Return the machines of this run of the job, as Slurm writes them, None if it is over.
+    """Return the machines of this run of the job, in Slurm's notation; None if it is over.
 
     `listed` has lines of `JOB|STATE|RESTARTS|MACHINES`.
     """
@@ -80,18 +81,18 @@ def machines_of(run: JobRun, listed: str) -> str | None:
 
 
 async def ask_slurmctld() -> str | None:
-    """Return this user's jobs of all partitions as `machines_of` reads them; None if slurmctld does not answer."""
+    """Return this user's jobs of all partitions in the format of `machines_of`; None if slurmctld does not answer."""
     fields = "JobID:|,State:|,RestartCnt:|,NodeList:|"
     return await _output(["squeue", "--noheader", "--all", "--me", "--states=all", f"--Format={fields}"])
 
 
 async def _names(machines: str) -> str:
-    """Return `n[1-3]` as `n1,n2,n3`; nothing if Slurm cannot be asked."""
+    """Return `n[1-3]` as `n1,n2,n3`; empty if Slurm does not answer."""
     return ",".join((await _output(["scontrol", "show", "hostnames", machines]) or "").split()) if machines else ""
 
 
 def seconds_of(time: str) -> str:
-    """Return a local time of Slurm's, as `2026-01-31T12:00:00`, in seconds since 1970; empty if it is not known."""
+    """Convert a local time of Slurm, such as `2026-01-31T12:00:00`, to seconds since 1970; empty if unknown."""
     try:
         return str(int(datetime.fromisoformat(time.strip()).timestamp()))
     except ValueError:
@@ -99,9 +100,9 @@ def seconds_of(time: str) -> str:
 
 
 async def with_times(job_id: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` with the start and the end of the job, as Slurm itself sets them from version 23.02 on.
+    """Return `env` with the job's start and end times, which Slurm itself sets since version 23.02.
 
-    By both, a node knows how long its allocation is, whatever the clock of its machine says.
+    From both, a node knows the length of its allocation, independently of its machine's clock.
     """
     if all(name in env for name in _TIMES):
         await trio.lowlevel.checkpoint()
@@ -113,7 +114,7 @@ async def with_times(job_id: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 async def _output(command: Sequence[str]) -> str | None:
-    with trio.move_on_after(_QUERY_TIMEOUT_S), suppress(OSError):  # no memory for it, or its disk is away
+    with trio.move_on_after(_QUERY_TIMEOUT_S), suppress(OSError):  # out of memory, or its disk is unavailable
         done = await trio.run_process(
             command, capture_stdout=True, stderr=subprocess.DEVNULL, check=False, env=asking(os.environ)
         )
@@ -125,13 +126,13 @@ class Pulse:
     """The pulse of one srun.
 
     Args:
-        run: the job that it belongs to.
+        run: the job run that it belongs to.
         rules: its intervals.
-        ended: folder in which tasks tell that they have ended; made here, and removed at the end.
-        tasks: how many there are.
-        drain: file that somebody makes when the tasks are to drain; None: nobody does.
+        ended: folder in which tasks record their end; created here, and removed at the end.
+        tasks: the number of tasks.
+        drain: a file whose creation drains the tasks; None: no draining.
         ask: replaces `ask_slurmctld`.
-        name: replaces what asks Slurm for the names of machines.
+        name: replaces the query of Slurm for machine names.
     """
 
     def __init__(
@@ -156,16 +157,16 @@ class Pulse:
         self._names = ""
         self._is_draining = False
         self._is_over = False
-        """Nobody needs the tasks any more."""
+        """The tasks are no longer needed."""
 
     async def keep(self, command: Sequence[str], env: Mapping[str, str], *, again_after_s: float | None = None) -> int:
-        """Run srun, `command`, with a pulse on its standard input; return its exit code, 128 + n for signal n.
+        """Run srun, `command`, with a pulse on its standard input. Return its exit code, 128 + n for signal n.
 
-        It is ended when the run is over, when all tasks have ended without srun's hearing of it, when our parent, the
-        batch script, has ended, and at SIGUSR1. Says on standard error why. For the main thread only.
+        It is stopped when the run is over, when all tasks have ended unnoticed by srun, when the parent (the batch
+        script) has ended, and at SIGUSR1. The reason is printed on standard error. For the main thread only.
 
-        With `again_after_s` it is started once more, so many seconds after it has ended for another reason than that
-        the run is over, our parent has ended, or SIGUSR1.
+        With `again_after_s` it is restarted that many seconds after it ended, unless the run is over, the parent has
+        ended, or SIGUSR1 arrived.
         """
         parent = os.pidfd_open(os.getppid())
         await trio.to_thread.run_sync(lambda: self._ended.mkdir(mode=0o700, parents=True, exist_ok=True))
@@ -214,19 +215,19 @@ class Pulse:
             try:
                 await stdin.send_all(f"{self._names}{f' {DRAIN}' if self._is_draining else ''}\n".encode())
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                await trio.sleep_forever()  # srun ends, or is to
+                await trio.sleep_forever()  # srun ends, or is being stopped
             await trio.sleep(self._rules.interval_s)
 
     async def _watch_drain(self) -> None:
         while self._drain is not None and not self._is_draining:
-            with suppress(OSError):  # the disk is away
+            with suppress(OSError):  # the disk is unavailable
                 self._is_draining = await trio.to_thread.run_sync(self._drain.exists, abandon_on_cancel=True)
             await trio.sleep(self._rules.interval_s)
 
     async def wait_over(self) -> str:
-        """Wait until slurmctld says that this run is over, or has not answered for too long; return which.
+        """Wait until slurmctld reports that this run is over, or has not answered for too long. Return which.
 
-        Give the loop a `RunningClock`, so that time in which this job is suspended does not count.
+        Use a `RunningClock` in the loop, so that time in which this job is suspended does not count.
         """
         unanswered_s = 0.0
         while True:
@@ -249,14 +250,14 @@ class Pulse:
         ended = 0
         while ended < self._tasks:
             await trio.sleep(self._rules.query_s)
-            with suppress(OSError):  # the disk is away, or the folder was removed: then srun has to hear of it itself
+            with suppress(OSError):  # the disk is unavailable or the folder was removed: srun must notice by itself
                 ended = len(await trio.to_thread.run_sync(os.listdir, self._ended, abandon_on_cancel=True))
         await trio.sleep(_SRUN_END_S)
         return f"all {self._tasks} tasks have ended, and srun has not heard of it"
 
 
 async def _end_when(wait_verdict: Callable[[], Awaitable[str]], srun: trio.Process, patience_s: float) -> None:
-    """After the verdict close srun's input, by which its tasks end; kill it if it goes on for `patience_s` seconds."""
+    """After the verdict close srun's input, so that its tasks stop. Kill srun after `patience_s` seconds."""
     _say(await wait_verdict())
     assert srun.stdin is not None
     await srun.stdin.aclose()
@@ -269,7 +270,7 @@ def _say(what: str) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove the files in a folder. A disk that is away changes nothing."""
+    """Remove the files in a folder. Ignore an unavailable disk."""
     with suppress(OSError):
         for file in folder.iterdir():
             file.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Slurm's own commands, as far as a fleet needs them. All block; call them in a command, not in a node."""
+"""The Slurm commands that a fleet needs. All functions block; use them in a command, not in a node."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FORMAT: Final = "%A|%T|%N|%L|%r"
 
 
 class SlurmFailed(ConfigError):
-    """A command of Slurm's failed, in its words: perhaps slurmctld is busy, and will do it later."""
+    """A Slurm command failed, with its output. slurmctld may be busy, and execute it later."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as Slurm tells of it: `left` is its time, and `reason` why it waits, both in Slurm's words."""
+    """A job in Slurm's queue: `left` is its remaining time, and `reason` why it waits, both in Slurm's notation."""
 
     job_id: str
     state: str
@@ -36,13 +36,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def submit(script: Path, groups: Sequence[Sequence[str]]) -> tuple[str, str]:
-    """Submit a batch script; return the id of the job, and what sbatch said. With `--test-only` there is no id.
+    """Submit a batch script. Return the job id and sbatch's output. With `--test-only` the id is empty.
 
-    The options of a job of one group are on the command line, too: those of the script are overruled by the user's
-    environment (`SBATCH_PARTITION` and its like). For several groups see `check_options`.
+    The options of a job with one group are also on the command line, because the user's environment (`SBATCH_PARTITION`
+    and so on) overrides the script's. For several groups see `check_options`.
 
     Args:
-        script: with these options in it.
+        script: the script, with these options in it.
         groups: the options of each group of the job.
 
     Raises:
@@ -60,36 +60,36 @@ def submit(script: Path, groups: Sequence[Sequence[str]]) -> tuple[str, str]:
 
 
 def submitted_as(script: Path) -> str:
-    """Return the id of our job that was submitted with this script, and has not ended; empty if there is none.
+    """Return the id of the live job that was submitted with this script; empty if there is none.
 
-    An sbatch that fails, or is killed, may have submitted it all the same: slurmctld's answer was late.
+    An sbatch that failed or was killed may still have submitted it, if slurmctld answered late.
     """
     rows = [line.partition("|") for line in _queue("%A|%o").splitlines()]
     return min((job_id for job_id, _, command in rows if command == str(script)), key=int, default="")
 
 
 def find_jobs(job_ids: Sequence[str]) -> list[Job]:
-    """Return those of our jobs that Slurm still knows and that have not ended."""
+    """Return the given jobs that Slurm still knows and that have not ended."""
     rows = [line.split("|", 4) for line in _queue(_FORMAT).splitlines()]
     jobs = [Job(job_id=row[0], state=row[1], machines=row[2], left=row[3], reason=row[4]) for row in rows]
     return [job for job in jobs if job.job_id in job_ids]
 
 
 def live(job_ids: Sequence[str]) -> set[str]:
-    """Return which of our jobs have not ended."""
+    """Return the ids of the given jobs that have not ended."""
     return {job.job_id for job in find_jobs(job_ids)}
 
 
 def drain(job_id: str) -> None:
     """Send SIGTERM to the batch script of a job, as Slurm's warning before the time limit does.
 
-    The script has its tasks drain then. A second one changes nothing.
+    The script then drains its tasks. A second signal has no effect.
     """
     _run(["scancel", "--batch", "--signal=TERM", job_id])
 
 
 def cancel(job_id: str) -> None:
-    """End a job: SIGTERM to its tasks, and SIGKILL after the cluster's KillWait."""
+    """Cancel a job: SIGTERM to its tasks, and SIGKILL after the cluster's KillWait."""
     _run(["scancel", job_id])
 
 

@@ -1,4 +1,4 @@
-"""The batch script of a fleet, made of a plan: what `prorl-trio slurm up` submits, and `--print` shows."""
+"""The batch script of a fleet, generated from a plan. `prorl-trio slurm up` submits it, and `--print` shows it."""
 
 from __future__ import annotations
 
@@ -93,20 +93,21 @@ if [ -n "$cpus" ]; then export SRUN_CPUS_PER_TASK="$cpus"; else unset SRUN_CPUS_
 _SRUN: Final = (
     '--ntasks-per-node=1 --export=ALL --overlap --kill-on-bad-exit=0 --no-kill --wait=0 --task-epilog="$prorl-sweep"'
 )
-"""`--export=ALL`: an `--export` of sbatch's would hold for srun as well, and keep what we tell the tasks from them."""
+"""`--export=ALL`: an `--export` option of sbatch would also apply to srun, and hide our variables from the tasks."""
 _HEAD_AGAIN_S: Final = 2.0
 _JOB_CPUS: Final = "${SLURM_CPUS_PER_TASK-}"
 _EVERY_MACHINE: Final = '"$SLURM_JOB_NUM_NODES"'
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines that a fleet starts for itself, one a machine.
+    """The engines that a fleet starts, one per machine.
 
     Attributes:
-        command: for bash; it serves at the port in `PRORL_ENGINE_PORT`, at all addresses of its machine.
-        port: the same on all machines; 0: one that is free on each.
-        machines: how many of their own they have, as a second group of a heterogeneous job; 0: those of the nodes.
-        sbatch: options of sbatch's for these machines.
+        command: a bash command. It serves at the port in `PRORL_ENGINE_PORT`, at all addresses of its machine.
+        port: the port on all machines; 0: a free port on each.
+        machines: number of separate machines for engines, as a second group of a heterogeneous job; 0: they share the
+            nodes' machines.
+        sbatch: sbatch options for these machines.
     """
 
     command: str
@@ -116,19 +117,19 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The size, places and rules of a fleet.
+    """The size, locations and rules of a fleet.
 
     Attributes:
-        nodes: machines, with one node each.
+        nodes: number of machines, with one node each.
         fleet_dir: the folder of the fleet on a shared disk, absolute.
         config_file: node.toml of every node, absolute, on a shared disk.
-        program: `prorl-trio`, absolute, at the same place on every machine, and `prorl-trio-sweep` beside it.
-        head_file: settings of the head, absolute, on a shared disk; empty: those of the nodes.
-        local_dir: folder on each machine's own disk; empty: found there.
-        drain_s: time between the warning before the time limit and the limit, in seconds; nodes that are not told when
-            their time ends drain for so long.
-        pulse_timeout_s: time without a pulse after which a task ends what it runs.
-        sbatch: options of sbatch's, in their own words; they come last, and overrule ours.
+        program: `prorl-trio`, absolute, at the same path on every machine, with `prorl-trio-sweep` next to it.
+        head_file: settings of the head, absolute, on a shared disk; empty: the nodes' settings.
+        local_dir: a folder on each machine's own disk; empty: found there.
+        drain_s: seconds between the warning before the time limit and the limit. It is also the drain time of nodes
+            that do not know the end of their allocation.
+        pulse_timeout_s: seconds without a pulse after which a task stops its command.
+        sbatch: sbatch options, in its own syntax. They come last, and override ours.
         engine: None: engines run elsewhere, and node.toml has their addresses.
     """
 
@@ -161,9 +162,9 @@ def batch_script(plan: FleetPlan) -> str:
 
 
 def sbatch_groups(plan: FleetPlan) -> list[list[str]]:
-    """Return the options of sbatch's: those of the nodes, and those of engines on machines of their own if there are.
+    """Return the sbatch options of the nodes' group, and of the engines' group if they have separate machines.
 
-    The user's come last, and overrule ours.
+    The user's options come last, and override ours.
     """
     ours = [
         "--job-name=prorl-trio",
@@ -233,9 +234,9 @@ def _engines(plan: FleetPlan) -> str:
 
 
 def _cpus_per_task(options: Sequence[str]) -> str:
-    """Return the number that options of sbatch ask for; empty if they do not.
+    """Return the number of processors in sbatch options; empty if they do not set it.
 
-    The variables of a heterogeneous job need not have that of its second group.
+    Slurm may omit the variable for the second group of a heterogeneous job.
     """
     found = ""
     words = iter(options)
@@ -257,7 +258,7 @@ def _leash(plan: FleetPlan) -> str:
 
 
 def sbatch_lines(options: Sequence[str]) -> list[str]:
-    """Return a line of the script for each option, together with the value that follows it."""
+    """Return a line of the script for each option, including a value that follows it."""
     lines: list[list[str]] = []
     for word in options:
         if word.startswith("-") or not lines:
