@@ -1,1 +1,1 @@
-"""The network services of a node: WebSocket and REST, and the sessions that both share."""
+"""The network services of a node, WebSocket and REST, and the sessions that they share."""

@@ -1,4 +1,4 @@
-"""The door of a node: who may come in at its listeners, trainers by their token, and web pages not at all."""
+"""Access control of a node's listeners: trainers authenticate by token, and foreign web pages are refused."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _OWN_SITE: Final = frozenset({b"same-origin", b"none"})
 
 
 class Door:
-    """The check that all listeners of a node share.
+    """The access check that all listeners of a node share.
 
-    **Token.** Whoever shows it may do everything. It can be replaced while the node runs.
+    **Token.** The token grants full access. It can be replaced while the node runs.
 
-    **Web pages.** A browser lets any page send requests to this machine, and names the page's origin in `Origin`, or
-    says in `Sec-Fetch-Site` that another site caused the request. It sends the name in the address bar as `Host`, which
-    tells a page whose name was made to resolve to this machine (DNS rebinding): an IP address or `localhost` cannot be
-    such a name, nor can the names that the operator lists.
+    **Web pages.** A browser lets any page send requests to this machine. It names the page's origin in `Origin`, or
+    reports in `Sec-Fetch-Site` that another site caused the request. It sends the name in the address bar as `Host`,
+    which exposes a page whose name was made to resolve to this machine (DNS rebinding). An IP address, `localhost`, and
+    the names that the operator lists cannot be such a name.
 
     Args:
-        token: the token at first.
+        token: the initial token.
         hosts: host names whose pages may use the node, and by which clients without a token may address it.
-        names: further names by which they may address it, besides `localhost` and that of the machine.
+        names: further names by which such clients may address it, in addition to `localhost` and the machine's name.
     """
 
     def __init__(self, token: bytes, hosts: Iterable[str] = (), names: Iterable[str] = ()) -> None:
@@ -43,7 +43,7 @@ class Door:
 
     @property
     def token(self) -> bytes:
-        """Return the present token."""
+        """Return the current token."""
         return self._token
 
     def admits(self, offered: str | bytes) -> bool:
@@ -51,15 +51,15 @@ class Door:
         return token_matches(self._token, offered)
 
     def on_replaced(self, listener: Callable[[], object]) -> None:
-        """Have `listener` called each time the token was replaced: it ends connections that showed the former one."""
+        """Call `listener` each time the token is replaced, so that it closes connections with the previous token."""
         self._listeners.append(listener)
 
     async def wait_replaced(self) -> None:
-        """Return when the token is replaced the next time."""
+        """Wait until the token is replaced."""
         await self._replaced.wait()
 
     def replace_token(self, token: bytes) -> bool:
-        """Take over a token; return False if it is the present one."""
+        """Use a new token; return False if it is the current one."""
         if token_matches(self._token, token):
             return False
         self._token = token
@@ -70,9 +70,9 @@ class Door:
         return True
 
     def refuse_page(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Return why a request comes from a page that is not the node's own; empty if it does not.
+        """Return why a request comes from a foreign page; empty if it does not.
 
-        `headers` have lower-case names. A program that is not a browser sends neither of the two headers.
+        `headers` have lower-case names. Programs other than browsers send neither of the two headers.
         """
         headers = list(headers)
         origins = [value for name, value in headers if name == b"origin"]
@@ -93,7 +93,7 @@ class Door:
         )
 
     def refuse_host(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Return why a request names a host that is not this one's; empty if it does not, or names none.
+        """Return why a request's host name is not this node's; empty if it is, or if the request names no host.
 
         `headers` have lower-case names.
         """

@@ -28,7 +28,7 @@ def rest_url(address: tuple[str, int], *, secure: bool = False) -> str:
 
 
 def check_endpoint_file(endpoint_file: Path) -> None:
-    """Check that `announce` could write the file, which stays as it is. Blocks on the disk.
+    """Check that `announce` could write the file, without changing it. Blocks on the disk.
 
     Raises:
         ConfigError: it could not.
@@ -38,7 +38,7 @@ def check_endpoint_file(endpoint_file: Path) -> None:
 
 
 def announce(endpoint_file: Path, endpoints: Mapping[str, str]) -> None:
-    """Write the endpoints to the file as JSON, atomically: a reader never sees half of it. Blocks on the disk.
+    """Write the endpoints to the file as JSON, atomically. Blocks on the disk.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -51,12 +51,12 @@ def announce(endpoint_file: Path, endpoints: Mapping[str, str]) -> None:
 
 @contextmanager
 def _open_draft(endpoint_file: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """Open a new file beside the endpoint file; remove it on leaving, if it still has its name.
+    """Open a new file next to the endpoint file. Remove it on leaving, if it still has its name.
 
     Raises:
-        ConfigError: it cannot be made, the endpoint file cannot be replaced, or the block raised an OSError.
+        ConfigError: it cannot be created, the endpoint file cannot be replaced, or the block raised an OSError.
     """
-    # A name that nobody can guess, and O_EXCL: in a folder of many users, others may have put a link there.
+    # An unpredictable name and O_EXCL: in a folder with several users, others may have placed a link there.
     draft = endpoint_file.with_name(f".{endpoint_file.name}.{secrets.token_hex(8)}")
     try:
         if endpoint_file.is_dir():

@@ -1,4 +1,4 @@
-"""The guard before every request: the one place that checks Host, Origin and tokens, and counts who has shown one."""
+"""The guard before every request. It alone checks Host, Origin and tokens, and counts authenticated connections."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Headers = list[tuple[bytes, bytes]]
 logger = logging.getLogger(__name__)
 
 _IPV6_SITE_BITS: Final = 64
-"""Length of the IPv6 prefix that counts as one peer: a single machine may own all addresses below it."""
+"""Length of the IPv6 prefix that counts as one peer, because a single machine may own all addresses below it."""
 
 
 class Stranger:
     """A connection that has not authenticated yet.
 
     Attributes:
-        peer: the address that it is counted under, see `peer_of`.
+        peer: the address under which it is counted, see `peer_of`.
         arrival: its number in the order of arrival.
         show_out: ends the connection.
-        progress: how far its handshake has come; 0 until it has sent something.
-        serving: its request has been read whole and its answer has not begun. It is not displaced in that time.
+        progress: progress of its handshake; 0 until it has sent data.
+        serving: its request was read completely and the answer has not begun. It cannot be displaced in that time.
     """
 
     def __init__(self, peer: str, arrival: int, show_out: Callable[[], object]) -> None:
@@ -48,10 +48,10 @@ class Stranger:
 
 
 class Strangers:
-    """The strangers of the server, at most `limit`. A new one always gets in; at the limit it displaces another one.
+    """The strangers of the server, at most `limit`. At the limit, a new stranger displaces another one.
 
-    The displaced one is of the peer that has most strangers here: of those the one with least progress, then the
-    oldest. So a peer that opens many connections displaces its own, not those of other peers. Strangers that are
+    The displaced stranger belongs to the peer with the most strangers. Among these, it has the least progress, and is
+    then the oldest. A peer with many connections therefore displaces its own, not another peer's. Strangers that are
     `serving` are not displaced; if all are, the limit is exceeded. Pure state, except that `show_out` ends a
     connection.
     """
@@ -85,7 +85,7 @@ class Strangers:
         self._strangers.discard(stranger)
 
     def _make_room(self) -> bool:
-        """Displace one stranger. Return False if all of them are `serving`, and none was displaced."""
+        """Displace one stranger. Return False if all of them are `serving`, so that none was displaced."""
         waiting = [stranger for stranger in self._strangers if not stranger.serving]
         if not waiting:
             return False
@@ -101,10 +101,10 @@ class Strangers:
 
 
 def peer_of(connection: trio.socket.SocketType) -> str:
-    """Return the peer that a connection counts under.
+    """Return the peer under which a connection is counted.
 
-    It is an IPv4 address, the /64 network of an IPv6 address, or "this host" for a Unix socket; "unknown" if the
-    connection has no address any more.
+    It is an IPv4 address, the /64 network of an IPv6 address, or "this host" for a Unix socket. It is "unknown" if the
+    connection has lost its address.
     """
     if connection.family == trio.socket.AF_UNIX:
         return "this host"
@@ -118,11 +118,12 @@ def peer_of(connection: trio.socket.SocketType) -> str:
 
 
 class Visitor:
-    """A connection of the server: a stranger until it has shown the token, known from then on.
+    """A connection of the server. It is a stranger until it has sent the token, and then known.
 
     Attributes:
-        stranger: its state as long as it has not.
-        known: a request of it had the token. A trainer's connection, which shows it in a frame, counts elsewhere.
+        stranger: its state until it has sent the token.
+        known: one of its requests had the token. A trainer's connection sends the token in a frame and is counted
+            elsewhere.
     """
 
     def __init__(self, visitors: Visitors, stranger: Stranger) -> None:
@@ -132,7 +133,7 @@ class Visitor:
         self.known = False
 
     def become_known(self) -> bool:
-        """Count the connection as known, and return True; return False if there are too many known ones."""
+        """Count the connection as known, and return True; return False at the limit of known connections."""
         if not self.known and len(self._visitors.known) < self._visitors.max_known:
             self.known = True
             self._visitors.known.add(self)
@@ -140,13 +141,13 @@ class Visitor:
         return self.known
 
     def leave(self) -> None:
-        """Count the connection no more: it has ended, or is a trainer's. Idempotent."""
+        """Stop counting the connection, because it has ended or is a trainer's. Idempotent."""
         self._visitors.strangers.leave(self.stranger)
         self._visitors.known.discard(self)
 
 
 class Visitors:
-    """All connections of the server. Strangers displace each other, never a known connection."""
+    """All connections of the server. Strangers displace only each other, never a known connection."""
 
     def __init__(self, max_known: int, max_strangers: int) -> None:
         self.max_known = max_known
@@ -172,7 +173,7 @@ class Refusal(Exception):
 
     Attributes:
         status: the HTTP status.
-        detail: the error, which is answered in the shape of the request's path.
+        detail: the error, encoded in the format of the request's path.
         headers: further fields of the answer.
     """
 
@@ -192,16 +193,16 @@ class Refusal(Exception):
 
 
 class Guard:
-    """Decides which requests may come in.
+    """Decides which requests are accepted.
 
-    The token comes as a bearer token, or as the password of basic credentials, which many clients take from a URL
-    (`http://any:TOKEN@host:port`). Paths for which `is_free` is true need no token. A WebSocket handshake needs none:
-    the first frame of a trainer has it.
+    The token is sent as a bearer token, or as the password of basic credentials, which many clients take from a URL
+    (`http://any:TOKEN@host:port`). Paths for which `is_free` is true need no token. A WebSocket handshake needs none,
+    because the first frame of a trainer contains it.
 
-    No page has the token as a bearer token, so such a request is not examined further. Basic credentials may be a
-    browser's own, which it sends for any page: requests with them, and those without a token, must not come from a page
-    of another site. Those without a token must also address the node by a name of its own, and send JSON, which a page
-    cannot do without asking first.
+    Web pages cannot have the token as a bearer token, so such a request is not checked further. A browser may add basic
+    credentials for any page. Requests with basic credentials, and requests without a token, must therefore not come
+    from another site's page. Requests without a token must also use a host name of the node, and send JSON, which a
+    page cannot do without a preflight request.
     """
 
     def __init__(self, door: Door, is_free: Callable[[str], bool]) -> None:
@@ -209,10 +210,10 @@ class Guard:
         self._is_free = is_free
 
     def check(self, method: str, path: str, headers: Headers, visitor: Visitor) -> None:
-        """Let a request in, whose connection is known from now on if it has the token.
+        """Accept a request. If it has the token, its connection is known from now on.
 
         Raises:
-            Refusal: it may not come in.
+            Refusal: the request is not accepted.
         """
         scheme = self._scheme_of_token(headers)
         if scheme != "bearer" and (why := self._door.refuse_page(headers)):
@@ -237,7 +238,7 @@ class Guard:
             raise Refusal(415, "malformed", message)
 
     def check_handshake(self, headers: Headers) -> None:
-        """Let a WebSocket handshake in.
+        """Accept a WebSocket handshake.
 
         Raises:
             Refusal: a page of another site makes it.
@@ -246,7 +247,7 @@ class Guard:
             raise Refusal(403, "page", why)
 
     def _scheme_of_token(self, headers: Headers) -> str:
-        """Return the scheme in which the token was offered, `bearer` or `basic`; empty if it was not."""
+        """Return the scheme of the offered token, `bearer` or `basic`; empty without a token."""
         offered = [value for name, value in headers if name == b"authorization"]
         scheme, _, rest = (offered[0] if len(offered) == 1 else b"").partition(b" ")
         match scheme.lower():

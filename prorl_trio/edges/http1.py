@@ -32,18 +32,19 @@ logger = logging.getLogger(__name__)
 
 RECEIVE_BYTES: Final = 64 * 1024
 SEND_BYTES: Final = 256 * 1024
-"""The part of an answer that a client has `listen.send_timeout_s` to take."""
+"""The part of an answer that a client must read within `listen.send_timeout_s`."""
 JOIN_BYTES: Final = 16 * 1024
-"""Smaller parts of an answer are copied into one send: a system call costs more."""
+"""Smaller parts of an answer are joined into one send, because a system call costs more."""
 AHEAD_BYTES: Final = 64 * 1024
-"""Bytes of later requests that are read while one is being answered. Reading stops there."""
+"""Maximum bytes of later requests that are read during an answer. Reading stops there."""
 EVENTS_PER_PULL: Final = 64
-"""Chunks of a body that are parsed before other tasks get to run."""
+"""Maximum chunks of a body that are parsed before other tasks run."""
 DISCARD_TIMEOUT_S: Final = 1.0
-"""Time in which the rest of a refused request is read and thrown away: an immediate close would lose the answer."""
+"""Seconds during which the rest of a refused request is discarded. An immediate close would lose the answer."""
 MAX_DISCARDED_BYTES: Final = 1024 * 1024
 HALF_CLOSE_GRACE_S: Final = 1.0
-"""A client that has ended its side may wait for its answer, or be gone. It counts as gone after this time."""
+"""Seconds after which a client that has closed its sending side counts as gone. Until then it may
+wait for its answer."""
 _PHRASES: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
 _BODILESS: Final = frozenset({204, 304})
 
@@ -61,14 +62,14 @@ class Request(NamedTuple):
     """The head of a request.
 
     Attributes:
-        method: as it was sent, in capitals for all methods that there are.
+        method: as it was sent; all defined methods are in capitals.
         path: decoded, without the query string.
         target: as it was sent, without scheme and authority.
         query: the query string, not decoded.
         version: `1.0` or `1.1`.
         headers: the fields.
-        websocket: it asks for the WebSocket.
-        body_bytes: the announced length of the body; 0 if none is.
+        websocket: it requests the WebSocket.
+        body_bytes: the announced length of the body; 0 if none.
     """
 
     method: str
@@ -87,15 +88,15 @@ def starts_request(received: bytes | bytearray) -> bool:
 
 
 def is_bare(received: bytes | bytearray, start: int, end: int) -> bool:
-    """Return whether a line that ends between `start` and `end` ends with a line feed alone."""
+    """Return whether a line that ends between `start` and `end` has a bare line feed."""
     return _BARE.search(received, start, end) is not None
 
 
 def parse_head(connection: h11.Connection, head: bytes) -> Request:
-    """Parse a head, with the empty line that ends it. `connection` is new, and reads the body afterwards.
+    """Parse a head, including the empty line at its end. `connection` is new, and reads the body afterwards.
 
     Raises:
-        Refusal: it is malformed, or not to be served.
+        Refusal: it is malformed, or not supported.
     """
     if _FOLDED.search(head):
         raise Refusal(400, "malformed", "a header field goes on in a second line, which HTTP/1.1 no longer allows")
@@ -130,7 +131,7 @@ def parse_head(connection: h11.Connection, head: bytes) -> Request:
 
 
 def _origin_form(method: bytes, target: bytes, headers: Headers) -> bytes:
-    """Return the target without scheme and authority, which must be those of `Host`.
+    """Return the target without scheme and authority, which must match `Host`.
 
     Raises:
         Refusal: it is neither a path nor a URL of this host nor, for OPTIONS, `*`.
@@ -150,9 +151,9 @@ def _origin_form(method: bytes, target: bytes, headers: Headers) -> bytes:
 def contain_errors(what: str) -> Iterator[None]:
     """Log and suppress errors of the block, which serves one connection.
 
-    A stray `Cancelled`, raised while no scope around the block is cancelled, is suppressed, too: the nursery of all
-    connections would take it for its own cancel and end them. An `InternalError`, a real cancel, and exceptions that
-    end the process (`KeyboardInterrupt`) pass through.
+    A stray `Cancelled`, raised while no scope around the block is cancelled, is suppressed as well. The nursery of all
+    connections would otherwise take it for its own cancel and end them. An `InternalError`, a real cancel, and
+    exceptions that end the process (`KeyboardInterrupt`) pass through.
 
     Args:
         what: names the connection in the log.
@@ -168,30 +169,30 @@ def contain_errors(what: str) -> Iterator[None]:
 
 
 class App(Protocol):
-    """An ASGI application, and what the server asks it about its paths."""
+    """An ASGI application, and what the server needs to know about its paths."""
 
     def is_free(self, path: str) -> bool:
         """Return whether requests of a path need no token."""
 
     def error_body(self, path: str, detail: ErrorDetail) -> bytes:
-        """Return the JSON body of an error, in the shape of the edge that the path belongs to."""
+        """Return the JSON body of an error, in the format of the edge that the path belongs to."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
 
 
 class ConnectionEnded(Exception):
-    """Raised to an application whose client is gone, or does not read."""
+    """Raised to an application whose client is gone or does not read."""
 
 
 class HttpConnection:
     """The requests of one connection, over `stream`, which the caller closes.
 
     Attributes:
-        busy: a request is being read or answered. A connection that is not may be closed at any time.
-        ahead: bytes that were received and not parsed yet.
-        over: the client has ended its side, or the connection broke.
-        broken: nothing can be sent any more.
+        busy: a request is being read or answered. An idle connection may be closed at any time.
+        ahead: received bytes that are not parsed yet.
+        over: the client has closed its sending side, or the connection broke.
+        broken: nothing more can be sent.
     """
 
     def __init__(
@@ -218,8 +219,8 @@ class HttpConnection:
     async def run(self) -> bytes | None:
         """Serve requests until the connection ends.
 
-        Returns what was received if the client then asked for the WebSocket: the head of that request, and what came
-        after it. Else None.
+        If the client requests the WebSocket, return the received bytes: the head of that request, and any data after
+        it. Otherwise return None.
         """
         patience_s = self.config.handshake_timeout_s
         try:
@@ -240,7 +241,7 @@ class HttpConnection:
         return None
 
     async def receive(self) -> bytes:
-        """Return the next bytes; none at the end of the client's side.
+        """Return the next bytes; empty at the end of the client's data.
 
         Raises:
             ConnectionEnded: the connection broke.
@@ -254,10 +255,10 @@ class HttpConnection:
         return received
 
     async def send(self, pieces: list[bytes]) -> None:
-        """Send bytes. A cancel on the way breaks the connection, since a part of them may be sent.
+        """Send bytes. A cancel breaks the connection, since a part of the bytes may be sent.
 
         Raises:
-            ConnectionEnded: the connection is broken, or the client does not take the next part in time.
+            ConnectionEnded: the connection is broken, or the client does not read the next part in time.
         """
         if self.broken:
             await trio.lowlevel.checkpoint()
@@ -275,7 +276,7 @@ class HttpConnection:
         self.broken = False
 
     async def _linger(self) -> None:
-        """End our side, then read and throw away what the client still sends."""
+        """Close our sending side, then discard what the client still sends."""
         left_bytes = MAX_DISCARDED_BYTES
         with trio.move_on_after(DISCARD_TIMEOUT_S):  # noqa: ASYNC912 - it waits, where there is what to wait for
             try:
@@ -291,7 +292,7 @@ class _Exchange:
     """A request and its answer, as an ASGI application sees them.
 
     Attributes:
-        head: as it was received.
+        head: the head as received.
         answered: an answer was begun.
     """
 
@@ -320,7 +321,9 @@ class _Exchange:
     # ------------------------------------------------------------ the request
 
     async def read_head(self, patience_s: float) -> bool:
-        """Read the head of a request, which begins within `patience_s`. Return False if none comes, or a refused one.
+        """Read the head of a request, which must begin within `patience_s`.
+
+        Return False without a request, or if refused.
 
         Raises:
             ConnectionEnded: the connection broke.
@@ -366,7 +369,7 @@ class _Exchange:
         return b""
 
     async def answer(self) -> bool:
-        """Have the request answered. Return True if it asks for the WebSocket instead, and may have it.
+        """Answer the request. Return True if it instead requests the WebSocket, and may have it.
 
         Raises:
             ConnectionEnded: the client is gone, or the answer could not be completed.
@@ -421,7 +424,7 @@ class _Exchange:
         }
 
     async def receive(self) -> Message:
-        """Return the next part of the body, then wait for the client to leave.
+        """Return the next part of the body, then wait for the client to disconnect.
 
         Raises:
             Refusal: the body is too long, too slow, or malformed. The server answers it.
@@ -445,7 +448,7 @@ class _Exchange:
         return {"type": "http.request", "body": b"".join(parts), "more_body": not self._body_over}
 
     def _pull(self) -> list[bytes]:
-        """Return the parts of the body that are there. Encoded content (gzip, zstd) would be decoded here."""
+        """Return the available parts of the body. Encoded content (gzip, zstd) would be decoded here."""
         parts: list[bytes] = []
         if self._request is None or self._body_over:
             return parts
@@ -472,7 +475,7 @@ class _Exchange:
         return parts
 
     async def _wait_left(self) -> None:
-        """Return when the client has left. What it sends is the beginning of its next request."""
+        """Return when the client has disconnected. Data from the client is the beginning of its next request."""
         connection = self._connection
         while not connection.over:
             if len(connection.ahead) >= AHEAD_BYTES:
@@ -488,13 +491,13 @@ class _Exchange:
 
         Raises:
             ConnectionEnded: the client is gone, or does not read.
-            h11.LocalProtocolError: the application does not keep to what it announced.
+            h11.LocalProtocolError: the application contradicts its own headers.
         """
-        await trio.lowlevel.checkpoint_if_cancelled()  # from here on the state of h11 and the stream go together
+        await trio.lowlevel.checkpoint_if_cancelled()  # from here on h11's state and the stream must change together
         if message["type"] == "http.response.start":
             self._status, self._headers = message["status"], list(message.get("headers", ()))
             return
-        self._visitor.stranger.serving = False  # a client that does not read its answer may make room
+        self._visitor.stranger.serving = False  # a client that does not read its answer may be displaced
         body, more = message.get("body", b""), message.get("more_body", False)
         pieces = []
         if not self.answered:
@@ -511,7 +514,7 @@ class _Exchange:
         return self._status in _BODILESS or self.head.startswith(b"HEAD ")
 
     def _begin_answer(self, body_bytes: int | None) -> bytes:
-        """Return the head of the answer. `body_bytes` is the length of the body; None: not known yet."""
+        """Return the head of the answer. `body_bytes` is the length of the body; None: unknown."""
         self.answered = True
         fields = self._headers
         if (
@@ -522,7 +525,7 @@ class _Exchange:
             fields.append((b"content-length", b"%d" % body_bytes))
         fields.append((b"date", _date(int(time.time()))))
         if not self._body_over:
-            with suppress(Refusal):  # the rest of a short request is there: the connection need not end
+            with suppress(Refusal):  # the rest of a short request has arrived, so the connection can stay open
                 self._unread += self._pull()
         if not self._body_over or self._connection.closing.is_set():
             fields.append((b"connection", b"close"))
@@ -530,10 +533,10 @@ class _Exchange:
         return self._h11.send(head) or b""
 
     async def _refuse(self, refusal: Refusal) -> None:
-        """Answer with an error. The connection ends afterwards, unless the whole request is there.
+        """Answer with an error. The connection ends afterwards, unless the whole request has arrived.
 
         Raises:
-            ConnectionEnded: an answer was begun already.
+            ConnectionEnded: an answer was already begun.
         """
         if self.answered:
             await trio.lowlevel.checkpoint()
@@ -550,7 +553,7 @@ class _Exchange:
 
 
 def _parts(pieces: list[bytes]) -> Iterator[bytes | memoryview]:
-    """Join small pieces, and cut large ones."""
+    """Join small pieces, and split large ones."""
     small = b""
     for piece in pieces:
         if len(small) + len(piece) <= JOIN_BYTES:
@@ -572,7 +575,7 @@ def _date(now_s: int) -> bytes:
 
 
 def _facts(stream: trio.abc.Stream) -> Scope:
-    """Return what every request of a connection has in its ASGI scope."""
+    """Return the part of the ASGI scope that all requests of a connection share."""
     transport = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
     assert isinstance(transport, trio.SocketStream)
     socket = transport.socket

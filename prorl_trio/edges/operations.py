@@ -1,4 +1,4 @@
-"""What is asked of a node besides jobs, in one table that WebSocket and REST both serve by `NodeApi.operate`."""
+"""The requests to a node other than jobs, in one table. WebSocket and REST both serve it by `NodeApi.operate`."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Row(NamedTuple, Generic[RequestT]):
     Attributes:
         request: the type of its request.
         method: its HTTP method. GET and DELETE take the request as query parameters, POST takes it as the body.
-        path: its path in REST; a field of the request may be in it.
+        path: its path in REST, which may contain a field of the request.
         summary: one sentence for the OpenAPI description.
-        codes: error codes that it may answer with, besides those of any request.
+        codes: error codes that it may return, in addition to the codes of any request.
     """
 
     request: type[RequestT]
@@ -163,7 +163,10 @@ _ROWS: Final[dict[str, Row[Any]]] = {row.request.operation: row for row in TABLE
 
 
 async def operate(node: NodeApi, request: NodeRequest[AnswerT], who: str) -> AnswerT:
-    """Have `node` carry out `request`; a change of the pool is logged, with `who` asked for it. Errors as there."""
+    """Have `node` carry out `request`. Changes of the pool are logged with the requester, `who`.
+
+    Raises the node's errors.
+    """
     answer = await node.operate(request)
     if change := _change(request):
         logger.info("%s, by %s", change, who)
@@ -171,7 +174,7 @@ async def operate(node: NodeApi, request: NodeRequest[AnswerT], who: str) -> Ans
 
 
 def _change(request: NodeRequest[Any]) -> str:
-    """Return the change that a request has made; empty: none that lasts."""
+    """Return the change that a request has made; empty without a lasting change."""
     match request:
         case AddBackend(url=url, when_up=when_up):
             return f"backend {url} was added{', and joins when it is up' if when_up else ''}"
@@ -187,7 +190,7 @@ def _change(request: NodeRequest[Any]) -> str:
 
 
 async def answer_call(node: NodeApi, call: CallBackends, who: str) -> BackendsAnswer:
-    """Carry out an operation that came through the WebSocket from `who`, and return its answer.
+    """Carry out an operation that `who` requested through the WebSocket, and return its answer.
 
     A `BackendError` or `ServiceError`, also for an unknown operation or a malformed request, is returned as an answer
     with `code` and `message`. Cancelling this call cancels the operation.

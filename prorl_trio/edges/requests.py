@@ -32,7 +32,7 @@ class ErrorDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     Attributes:
         code: the kind of error, for programs.
         message: the error in English, for people.
-        path: the field that is wrong, as a JSON path; empty if none is.
+        path: the wrong field, as a JSON path; empty if none.
         retry_after_s: seconds after which a retry may succeed; None if a retry does not help.
     """
 
@@ -43,7 +43,7 @@ class ErrorDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class JobId(msgspec.Struct):
-    """The id alone of a job, for one that cannot be decoded as a whole."""
+    """Only the id of a job, for a job that cannot be decoded as a whole."""
 
     job_id: str
 
@@ -67,7 +67,7 @@ def read(decode: Callable[[_Encoded], _T], body: _Encoded, *, prefix: str = "$")
     """Decode a request's body.
 
     Raises:
-        MalformedJob: it does not decode. `path` is the field that is wrong, with `prefix` for its leading `$`.
+        MalformedJob: it does not decode. `path` is the wrong field, with `prefix` for its leading `$`.
     """
     try:
         return decode(body)

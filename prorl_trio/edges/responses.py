@@ -1,4 +1,4 @@
-"""Whole answers of ASGI applications."""
+"""Complete answers of ASGI applications."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Response:
-    """A whole answer, as an ASGI application.
+    """A complete answer, as an ASGI application.
 
     Args:
         body: the whole body.
         status: the HTTP status.
         headers: further fields.
-        media_type: of the body; empty: none.
+        media_type: the body's media type; empty: none.
     """
 
     def __init__(

@@ -49,14 +49,14 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """Everything that the connections of a node share.
+    """The state that the connections of a node share.
 
     Args:
         app: answers requests.
         trainers: serves connections that became WebSockets; None: they are closed.
         config: limits.
-        door: decides who may come in. When its token is replaced, the connections that showed the former one end.
-        closing: set when the server ends, so that requests which wait are answered with what there is.
+        door: the access control. When its token is replaced, connections with the previous token end.
+        closing: set when the server closes, so that waiting requests are answered with the results so far.
         tls: the node's certificate, or None.
     """
 
@@ -84,8 +84,8 @@ class Server:
     ) -> None:
         """Serve connections of `listeners`, which are closed on leaving, until cancelled.
 
-        On a cancel the listeners close first. Connections without a request close; requests in progress are answered,
-        and what is queued for trainers is sent, within `listen.close_timeout_s`.
+        On a cancel the listeners close first. Connections without a request close. Requests in progress are answered,
+        and data queued for trainers is sent, within `listen.close_timeout_s`.
         """
         with single_exception(), ExitStack() as stack:
             for listener in listeners:
@@ -112,7 +112,7 @@ class Server:
             self._trainers.go_away()
 
     def _end_known(self) -> None:
-        """End the connections that showed the former token, long polls and event streams included."""
+        """End the connections with the previous token, including long polls and event streams."""
         for visitor in list(self._visitors.known):
             visitor.show_out()
         if self._trainers is not None:
@@ -122,7 +122,7 @@ class Server:
         """Serve one accepted connection until it ends. Its errors are logged; the caller closes the stream."""
         if self._closing.is_set():
             return
-        # A cancel of the server must not cut an answer in two: `_go_away` sets the deadline.
+        # A cancel of the server must not truncate an answer: `_go_away` sets the deadline.
         with contain_errors("a connection"), trio.CancelScope(shield=True) as scope:  # noqa: ASYNC912 - see above
             visitor = self._visitors.arrive(peer_of(stream.socket), partial(scope.cancel, "it gave way"))
             try:
@@ -150,7 +150,7 @@ class Server:
 
 
 def _named(listener: trio.SocketListener) -> str:
-    """Return the address of a listener, for people."""
+    """Return a readable address of a listener."""
     name = listener.socket.getsockname()
     return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name)
 
@@ -173,22 +173,22 @@ async def serve_edges(
 ) -> None:
     """Serve `node` until cancelled. Reports the (host, port) of the TCP listener through `task_status`.
 
-    On a cancel the listeners close first. Requests that wait are answered with what there is, and what is queued for
-    trainers is sent, within `listen.close_timeout_s`. Jobs run on: they belong to the node.
+    On a cancel the listeners close first. Waiting requests are answered with the results so far, and data queued for
+    trainers is sent, within `listen.close_timeout_s`. Jobs continue, because they belong to the node.
 
     Args:
         node: runs the jobs.
         listen: addresses and limits.
-        door: decides who may come in. When its token is replaced, the connections that showed the former one end.
+        door: the access control. When its token is replaced, connections with the previous token end.
         sessions: the node's sessions.
         rest: limits of REST; None: the defaults.
-        feed: source of the event streams, an observer of the node; None: no events come.
+        feed: source of the event streams, an observer of the node; None: no events.
         tls: the node's certificate, or None.
         metrics: returns the content type and bytes of the Prometheus page.
-        local: Unix sockets for trainers on this host, to listen on as well.
+        local: additional Unix sockets for trainers on this host.
         listeners: bound listeners, used instead of the configured addresses, and closed on leaving.
-        more: endpoints besides those of REST.
-        gateways: of rollouts whose agents are programs outside of a sandbox's network.
+        more: endpoints in addition to REST.
+        gateways: gateways for agent programs outside of a sandbox's network.
         task_status: see `trio.Nursery.start`.
 
     Raises:
@@ -222,7 +222,7 @@ async def serve_edges(
 
 @contextmanager
 def _listen_here(local: LocalSockets | None) -> Iterator[list[trio.SocketListener]]:
-    """Listen on the Unix socket, if there is one; yield its listener in a list. Unlink the socket on leaving."""
+    """Listen on the Unix socket, if any; yield its listener in a list. Unlink the socket on leaving."""
     if local is None:
         yield []
         return

@@ -1,4 +1,4 @@
-"""The listeners of a node: a TCP port, or listening sockets that the process inherited."""
+"""The listeners of a node: a TCP port, or inherited listening sockets."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def load_tls(config: ListenConfig) -> ssl.SSLContext | None:
     try:
         os.close(open_regular(config.tls_cert))  # OpenSSL would wait for the writer of a named pipe
         return server_context(config.tls_cert, config.tls_key)
-    except OSError as exc:  # an SSLError is one
+    except OSError as exc:  # SSLError is a subclass
         raise ConfigError(
             f"listen.tls_cert {config.tls_cert}, tls_key {config.tls_key}: cannot be used: {exc}"
         ) from exc
 
 
 async def open_listeners(listen: ListenConfig) -> list[trio.SocketListener]:
-    """Return the inherited listeners, and a new one for the port unless one of them is a TCP socket.
+    """Return the inherited listeners, and a new one for the port unless an inherited listener is a TCP socket.
 
-    Connections queue in the kernel until somebody accepts them. The caller closes the listeners. If the host's name has
+    Connections queue in the kernel until they are accepted. The caller closes the listeners. If the host's name has
     several addresses, only the first is bound.
 
     Raises:
-        ConfigError: the address cannot be bound, or a descriptor is no listening socket.
+        ConfigError: the address cannot be bound, or a descriptor is not a listening socket.
     """
     listeners = [_inherited(descriptor) for descriptor in listen.descriptors]
     if all(listener.socket.family == trio.socket.AF_UNIX for listener in listeners):
@@ -62,7 +62,9 @@ async def open_listeners(listen: ListenConfig) -> list[trio.SocketListener]:
 
 
 async def check_address(listen: ListenConfig) -> None:
-    """Bind the host and port for a moment, so that a wrong one is found before anything starts. Inherited ones are not.
+    """Bind the host and port briefly, to detect a wrong address before anything starts.
+
+    Inherited sockets are not checked.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -90,7 +92,7 @@ async def _bind(host: str, port: int) -> trio.SocketListener:
         elif exc.errno == errno.EACCES:
             why += "; ports below 1024 are for root: set listen.port to another one"
         raise ConfigError(why) from exc
-    except UnicodeError as exc:  # of the codec that encodes host names
+    except UnicodeError as exc:  # from the codec for host names
         raise ConfigError(f"listen.host: {host!r} is no host name: {exc.__cause__ or exc}") from exc
     for other in others:
         await other.aclose()
@@ -98,7 +100,7 @@ async def _bind(host: str, port: int) -> trio.SocketListener:
 
 
 def _inherited(descriptor: int) -> trio.SocketListener:
-    """Return a listener over an inherited descriptor, which is no longer passed on to child processes."""
+    """Return a listener over an inherited descriptor. Child processes no longer inherit it."""
     try:
         os.set_inheritable(descriptor, False)
         sock = socket.socket(fileno=descriptor)

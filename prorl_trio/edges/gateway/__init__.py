@@ -1,1 +1,1 @@
-"""The APIs that agents speak: each a translator between a wire and the gateway of a rollout."""
+"""The APIs for agents. Each module translates between a wire format and the gateway of a rollout."""

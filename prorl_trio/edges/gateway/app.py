@@ -1,7 +1,7 @@
-"""The gateway's ASGI application: finds the API and the rollout of a request, and answers it from there.
+"""The gateway's ASGI application. It finds a request's API and rollout, and answers the request.
 
-Inside a sandbox the port is the identity: everything that comes in there belongs to one rollout. On the node's own port
-a path begins with `/s/ID`, and the secret of that rollout comes as the API key; both have to match.
+Inside a sandbox the port is the identity: all its requests belong to one rollout. On the node's own port a path begins
+with `/s/ID`, and the API key is the secret of that rollout; both must match.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ logger = logging.getLogger(__name__)
 
 PREFIX: Final = re.compile(r"/s/(?P<session>[^/]+)(?P<path>/.*)?")
 KEEP_ALIVE_S: Final = 5.0
-"""A stream begins, and says that it lives, so often while a turn is sampled. Until then a problem has a status."""
+"""Interval of keep-alive events in seconds while a turn is sampled. The stream begins with the first such event; an
+earlier problem can still be answered with an HTTP status."""
 MAX_BODY_BYTES: Final = 16 * 1024 * 1024
-"""Some four characters for each of four million tokens."""
+"""Maximum body size: about four million tokens of four characters."""
 BIG_BODY_BYTES: Final = 128 * 1024
-"""Bodies that have more are read in a thread: the loop would stand still."""
+"""Larger bodies are decoded in a thread, because they would block the loop."""
 RETRY_AFTER_S: Final = 5.0
 MAX_NAMES: Final = 256
 MAX_NAME_CHARS: Final = 64
 OTHERS: Final = "(others)"
-"""The fields of requests that have no count of their own."""
+"""The name for all ignored fields without a count of their own."""
 _KEYS: Final = ("x-api-key", "x-goog-api-key")
 _MODEL: Final = r"(?P<model>[^/:]+(?:/[^/:]+)*)"
 
 
 class _Route(NamedTuple):
-    """`operation`: `ask`, `stream` (the path says so), `count`, `models` or `model`."""
+    """A resolved path. `operation` is `ask`, `stream` (requested by the path), `count`, `models` or `model`."""
 
     method: str
     pattern: re.Pattern[str]
@@ -95,12 +96,12 @@ class _Served(NamedTuple):
 
 
 class Tally:
-    """What the programs of a node have asked, and what they were answered.
+    """Counts of the requests from a node's programs, and of the answers.
 
     Attributes:
         results: requests by dialect and result: `ok`, or the kind of the problem.
-        ignored: fields of requests that were not honoured, and how often.
-        joined: requests that were answered by a turn which was asked for before.
+        ignored: ignored fields of requests, with counts.
+        joined: requests that were answered by the turn of an earlier request.
     """
 
     def __init__(self) -> None:
@@ -109,13 +110,13 @@ class Tally:
         self.joined = 0
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Count fields that were not honoured. Programs name them as they like: past some names, all others are one."""
+        """Count ignored fields. Programs choose the names freely, so names beyond a limit are counted as one."""
         for name in names:
             is_named = name in self.ignored or (len(name) <= MAX_NAME_CHARS and len(self.ignored) < MAX_NAMES)
             self.ignored[name if is_named else OTHERS] += 1
 
     def statistics(self) -> dict[str, Any]:
-        """Return all of it as values that msgpack can encode."""
+        """Return all counts as values that msgpack can encode."""
         dialects: dict[str, dict[str, int]] = {}
         for (dialect, result), count in self.results.items():
             dialects.setdefault(dialect, {})[f"{result}_total"] = count
@@ -123,12 +124,12 @@ class Tally:
 
 
 class GatewayTable:
-    """The gateways of a node's rollouts that programs outside of a sandbox's network may ask, by the id in the path.
+    """The gateways for programs outside of a sandbox's network, by the id in the path.
 
     Attributes:
-        url: of the node's own port; empty while it has none.
-        public_url: the same, as other machines reach it.
-        tally: of all gateways of the node, also those at ports of sandboxes.
+        url: the URL of the node's own port; empty without one.
+        public_url: the same URL for other machines.
+        tally: counts for all gateways of the node, including ports of sandboxes.
     """
 
     def __init__(self) -> None:
@@ -142,14 +143,14 @@ class GatewayTable:
         self._served[session] = _Served(gateway, secret)
 
     def remove(self, session: str) -> None:
-        """Serve it no more. Its clients are told that the rollout is over."""
+        """Stop serving a gateway. Its clients are notified that the rollout is over."""
         del self._served[session]
         self._over[session] = None
         if len(self._over) > 10_000:
             del self._over[next(iter(self._over))]
 
     def find(self, session: str, headers: Mapping[str, str]) -> Gateway:
-        """Return the gateway of that id, for who has its secret. Raises Problem."""
+        """Return the gateway of that id if the request has its secret. Raises Problem."""
         served = self._served.get(session)
         if served is None:
             if session in self._over:
@@ -165,7 +166,7 @@ class GatewayTable:
 
 
 class BesideRest:
-    """An application whose paths below `/s/` are the gateways' and all others REST's."""
+    """An application whose paths below `/s/` belong to the gateways and all others to REST."""
 
     def __init__(self, rest: App, gateways: GatewayTable) -> None:
         self._rest = rest
@@ -188,7 +189,7 @@ class BesideRest:
 
 
 class GatewayApp:
-    """Answers the requests of programs, for one gateway, or for those of a table, and counts them in `tally`."""
+    """An application that answers and counts the requests of programs, for one gateway or for a table of gateways."""
 
     def __init__(self, gateways: Gateway | GatewayTable, model: str, tally: Tally) -> None:
         self._gateways = gateways
@@ -196,7 +197,7 @@ class GatewayApp:
         self._tally = tally
 
     def is_free(self, path: str) -> bool:
-        """Return whether a path is one of ours: its secret is looked at here."""
+        """Return whether a path belongs to a gateway, which checks its secret itself."""
         return not isinstance(self._gateways, GatewayTable) or PREFIX.fullmatch(path) is not None
 
     def error_body(self, path: str, detail: ErrorDetail) -> bytes:
@@ -213,7 +214,7 @@ class GatewayApp:
             route, model = _route(scope["method"], path)
             dialect = route.dialect
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            if route.operation in ("models", "model"):  # these paths are those of several APIs
+            if route.operation in ("models", "model"):  # these paths belong to several APIs
                 dialect = next((each for name, each in _SIGNS.items() if name in headers), dialect)
             gateway = self._gateway(scope, headers)
             if route.operation in ("models", "model"):
@@ -244,7 +245,7 @@ class GatewayApp:
         return Response(msgspec.json.encode(body), status, headers, _JSON)
 
     async def _answer(self, route: _Route, asked: Asked, gateway: Gateway, receive: Receive, send: Send) -> None:
-        """Ask the gateway, and send what it says. Raises Problem while nothing was sent."""
+        """Pass a request to the gateway, and send its answer. Raises Problem if nothing was sent yet."""
         dialect = route.dialect
         self._tally.ignore(asked.ignored)
         if route.operation == "count":
@@ -288,7 +289,7 @@ class GatewayApp:
             await send({"type": "http.response.body", "body": b""})
 
     def _models(self, dialect: ModuleType, operation: str, context_tokens: int) -> dict[str, Any]:
-        """Return the description of the one model that there is."""
+        """Return the description of the single model."""
         name = self._model
         if dialect is google:
             model = {
@@ -314,7 +315,7 @@ def _name(dialect: ModuleType) -> str:
 
 
 class _Outcome:
-    """An answer, or a problem, that is waited for."""
+    """The answer or problem that a request waits for."""
 
     def __init__(self) -> None:
         self._answer: Answer | None = None
@@ -337,7 +338,7 @@ class _Outcome:
 
 
 async def _asked(answer: Any) -> Any:
-    """Wait for what a gateway answers. Raises Problem in place of its errors."""
+    """Wait for a gateway's answer. Converts its errors into Problem."""
     try:
         return await answer
     except BadQuestion as exc:
@@ -379,7 +380,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 async def _read(dialect: ModuleType, body: bytes, headers: Mapping[str, str], model: str) -> Asked:
-    """Return what a body asks. Raises Problem."""
+    """Return the request in a body. Raises Problem."""
 
     def read() -> Asked:
         try:
@@ -397,7 +398,10 @@ async def _read(dialect: ModuleType, body: bytes, headers: Mapping[str, str], mo
 
 
 def _unpacked(body: bytes, coding: str) -> bytes:
-    """Return a body without its content coding. Raises Problem: it is unknown, broken, or holds too much."""
+    """Return a body without its content coding.
+
+    Raises Problem if the coding is unknown or broken, or the body too large.
+    """
     coding = coding.strip().lower()
     try:
         if coding == "gzip":

@@ -62,7 +62,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
 
 
 def tools_of(body: Mapping[str, Any]) -> list[ToolSchema]:
-    """Return the functions that are offered."""
+    """Return the offered functions."""
     tools = []
     for index, tool in enumerate(wire.objects(body.get("tools") or [], "tools")):
         if tool.get("type", "function") != "function":
@@ -76,7 +76,7 @@ def tools_of(body: Mapping[str, Any]) -> list[ToolSchema]:
 
 
 def chosen(body: Mapping[str, Any]) -> Form | None:
-    """Return the form of a turn in which tools have to be called; None: they need not."""
+    """Return the form of a turn that must call tools; None if calls are optional."""
     choice, field, one = body.get("tool_choice"), "tool_choice", body.get("parallel_tool_calls") is False
     match choice.get("type") if isinstance(choice, dict) else choice:
         case None | "auto" | "none":
@@ -97,13 +97,13 @@ def chosen(body: Mapping[str, Any]) -> Form | None:
 
 
 def wants_no_calls(body: Mapping[str, Any]) -> bool:
-    """Return whether no tool may be called."""
+    """Return whether calls are forbidden."""
     choice = body.get("tool_choice")
     return (choice.get("type") if isinstance(choice, dict) else choice) == "none"
 
 
 def unkept(body: Mapping[str, Any], form: Form | None) -> list[str]:
-    """Return the fields that only a turn kept to calls honours, where it is not."""
+    """Return the fields that are only honoured for forced calls, if calls are not forced."""
     if form is not None and form.calls and form.schema is None:
         return []
     tools = [wire.take(each, "function", dict, each) for each in body.get("tools") or []]

@@ -69,7 +69,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
 
 
 def _named(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with the names of its fields in camel case: the API takes both spellings."""
+    """Return a message with field names in camel case, because the API accepts both spellings."""
     return {re.sub("_(.)", lambda found: found[1].upper(), name): value for name, value in message.items()}
 
 
@@ -94,7 +94,7 @@ def _tools(body: Mapping[str, Any]) -> list[ToolSchema]:
 
 
 def _unkept(body: Mapping[str, Any], choice: Mapping[str, Any]) -> list[str]:
-    """Return the other fields that are not honoured as they are."""
+    """Return the other fields that are not fully honoured."""
     kinds = {name for tool in body.get("tools") or [] for name in _named(tool)} - {"functionDeclarations"}
     loose = ["toolConfig.functionCallingConfig"] if choice.get("mode") == "VALIDATED" else []
     return [f"tools.{kind}" for kind in sorted(kinds)] + loose
@@ -125,7 +125,7 @@ def _json_form(config: Mapping[str, Any], *, calls: bool) -> Form | None:
 
 
 def _lowered(schema: Any) -> Any:
-    """Return a schema with the names of types as JSON Schema has them: Google's own are capitals."""
+    """Return a schema with lower-case type names, as in JSON Schema. Google uses capitals."""
     if isinstance(schema, list):
         return [_lowered(each) for each in schema]
     if not isinstance(schema, dict):
@@ -172,7 +172,7 @@ def _said(content: Mapping[str, Any], at: str) -> Iterable[Said]:
 
 
 def _planted(signature: object) -> str:
-    """Return what a signature says that is base64, as the API wants it."""
+    """Return the decoded content of a signature, which the API requires to be base64."""
     try:
         return base64.b64decode(str(signature or ""), validate=True).decode("ascii", "replace")
     except ValueError:
@@ -180,7 +180,7 @@ def _planted(signature: object) -> str:
 
 
 def _result(response: object) -> str:
-    """Return the text of a result: that of its only field of text, as most clients send it, or its JSON."""
+    """Return the text of a result: its only text field, as most clients send it, or else its JSON."""
     if isinstance(response, dict) and len(response) == 1:
         (value,) = response.values()
         if isinstance(value, str):
@@ -197,7 +197,7 @@ def _parts(answer: Answer) -> list[dict[str, Any]]:
         parts.append({"text": answer.text})
     for call in answer.calls:
         value = call.parsed
-        if value is None:  # an object is all that the wire has a form for
+        if value is None:  # the wire format only has objects
             parts.append({"text": call.arguments})
         else:
             parts.append({"functionCall": {"id": call.id, "name": call.name, "args": value}})
@@ -230,7 +230,7 @@ def opening(asked: Asked) -> bytes:
 
 
 def keep_alive(asked: Asked) -> bytes:
-    """See `Dialect`: an empty line is all that every client takes."""
+    """See `Dialect`. Every client accepts an empty line, and nothing else."""
     del asked
     return b"\n"
 

@@ -27,9 +27,9 @@ _CLASSES: Final[dict[str, SegmentReason]] = {
     "auxiliary": "side_call",
     "side_reply": "side_call",
 }
-"""What claude-code says of a request in `x-claude-code-request-class`."""
+"""The kinds of requests that claude-code sends in `x-claude-code-request-class`."""
 _HARMLESS: Final = "clear_thinking_20251015"
-"""An edit of the history that, with `keep: all`, changes nothing."""
+"""An edit of the history that has no effect with `keep: all`."""
 _PROBLEMS: Final[dict[ProblemKind, tuple[int, str]]] = {
     "bad_request": (400, "invalid_request_error"),
     "unauthorized": (401, "authentication_error"),
@@ -103,7 +103,7 @@ def _chosen(choice: Mapping[str, Any]) -> Form | None:
 
 
 def _unkept(body: Mapping[str, Any], choice: Mapping[str, Any], form: Form | None) -> list[str]:
-    """Return the fields that only a turn kept to calls honours, where it is not."""
+    """Return the fields that are only honoured for forced calls, if calls are not forced."""
     if form is not None and form.calls and form.schema is None:
         return []
     several = ["tool_choice.disable_parallel_tool_use"] if choice.get("disable_parallel_tool_use") is True else []
@@ -111,7 +111,7 @@ def _unkept(body: Mapping[str, Any], choice: Mapping[str, Any], form: Form | Non
 
 
 def _said(message: Mapping[str, Any], at: str) -> Iterable[Said]:
-    """Yield the messages in normal form that one of the API holds: results of tools are messages of their own."""
+    """Yield the normal form of one API message. Tool results become separate messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise wire.refuse(f"{at}.role", f"{role!r} is none of user, assistant, system")
@@ -150,7 +150,10 @@ def _said(message: Mapping[str, Any], at: str) -> Iterable[Said]:
 
 
 def _input(value: object) -> object:
-    """Return the arguments of a call; those that claude-code could not parse as they were served."""
+    """Return the arguments of a call.
+
+    Arguments that claude-code could not parse are restored to their original text.
+    """
     raw = value.get("__unparsedToolInput") if isinstance(value, dict) else None
     return raw.get("raw", value) if isinstance(raw, dict) else value
 
@@ -208,7 +211,7 @@ def whole(answer: Answer, asked: Asked) -> dict[str, Any]:
 
 
 def opening(asked: Asked) -> bytes:
-    """See `Dialect`. The usage is told at the end, where it replaces this one."""
+    """See `Dialect`. The usage at the end of the stream replaces this one."""
     return wire.event({"type": "message_start", "message": _message(asked)}, "message_start")
 
 

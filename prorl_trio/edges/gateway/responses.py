@@ -19,10 +19,10 @@ KNOWN: Final = frozenset({
     "store", "include", "previous_response_id", "text", "text.format"
 })  # fmt: skip
 DROPPED_TOOLS: Final = frozenset({"web_search", "web_search_preview", "image_generation"})
-"""Tools that run at the vendor's: a policy that is not offered them does without."""
+"""Tools that run at the vendor. They are not offered to the policy."""
 INCLUDED: Final = ["reasoning.encrypted_content"]
 JOINED: Final = "__"
-"""Between a namespace and the name of a tool in it, as the policy knows the tool."""
+"""The separator between a namespace and a tool's name, in the names that the policy sees."""
 _PARTS: Final = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 _ROLES: Final[dict[str, Literal["system", "user", "assistant"]]] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant"
@@ -71,7 +71,7 @@ def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) ->
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[list[ToolSchema], dict[str, tuple[str, str]]]:
-    """Return the functions that are offered, and of those in a namespace its name and their own."""
+    """Return the offered functions, and for functions in a namespace the namespace and their own name."""
     tools: list[ToolSchema] = []
     namespaces: dict[str, tuple[str, str]] = {}
     for index, tool in enumerate(wire.objects(body.get("tools") or [], "tools")):
@@ -94,7 +94,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[ToolSchema], dict[str, tuple[s
 
 
 def _unkept(body: Mapping[str, Any]) -> list[str]:
-    """Return the other fields that are not honoured as they are."""
+    """Return the other fields that are not fully honoured."""
     dropped = {str(tool.get("type")) for tool in body.get("tools") or []} & DROPPED_TOOLS
     included = body.get("include") or []
     names = ["store"] * (body.get("store") is True) + ["include"] * (included not in ([], INCLUDED))
@@ -102,7 +102,7 @@ def _unkept(body: Mapping[str, Any]) -> list[str]:
 
 
 def _said(item: Mapping[str, Any], at: str) -> Iterable[Said]:
-    """Yield what an item of the input says."""
+    """Yield the messages in an input item."""
     match item.get("type", "message"):
         case "message":
             role = _ROLES.get(given := str(item.get("role")))
@@ -130,7 +130,7 @@ def _said(item: Mapping[str, Any], at: str) -> Iterable[Said]:
 
 
 def _items(answer: Answer, asked: Asked) -> list[dict[str, Any]]:
-    """Return the output. The ids hold the turn's key: the client sends them back."""
+    """Return the output. The ids contain the turn's key, because the client sends them back."""
     key, status = planted(answer.key), "completed" if asked.extra["is_codex"] else _STATUS[answer.finish_reason]
     items: list[dict[str, Any]] = []
     if answer.reasoning:
@@ -185,7 +185,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _status(answer: Answer, asked: Asked) -> str:
-    """Return how the response ended: codex fails a whole run on one that is incomplete, so its last is not."""
+    """Return the response's status. The last response is never `incomplete`, because codex would fail the whole run."""
     return "completed" if asked.extra["is_codex"] or answer.calls else _STATUS[answer.finish_reason]
 
 
@@ -206,7 +206,7 @@ def opening(asked: Asked) -> bytes:
 
 
 def keep_alive(asked: Asked) -> bytes:
-    """See `Dialect`: codex counts events, not bytes."""
+    """See `Dialect`. codex counts events, not bytes."""
     return _event(asked, "response.in_progress", response=_response(asked, "in_progress", []))
 
 

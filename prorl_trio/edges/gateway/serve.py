@@ -1,4 +1,4 @@
-"""A port at which one rollout's program, and nobody else, can ask: a socket of its sandbox's own network."""
+"""A port that only one rollout's program can reach: a socket in its sandbox's own network."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.sandbox import Sandbox
 
 MAX_CONNECTIONS: Final = 64
-"""Of one rollout's program; the next one displaces another."""
+"""Maximum number of connections of one rollout's program. A further connection displaces another one."""
 
 
 class _Porter:
-    """A guard where the port is the identity."""
+    """A guard for ports that are the identity."""
 
     def check(self, method: str, path: str, headers: Headers, visitor: Visitor) -> None:
-        """See `Guard.check`: whoever can reach the port may ask."""
+        """See `Guard.check`. Every client that reaches the port may send requests."""
 
     def check_handshake(self, headers: Headers) -> None:
-        """See `Guard.check_handshake`: clients fall back to HTTP."""
+        """See `Guard.check_handshake`. Clients fall back to HTTP."""
         raise Refusal(426, "protocol", "this port has no WebSocket")
 
 
@@ -46,12 +46,12 @@ class _Porter:
 async def open_gateway_port(
     gateway: Gateway, sandbox: Sandbox | None, *, listen: ListenConfig, table: GatewayTable
 ) -> AsyncIterator[Address]:
-    """Serve a gateway during the block: on a port of the sandbox's own network, or where it has none, on the node's.
+    """Serve a gateway during the block, on a port of the sandbox's own network, or else on the node's port.
 
-    There the path has an id, and the key is a secret. `sandbox` is None for an agent on any machine.
+    On the node's port, the path contains an id, and the key is a secret. `sandbox` is None for an agent on any machine.
 
     Raises:
-        HandlerError: neither is there: the node has no server.
+        HandlerError: the sandbox has no network, and the node has no server.
     """
     try:
         async with _open_port(gateway, sandbox, listen, table) as address:

@@ -1,4 +1,4 @@
-"""What the translators share: a request that was read, problems that a client is told of, and helpers for both.
+"""Common parts of the translators: a parsed request, problems to report to clients, and helpers for both.
 
 A translator is a module with the functions of `Dialect`.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import ToolSchema
 
 ProblemKind = Literal[
-    "bad_request",  # it can never be answered: see the message
-    "unauthorized",  # the key is none, or another session's
-    "not_found",  # there is no such path, session or model
+    "bad_request",  # never answerable: see the message
+    "unauthorized",  # the key is missing, or belongs to another session
+    "not_found",  # unknown path, session or model
     "overflow",  # the prompt leaves no room for a turn
     "over",  # the rollout has ended, or the agent's calls are used up
     "unavailable",  # infrastructure failed, or is paused: it may be tried again
@@ -34,17 +34,17 @@ ProblemKind = Literal[
 
 MAX_STOPS: Final = 64
 MAX_STOP_CHARS: Final = 1_000
-"""They are looked for whenever tokens come, while the loop waits."""
+"""Maximum length of stop texts. They are searched for in the loop whenever tokens arrive."""
 
 
 class Problem(Exception):
-    """Something that a client is told of.
+    """A problem that is reported to a client.
 
     Attributes:
-        kind: for programs.
-        field: of the request, that is wrong; empty if none is.
-        prompt_tokens, limit_tokens: of an overflow.
-        retry_after_s: after which it may be tried again; None: it need not be.
+        kind: the kind, for programs.
+        field: the wrong field of the request; empty if none.
+        prompt_tokens, limit_tokens: numbers of an overflow.
+        retry_after_s: seconds after which to retry; None: a retry does not help.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class Problem(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Asked:
-    """A request that was read.
+    """A parsed request.
 
     Attributes:
-        question: for the gateway.
-        id: of the response, where it is sent before the turn is sampled.
-        model: the name that the client gave.
-        stream: it wants events.
-        ignored: fields that are not honoured, since the trainer decides (temperature), or they change nothing.
-        extra: what else the translator needs for its answer.
+        question: the request to the gateway.
+        id: the response's id, if it is sent before the turn is sampled.
+        model: the model name from the client.
+        stream: the client requests events.
+        ignored: ignored fields, because the trainer sets the value (temperature), or they have no effect.
+        extra: further data that the translator needs for its answer.
     """
 
     question: Question
@@ -88,23 +88,23 @@ class Asked:
 
 
 class Dialect(Protocol):
-    """A translator. Pure; anything may be sent to it."""
+    """A translator. Pure; accepts arbitrary input."""
 
     @staticmethod
     def question(body: Mapping[str, Any], headers: Mapping[str, str], model: str) -> Asked:
-        """Read a request; `model` is what the path names. Raises Problem."""
+        """Parse a request; `model` is the name in the path. Raises Problem."""
 
     @staticmethod
     def whole(answer: Answer, asked: Asked) -> dict[str, Any]:
-        """Return the body of a response that is no stream."""
+        """Return the body of a response that is not a stream."""
 
     @staticmethod
     def opening(asked: Asked) -> bytes:
-        """Return the events that a stream begins with, whatever is sampled."""
+        """Return the events at the start of a stream, independent of the sampled turn."""
 
     @staticmethod
     def keep_alive(asked: Asked) -> bytes:
-        """Return what says, after `opening`, that a turn is still being sampled, as clients of the API count it."""
+        """Return an event for after `opening` that clients accept as a sign that the turn is still being sampled."""
 
     @staticmethod
     def events(answer: Answer, asked: Asked) -> bytes:
@@ -112,11 +112,11 @@ class Dialect(Protocol):
 
     @staticmethod
     def problem(problem: Problem) -> tuple[int, dict[str, Any]]:
-        """Return status and body of a response that tells of a problem."""
+        """Return the status and body of a response that reports a problem."""
 
     @staticmethod
     def problem_event(problem: Problem, asked: Asked) -> bytes:
-        """Return the event by which a stream that has begun tells of a problem."""
+        """Return the event by which a started stream reports a problem."""
 
 
 def event(data: object, name: str = "") -> bytes:
@@ -126,7 +126,7 @@ def event(data: object, name: str = "") -> bytes:
 
 
 def take(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-    """Return a field, or `default` where it is missing or null. Raises Problem: it is of another type."""
+    """Return a field, or `default` if it is missing or null. Raises Problem if it has another type."""
     value = body.get(name)
     if value is None:
         return default
@@ -138,7 +138,7 @@ def take(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], defa
 
 
 def objects(values: object, name: str) -> Iterable[Mapping[str, Any]]:
-    """Yield the items of a list of objects. Raises Problem: it is something else."""
+    """Yield the items of a list of objects. Raises Problem for anything else."""
     if not isinstance(values, list):
         raise Problem("bad_request", f"{name}: expected a list of objects", field=name)
     for index, value in enumerate(values):
@@ -148,12 +148,12 @@ def objects(values: object, name: str) -> Iterable[Mapping[str, Any]]:
 
 
 def refuse(name: str, why: str) -> Problem:
-    """Return the problem of a field that cannot be honoured."""
+    """Return the problem for a field that cannot be honoured."""
     return Problem("bad_request", f"{name}: {why}", field=name)
 
 
 def text_of(content: object, name: str, kinds: tuple[str, ...] = ("text", "input_text", "output_text")) -> str:
-    """Return the text of a content, be it a string or a list of parts; refuse parts of other kinds by name."""
+    """Return the text of a string or a list of parts; refuse other kinds of parts by name."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -168,7 +168,7 @@ def text_of(content: object, name: str, kinds: tuple[str, ...] = ("text", "input
 
 
 def text_in(part: Mapping[str, Any], name: str) -> str:
-    """Return the text of a part: that of a refusal is named otherwise. Raises Problem."""
+    """Return the text of a part. Refusals use another field name. Raises Problem."""
     text = part.get("text", part.get("refusal"))
     if not isinstance(text, str):
         raise refuse(name, f"expected a text in a part of type {part.get('type', 'text')!r}, got {text!r:.40}")
@@ -176,7 +176,10 @@ def text_in(part: Mapping[str, Any], name: str) -> str:
 
 
 def unread(body: Mapping[str, Any], known: frozenset[str]) -> list[str]:
-    """Return the fields that are not honoured. `known` has those of an object with its name before a dot."""
+    """Return the fields that are not honoured.
+
+    `known` contains fields of an object with the object's name before a dot.
+    """
     names = [name for name in body if name not in known]
     for parent in {name.partition(".")[0] for name in known if "." in name} & body.keys():
         inner = body[parent]
@@ -187,7 +190,7 @@ def unread(body: Mapping[str, Any], known: frozenset[str]) -> list[str]:
 
 
 def function(name: object, description: object, parameters: object, at: str) -> ToolSchema:
-    """Return a function as chat templates take it."""
+    """Return a function in the form for chat templates."""
     if not isinstance(name, str) or not name:
         raise refuse(at, "a function needs a name")
     schema = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
@@ -204,7 +207,9 @@ def said_call(name: object, arguments: object, call_id: object) -> SaidCall:
 
 
 def json_form(wanted: Mapping[str, Any], name: str, *, calls: bool) -> Form | None:
-    """Return the form that a field describes as OpenAI's APIs and Anthropic's do; None: text. Raises Problem.
+    """Return the form that a field describes in the syntax of OpenAI's and Anthropic's APIs; None: text.
+
+    Raises Problem.
 
     With `calls`, tools may be called instead.
     """
@@ -228,7 +233,7 @@ def key_of(*fields: object) -> str:
 
 
 def stops_of(value: object, name: str) -> list[str]:
-    """Return the texts at which a turn is to end: a text, or a list of such."""
+    """Return the texts that stop a turn, from a single text or a list."""
     stops = [value] if isinstance(value, str) else value
     if stops is None:
         return []
@@ -240,17 +245,17 @@ def stops_of(value: object, name: str) -> list[str]:
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that nobody else has."""
+    """Return a unique id."""
     return f"{prefix}_{secrets.token_hex(12)}"
 
 
 def now_s() -> int:
-    """Return the time of day as OpenAI's answers give it, in seconds."""
+    """Return the time of day in the unit of OpenAI's answers, seconds."""
     return int(time.time())
 
 
 def limit_of(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of these limits that is given. Raises Problem: it is below 1."""
+    """Return the first of these limits that is given. Raises Problem if it is below 1."""
     for name in names:
         if (limit := take(body, name, int)) is not None:
             if limit < 1:

@@ -111,7 +111,7 @@ class _Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampling parameters that are used. Others are ignored: see docs/prorl-clients.md for why."""
+    """The sampling parameters that are used. Others are ignored: docs/prorl-clients.md explains why."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -132,7 +132,7 @@ def make_spec(
 ) -> JobSpec:
     """Return the job for a request. Without a `job_id`, each request is a new job.
 
-    `specifications` name the tests' commands of published rows of software engineering that have none themselves.
+    `specifications` provide the test commands for published rows of software engineering that lack them.
 
     Raises:
         UnknownDataSource: no handler is configured for its `data_source`.
@@ -165,7 +165,10 @@ def make_spec(
 
 
 def question_of(instance: dict[str, Any]) -> str:
-    """Return the text of an instance's prompt. If it is messages (also as JSON), return the user's last one."""
+    """Return the text of an instance's prompt.
+
+    If it consists of messages (also as JSON), return the user's last message.
+    """
     prompt = _messages_of(instance.get("prompt", instance.get("problem_statement", "")))
     if isinstance(prompt, str):
         return prompt
@@ -174,12 +177,12 @@ def question_of(instance: dict[str, Any]) -> str:
 
 
 def wants_tokens(request: ProcessRequest) -> bool:
-    """Return whether messages of the result should have tokens: true unless the client says that it works on text."""
+    """Return whether messages of the result contain tokens. This is the default, unless the client requests text."""
     return _read(request.sampling_params, _Form, "$.sampling_params").token_level_generation is not False
 
 
 def _messages_of(prompt: object) -> str | list[dict[str, Any]]:
-    """Return the messages of a prompt, or its text if it has none. Tables often hold the messages as JSON."""
+    """Return the messages of a prompt, or its text if it has none. Tables often contain the messages as JSON."""
     if isinstance(prompt, str) and prompt.lstrip().startswith("["):
         with suppress(msgspec.MsgspecError):
             return msgspec.json.decode(prompt, type=list[dict[str, Any]])
@@ -196,7 +199,7 @@ def _text_of(content: object) -> str:
 
 
 def _payload(handler: str, instance: dict[str, Any], specifications: Specifications) -> dict[str, Any]:
-    """Return the payload for the handler. A handler not known here gets the instance without the routing fields."""
+    """Return the payload for the handler. For an unknown handler, it is the instance without the routing fields."""
     if handler in ("math", "stem"):
         return _question_and_answer(instance)
     if handler == "swe":
@@ -230,7 +233,7 @@ class Asked(NamedTuple):
     Attributes:
         question: the user's message, for a rollout that did not record it.
         trajectory_id: the client's own id.
-        tokens: messages have their tokens.
+        tokens: messages contain their tokens.
     """
 
     question: str
@@ -245,8 +248,8 @@ def make_result(
 ) -> dict[str, Any]:
     """Return the result object, ready for JSON.
 
-    Besides the ProRL server's keys it has `reward`, `status`, `cause`, `job_id` and `details`. A failure that is not
-    the policy's must not be trained on: it has `critical_error`, `filter` true, `reward` null and `resolved` false.
+    In addition to the ProRL server's keys it has `reward`, `status`, `cause`, `job_id` and `details`. A failure that is
+    not the policy's must not be trained on: it has `critical_error`, `filter` true, `reward` null and `resolved` false.
     `critical_error` is the stage that failed, "timeout" or "cancelled". `read_turn` is the node's.
     """
     trajectory = outcome.trajectory
@@ -314,7 +317,7 @@ def _messages(
 
 
 def _between(said: Sequence[tuple[str, str]], segment: Segment, start: int, end: int) -> list[dict[str, Any]]:
-    """Return the messages between two completions; the first has all the tokens.
+    """Return the messages between two completions. The first message has all the tokens.
 
     Tokens without recorded text become a user's message with empty text.
     """
@@ -338,8 +341,8 @@ def _action(
 ) -> dict[str, Any]:
     """Return the assistant's message of one completion.
 
-    A call that can be read is moved from the text to `tool_calls`. Others stay in the text: unreadable ones, and those
-    that the handler itself took from the text.
+    A parsed call is moved from the text to `tool_calls`. Unparsable calls, and calls that the handler itself took from
+    the text, stay in the text.
     """
     start, end = turn.completion_start, turn.completion_end
     token_ids = segment.token_ids[start:end].tolist()
@@ -372,7 +375,7 @@ def _timing(timing: Timing, *, timed_out: bool) -> dict[str, Any]:
 
 
 class CompatError(msgspec.Struct, frozen=True):
-    """An error: `detail` as the ProRL server words it, `error` in this project's own form."""
+    """An error: `detail` is the text of the ProRL server, `error` this project's own form."""
 
     detail: str
     error: ErrorDetail
@@ -422,7 +425,7 @@ def compat_endpoints(
 
 
 def configured_endpoints(config: NodeConfig | HeadConfig) -> list[Endpoint]:
-    """Return the endpoints, or none if `config` has them off.
+    """Return the endpoints, or none if `config` disables them.
 
     Raises:
         ConfigError: `config` has them require no token where anyone could connect, or `rest.swe_specs` cannot be read.
@@ -448,7 +451,7 @@ def configured_endpoints(config: NodeConfig | HeadConfig) -> list[Endpoint]:
 class _Server:
     """The state of the endpoints: whether `/start` was called, and the URLs of the engines that were added here.
 
-    The jobs are in the session `SESSION`. Jobs of other sessions, and engines that others have added, are left alone.
+    The jobs are in the session `SESSION`. Jobs of other sessions, and engines added by others, are not touched.
     """
 
     def __init__(self, backends: BackendConfig, specifications: Specifications) -> None:
@@ -465,9 +468,9 @@ class _Server:
         return _say("Server started successfully")
 
     async def stop(self, call: Call) -> Response:
-        """Cancel this session's jobs and drop its outcomes; answer when nothing of the jobs runs any more.
+        """Cancel this session's jobs and drop its outcomes. Answer when the jobs have stopped.
 
-        The node and its backends go on.
+        The node and its backends continue.
         """
         session = self._session(call.api)
         self._started = False
@@ -487,7 +490,7 @@ class _Server:
     async def process(self, call: Call) -> Response:
         """Run one rollout, and answer with its result.
 
-        A client that disconnects does not cancel it: it asks again with the same job_id.
+        A client that disconnects does not cancel it. It can request the result again with the same job_id.
         """
         api = call.api
         session = self._session(api)
@@ -503,9 +506,9 @@ class _Server:
         return Response(result, media_type="application/json")
 
     async def cancel(self, call: Call) -> Response:
-        """Cancel a job, and answer when nothing of it runs any more.
+        """Cancel a job, and answer when it has stopped.
 
-        A job that has ended or never existed is no error.
+        A job that has ended or never existed is not an error.
         """
         session = self._session(call.api)
         job_id = decode_body(call.body, CancelRequest).job_id
@@ -515,8 +518,8 @@ class _Server:
     async def add_llm_server(self, call: Call) -> Response:
         """Add a backend, also before `/start`.
 
-        One that was added here before is probed again; one that is down joins when it is up. One that others have added
-        stays as it is.
+        A backend that was added here before is probed again. A backend that is down joins when it is up. A backend
+        added by others stays unchanged.
         """
         address = decode_body(call.body, ServerRequest).address
         url = (address if "://" in address else f"http://{address}").rstrip("/").removesuffix(OPENAI_PATH)
@@ -540,7 +543,7 @@ class _Server:
         return _say(f"Added LLM server {address}")
 
     async def clear_llm_server(self, call: Call) -> Response:
-        """Remove the backends that were added here. Jobs go on: they use the backends that are added next."""
+        """Remove the backends that were added here. Jobs continue on backends that are added next."""
         await trio.lowlevel.checkpoint()
         while self._engines:
             with suppress(UnknownBackend):
@@ -554,7 +557,7 @@ class _Server:
 
     @staticmethod
     async def _submit(session: Session, spec: JobSpec, api: Api) -> None:
-        """Submit a job, or join it if it is the same. An ended job with this id and another spec is dropped first."""
+        """Submit a job, or join an identical one. An ended job with this id and another spec is dropped first."""
         try:
             await submit_one(session, spec, api.node)
         except DuplicateJob:
@@ -568,7 +571,7 @@ class _Server:
         running = session.running_job(job_id)
         if running is not None:
             await api.wait_all([running.ended], api.config.prorl_compat_timeout_s, api.config.prorl_compat_timeout_s)
-            if (outcome := running.outcome) is not None:  # also when it was forgotten meanwhile, by `/stop`
+            if (outcome := running.outcome) is not None:  # also if `/stop` has dropped the job
                 return outcome
         elif (held := await session.outcome_of(job_id)) is not None:
             return held.decode()
@@ -584,7 +587,7 @@ def _encode(outcome: Outcome, asked: Asked, node: NodeApi) -> bytes:
 
 
 def _with_detail(handler: Callable[[Call], Awaitable[Response]]) -> Callable[[Call], Awaitable[Response]]:
-    """Return `handler` with its errors answered as a `CompatError`."""
+    """Return `handler` with its errors converted to a `CompatError`."""
 
     @wraps(handler)
     async def handle(call: Call) -> Response:

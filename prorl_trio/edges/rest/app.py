@@ -39,10 +39,11 @@ _Methods = dict[str, Endpoint]
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 IN_THREAD_OUTCOMES: Final = 4
-"""Replies with more outcomes than this, or with lists of numbers, are encoded in a thread, not to block the loop."""
+"""Replies with more outcomes than this, or with lists of numbers, are encoded in a thread, to keep
+the loop responsive."""
 
 MAX_IGNORED_BODY_BYTES: Final = 64 * 1024
-"""A longer body of a request whose endpoint takes none is refused."""
+"""Longer bodies are refused if the endpoint takes none."""
 
 _DTYPES: Final = {"token_ids": "<i4", "logprobs": "<f4", "loss_mask": "u1"}
 _BINARY: Final = (bytes, memoryview)
@@ -137,7 +138,7 @@ def _responses(endpoint: Endpoint, refs: dict[str, Any]) -> dict[str, Any]:
 
 
 async def encode_reply(reply: object, media_type: str, arrays: Arrays, outcomes: int) -> bytes:
-    """Encode a reply that holds `outcomes` outcomes; in a thread if that may take long.
+    """Encode a reply with `outcomes` outcomes; in a thread if that may take long.
 
     `arrays` is the form of token arrays in JSON; in msgpack they are bytes. Objects without a form in either are
     encoded as their `str`.
@@ -153,7 +154,7 @@ def _encode(reply: object, media_type: str, arrays: Arrays) -> bytes:
     if arrays == "base64":
         try:
             return msgspec.json.encode(reply, enc_hook=str)
-        except _NO_JSON_FORM:  # what a handler put into `details` may be msgpack and no JSON
+        except _NO_JSON_FORM:  # a handler's `details` may be valid msgpack but invalid JSON
             return msgspec.json.encode(_plain(msgspec.to_builtins(reply, builtin_types=_BINARY, enc_hook=str)))
     return msgspec.json.encode(_plain(msgspec.to_builtins(reply, builtin_types=_BINARY, enc_hook=str), lists=True))
 
@@ -176,11 +177,11 @@ def _plain(value: Any, *, lists: bool = False) -> Any:
 
 
 class RestApp:
-    """An ASGI application. It reads no body before its token is checked by the server.
+    """An ASGI application. It reads no body before the server has checked its token.
 
     Args:
-        api: the node that `ENDPOINTS` are about; None: they are left out.
-        more: endpoints besides those. Without `api` they are all, and use none.
+        api: the node that `ENDPOINTS` are about; None: they are omitted.
+        more: further endpoints. Without `api` these are the only ones, and must not use it.
     """
 
     def __init__(self, api: Api | None, more: Sequence[Endpoint] = ()) -> None:
@@ -191,7 +192,7 @@ class RestApp:
         self._methods: dict[str, _Methods] = {}
         for endpoint in endpoints:
             self._methods.setdefault(endpoint.path, {})[endpoint.method] = endpoint
-        # A job id is the submitter's, and may hold slashes.
+        # Submitters choose job ids, which may contain slashes.
         self._patterns = [
             (re.compile(re.escape(path).replace(r"\{job_id\}", "(?P<job_id>.+)"), re.DOTALL), methods)
             for path, methods in self._methods.items()
@@ -204,7 +205,7 @@ class RestApp:
         return path in self._free
 
     def error_body(self, path: str, detail: ErrorDetail) -> bytes:
-        """Return the JSON body of an error, in the shape that the endpoints of a path have."""
+        """Return the JSON body of an error, in the format of the path's endpoints."""
         for endpoint in self._methods.get(path, {}).values():
             return msgspec.json.encode(endpoint.error(detail))
         return msgspec.json.encode(ErrorBody(error=detail))
@@ -220,12 +221,12 @@ class RestApp:
             response = self._error(scope, status_of(detail), detail)
         try:
             await response(scope, receive, send)
-        except ServiceError as exc:  # an event stream that is one too many
+        except ServiceError as exc:  # too many event streams
             detail = error_of(exc)
             await self._error(scope, status_of(detail), detail)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive) -> Response:
-        """Read and check a request, and answer it. If the client leaves, the endpoint's handler is cancelled."""
+        """Read and check a request, and answer it. If the client disconnects, the endpoint's handler is cancelled."""
         methods, parameters = self._find(scope["path"])
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         if method not in methods:
@@ -308,8 +309,8 @@ async def _read_body(receive: Receive, *, takes_body: bool) -> bytes:
     """Return the body of a request.
 
     Raises:
-        ApiError: 413. The endpoint takes no body, and this one is too long to be ignored: without a token, connections
-            could fill the memory with such bodies.
+        ApiError: 413. The endpoint takes no body, and this one is too long to be ignored. Otherwise connections without
+            a token could fill the memory with such bodies.
     """
     body = bytearray()
     more = True

@@ -77,7 +77,7 @@ def decode_body(body: bytes | msgspec.Raw, kind: type[_T], *, prefix: str = "$")
 
 
 def read_body_as(body: bytes, kind: type[_T]) -> _T:
-    """Decode a whole request's body as `decode_body` does; an empty body counts as an empty object."""
+    """Decode a whole request's body like `decode_body`; an empty body counts as an empty object."""
     return decode_body(body or b"{}", kind)
 
 
@@ -102,7 +102,7 @@ class Api:
         sessions: the node's sessions, shared with the WebSocket.
         config: limits of REST.
         feed: source of the event streams.
-        closing: set when the server ends: requests that wait then answer with what they have.
+        closing: set when the server closes: waiting requests then answer with the results so far.
         metrics: returns the content type and bytes of the Prometheus page; None if there is none.
     """
 
@@ -114,9 +114,9 @@ class Api:
     metrics: Callable[[], tuple[str, bytes]] | None = None
 
     def open_session(self, session_id: str, cursor: int = 0) -> Session:
-        """Return the session with that id; create it if there is none.
+        """Return the session with that id; create it if it does not exist.
 
-        Outcomes of a new one expire while no trainer is connected.
+        Outcomes of a new session expire while no trainer is connected.
 
         Raises:
             ServiceError: `ProtocolError` or `AdmissionRejected`, see `SessionTable.open`.
@@ -133,7 +133,7 @@ class Api:
     async def wait_for(
         self, wait: Callable[[], Awaitable[None]], timeout_s: float, max_wait_s: float | None = None
     ) -> None:
-        """Return when `wait` does, or at the time limit, or when the server closes. It does not say which.
+        """Return when `wait` does, at the time limit, or when the server closes, without indicating which.
 
         The limit is the smaller of `timeout_s` and `max_wait_s`, whose default is the config's. With a `timeout_s` of 0
         this does not wait.
@@ -153,11 +153,11 @@ class Call:
     """A request that was read and checked.
 
     Attributes:
-        node_api: the state that all endpoints of a node share; None where there is no node.
+        node_api: the state that all endpoints of a node share; None without a node.
         path: the path's parameters.
         query: the query string, as the endpoint's Struct.
         body: the undecoded body.
-        named_session: the session in the query or header; None if neither has one.
+        named_session: the session in the query or header; None if neither names one.
     """
 
     node_api: Api | None
@@ -194,7 +194,7 @@ class Call:
         raise self.unknown(job_id)
 
     def unknown(self, job_id: str) -> UnknownJob:
-        """Return the error to raise for a job that is not known."""
+        """Return the error for an unknown job."""
         where = "in any session" if self.named_session is None else f"in session {self.named_session!r}"
         return UnknownJob(f"job {job_id!r} is not known {where}: never submitted, or its outcome was forgotten")
 
@@ -219,21 +219,21 @@ class Endpoint:
 
     Attributes:
         method: the HTTP method.
-        path: may hold `{job_id}`.
+        path: may contain `{job_id}`.
         handler: answers the request.
         summary: one sentence for the description.
         query: the type of the query string.
         replies: the type of the body for each documented status; None if it is not JSON.
-        bodies: types that the request's body may have; empty if it has none.
+        bodies: types that the request's body may have; empty without a body.
         body_required: false if the body may be missing.
-        errors: statuses of errors, besides those of every endpoint.
-        error: makes the body of an error that the server or the router answers.
+        errors: statuses of errors, in addition to the statuses of every endpoint.
+        error: returns the body of an error that the server or the router answers.
         error_bodies: types that the body of an error may have.
         free: no token is required.
-        media_type: of the replies.
+        media_type: media type of the replies.
         tags: group it in the description.
         operation_id: its id in the description; by default the handler's name.
-        is_part_of_page: a page loads it, and the description leaves it out.
+        is_part_of_page: a page loads it, and the description omits it.
     """
 
     method: str

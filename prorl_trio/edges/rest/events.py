@@ -49,7 +49,7 @@ class Subscription:
         self._arrival.unpark_all()
 
     async def next(self) -> bytes:
-        """Wait for at least one event; return all queued ones as they are sent, with the count of dropped ones.
+        """Wait for at least one event. Return all queued events as they are sent, with the count of dropped ones.
 
         Safe to cancel: no event is lost.
         """
@@ -76,7 +76,7 @@ class EventFeed:
         """Add a listener and return its subscription. Call `unsubscribe` at its end.
 
         Raises:
-            AdmissionRejected: there are too many.
+            AdmissionRejected: too many listeners.
         """
         if len(self._subscriptions) >= self._max_streams:
             raise AdmissionRejected(
@@ -95,7 +95,10 @@ class EventFeed:
         self._publish("job_moved", job, {"status": status, "detail": detail[:MAX_DETAIL_CHARS]})
 
     def turn_done(self, job: JobView, turn: Turn) -> None:
-        """Publish the facts of a turn. See `Observer`. Tokens and text are left out: they come with the outcome."""
+        """Publish the facts of a turn. See `Observer`.
+
+        Tokens and text are omitted, because the outcome contains them.
+        """
         facts = {
             "turn": job.turns,
             "completion_tokens": turn.completion_end - turn.completion_start,
@@ -122,7 +125,7 @@ class EventFeed:
 
 
 class EventStream(Response):
-    """An answer that goes on until the listener disconnects or the server closes.
+    """An answer that continues until the listener disconnects or the server closes.
 
     Sends a comment after every `heartbeat_interval_s` without an event.
     """
@@ -138,7 +141,7 @@ class EventStream(Response):
         """Send events until cancelled, disconnected or closing; always unsubscribes.
 
         Raises:
-            AdmissionRejected: there are too many listeners. Nothing has been sent then.
+            AdmissionRejected: too many listeners. Nothing has been sent in this case.
         """
         subscription = self._feed.subscribe(self._query)
         try:

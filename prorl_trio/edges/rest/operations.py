@@ -1,4 +1,4 @@
-"""Endpoints for what is asked of a node besides jobs, generated from the table that the WebSocket serves, too."""
+"""Endpoints for requests other than jobs, generated from the table that the WebSocket also serves."""
 
 from __future__ import annotations
 

@@ -78,13 +78,13 @@ fetch("/openapi.json").then(answer => answer.json()).then(api => {
 
 
 async def healthz(_call: Call) -> Reply:
-    """Answer 200. That it answers shows that the node's loop runs."""
+    """Answer 200. The answer itself shows that the node's loop runs."""
     await trio.lowlevel.checkpoint()
     return Reply(body=Health())
 
 
 async def readyz(call: Call) -> Reply:
-    """Answer 200 if a job submitted now would be worked on, else 503 with the reason."""
+    """Answer 200 if a job submitted now would run, otherwise 503 with the reason."""
     await trio.lowlevel.checkpoint()
     reason = call.api.node.unreadiness()
     status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK

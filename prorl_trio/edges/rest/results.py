@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 async def results(call: Call) -> Reply:
-    """Answer with the unacknowledged outcomes, oldest first; acknowledge those up to `cursor` before, if it is given.
+    """Answer with the unacknowledged outcomes, oldest first. If `cursor` is given, first acknowledge up to it.
 
-    Waits up to `wait` seconds for a first one. A client that loses the answer asks again with the same cursor.
+    Waits up to `wait` seconds for a first outcome. A client that lost the answer repeats the request with the same
+    cursor.
     """
     query: ResultsQuery = call.query
     config = call.api.config
@@ -26,7 +27,7 @@ async def results(call: Call) -> Reply:
     entries: list[ResultEntry] = []
     size_bytes = 0
     for place in list(islice(session.log.cursors(), min(query.limit, config.max_results_per_reply))):
-        if (held := await session.outcome_at(place)) is None:  # acknowledged or deleted by somebody else meanwhile
+        if (held := await session.outcome_at(place)) is None:  # acknowledged or deleted by another client
             continue
         size_bytes += len(held.outcome)
         if entries and size_bytes > config.max_reply_bytes:

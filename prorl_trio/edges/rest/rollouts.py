@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import Outcome, Status
 
 CANCEL_WAIT_S: Final = 10.0
-"""Time for which the answer to a cancel waits until the outcome is stored. Nothing of the job runs by then."""
+"""Seconds for which the answer to a cancel waits until the outcome is stored. The job has stopped by then."""
 CANCEL_REASON: Final = "cancelled through REST"
 
 
@@ -49,7 +49,7 @@ class _Batch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Shape(msgspec.Struct):
-    """A request's outermost shape, to tell a batch from a single job without decoding either."""
+    """A request's outermost shape, to distinguish a batch from a single job without decoding either."""
 
     jobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
@@ -61,7 +61,7 @@ _decode_id = msgspec.json.Decoder(JobId).decode
 
 
 async def submit(call: Call) -> Reply:
-    """Submit one job or several, each accepted or rejected by itself; with `wait`, wait for their outcomes.
+    """Submit one job or several, each accepted or rejected separately; with `wait`, wait for their outcomes.
 
     Safe to repeat: a job that was submitted before is joined. A client that disconnects does not cancel its jobs.
     """
@@ -125,7 +125,7 @@ async def _take(session: Session, api: Api, raws: list[msgspec.Raw], *, batch: b
 
 
 async def _standing(session: Session, job: SubmittedJob, asked: dict[str, Job], *, with_outcome: bool) -> SubmittedJob:
-    """Return an accepted job with its present status and outcome. `asked` are the jobs that were waited for."""
+    """Return an accepted job with its current status and outcome. `asked` are the awaited jobs."""
     if not job.accepted or job.job_id is None:
         return job
     waited_for = asked.get(job.job_id)
@@ -137,7 +137,7 @@ async def _standing(session: Session, job: SubmittedJob, asked: dict[str, Job], 
     if outcome is not None:
         reply = outcome if with_outcome else None
         return msgspec.structs.replace(job, status=outcome.status, cursor=cursor, outcome=reply)
-    if running is None:  # it has ended and was acknowledged by somebody else
+    if running is None:  # it has ended and another client acknowledged it
         return job
     return msgspec.structs.replace(job, status=running.status)
 
@@ -180,8 +180,8 @@ async def list_jobs(call: Call) -> Reply:
 async def get_job(call: Call) -> Reply:
     """Answer with one job, live or ended.
 
-    With `wait`, first wait for its end, for so many seconds and at most the server's limit (`wait_all`); if it has not
-    ended by then, the answer is the live job, with status 202. Acknowledges nothing.
+    With `wait`, first wait for its end, for that many seconds and at most the server's limit (`wait_all`). If it has
+    not ended by then, the answer is the live job, with status 202. Acknowledges nothing.
     """
     query: JobQuery = call.query
     job_id = call.path["job_id"]
@@ -194,7 +194,7 @@ async def get_job(call: Call) -> Reply:
         return _ended(session, job_id, held.cursor, held.decode())
     await call.api.wait_all([running.ended], query.wait)
     outcome = running.outcome
-    if outcome is not None:  # without a cursor: acknowledged by somebody else while we waited
+    if outcome is not None:  # without a cursor: acknowledged by another client while we waited
         return _ended(session, job_id, session.log.find(job_id), outcome)
     view = call.api.node.find_job(job_id)
     status = view.status if view else running.status
@@ -211,11 +211,11 @@ def _ended(session: Session, job_id: str, cursor: int | None, outcome: Outcome) 
 
 
 async def delete_job(call: Call) -> Reply:
-    """Cancel a live job, and answer when nothing of it runs any more; or drop the outcome of an ended one.
+    """Cancel a live job, and answer when it has stopped; or drop the outcome of an ended job.
 
     A live job may belong to any session: its own trainer still gets the outcome. The outcome of an ended job is dropped
-    only if the request names its session (`rest` if it names none) and no trainer is connected to that; otherwise this
-    raises `Undelivered`.
+    only if the request names its session (by default `rest`) and no trainer is connected to that session. Otherwise
+    this raises `Undelivered`.
     """
     job_id = call.path["job_id"]
     session = call.session_of(job_id)
@@ -227,7 +227,7 @@ async def delete_job(call: Call) -> Reply:
         status = "cancelled" if (outcome := running.outcome) is None else outcome.status
     else:
         held = await session.outcome_of(job_id)
-        if held is None:  # somebody else was faster
+        if held is None:  # another client was faster
             raise call.unknown(job_id)
         if session.session_id != call.session_id or session.connected:
             raise Undelivered(
@@ -241,7 +241,7 @@ async def delete_job(call: Call) -> Reply:
 
 
 async def delete_jobs(call: Call) -> Reply:
-    """Cancel every live job that matches the filter, and answer when nothing of them runs any more."""
+    """Cancel every live job that matches the filter, and answer when they have stopped."""
     query: CancelQuery = call.query
     if query.group is None and query.session is None and not query.tag:
         raise malformed("give at least one of group, session, tag; nothing was cancelled", "query")
@@ -251,9 +251,9 @@ async def delete_jobs(call: Call) -> Reply:
 
 
 async def cancel_jobs(api: Api, job_ids: Sequence[str], reason: str = CANCEL_REASON) -> None:
-    """Cancel live jobs, and return when nothing of them runs any more.
+    """Cancel live jobs, and return when they have stopped.
 
-    Jobs that end by themselves meanwhile are no error.
+    Jobs that end by themselves are not an error.
     """
     await cancel(api.node, api.sessions.all(), [TheseJobs(list(job_ids))], reason)
 

@@ -17,11 +17,11 @@ Arrays = Literal["base64", "list"]
 
 
 class _Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A base of query strings: an unknown parameter is an error."""
+    """A base of query strings. An unknown parameter is an error."""
 
 
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A base of JSON bodies: an unknown field is an error."""
+    """A base of JSON bodies. An unknown field is an error."""
 
 
 # ---------------------------------------------------------------- errors
@@ -57,13 +57,13 @@ class SubmitQuery(ArraysQuery, frozen=True):
 
 
 class JobQuery(ArraysQuery, frozen=True):
-    """Parameters of a question for one job. `wait`: seconds to wait for its outcome before answering."""
+    """Parameters of a request for one job. `wait`: seconds to wait for its outcome before answering."""
 
     wait: Seconds = 0.0
 
 
 class SubmitBatch(_Body, frozen=True):
-    """Several jobs in one request. Each is accepted or rejected by itself."""
+    """Several jobs in one request. Each is accepted or rejected separately."""
 
     jobs: list[JobSpec]
 
@@ -71,8 +71,8 @@ class SubmitBatch(_Body, frozen=True):
 class SubmittedJob(_Body, frozen=True):
     """The result of submitting one job.
 
-    `job_id` is null if it could not be read. For an accepted job, `status` is its present one, and `outcome` is set if
-    it has ended and the submit waited; for a rejected job, `error` says why.
+    `job_id` is null if it could not be read. For an accepted job, `status` is its current status, and `outcome` is set
+    if it has ended and the submit waited. For a rejected job, `error` is the reason.
     """
 
     index: int
@@ -85,7 +85,7 @@ class SubmittedJob(_Body, frozen=True):
 
 
 class SubmitReply(_Body, frozen=True, omit_defaults=True):
-    """The answer to a submit. `error` is set if all jobs were rejected with the same status: the first job's error."""
+    """The answer to a submit. `error` is the first job's error if all jobs were rejected with the same status."""
 
     session: str
     jobs: list[SubmittedJob]
@@ -114,7 +114,7 @@ class JobsQuery(_Query, frozen=True):
 
 
 class JobsReply(_Body, frozen=True):
-    """Live jobs, oldest first. `total` also counts those beyond the limit."""
+    """Live jobs, oldest first. `total` also counts the jobs beyond the limit."""
 
     total: int
     jobs: list[JobView]
@@ -132,13 +132,13 @@ class CancelQuery(_Query, frozen=True):
 
 
 class CancelReply(_Body, frozen=True):
-    """Jobs that were cancelled: nothing of them runs any more. Their outcomes are kept until acknowledged."""
+    """Jobs that were cancelled and have stopped. Their outcomes are kept until acknowledged."""
 
     cancelled: list[str]
 
 
 class Acknowledged(_Body, frozen=True):
-    """A job that was cancelled, or whose outcome was dropped (`forgotten`). `status` is its last one."""
+    """A job that was cancelled, or whose outcome was dropped (`forgotten`). `status` is its final status."""
 
     job_id: str
     session: str
@@ -152,7 +152,7 @@ class Acknowledged(_Body, frozen=True):
 class ResultsQuery(ArraysQuery, frozen=True):
     """Parameters of a long poll.
 
-    `cursor` acknowledges all outcomes up to it; `wait`: seconds to wait for a first one.
+    `cursor` acknowledges all outcomes up to it. `wait`: seconds to wait for a first outcome.
     """
 
     cursor: Cursor | None = None
@@ -169,7 +169,7 @@ class ResultEntry(_Body, frozen=True):
 
 
 class ResultsReply(_Body, frozen=True):
-    """Unacknowledged outcomes, oldest first. Ask next with `cursor`, once these are stored safely."""
+    """Unacknowledged outcomes, oldest first. Send `cursor` in the next request, once these are stored safely."""
 
     session: str
     cursor: int
@@ -182,7 +182,7 @@ class ResultsReply(_Body, frozen=True):
 
 
 class EventsQuery(_Query, frozen=True):
-    """A filter for events: only those of jobs of this session and of this group."""
+    """A filter for events: only jobs of this session and of this group."""
 
     session: str | None = None
     group: str | None = None
@@ -195,7 +195,7 @@ class Health(_Body, frozen=True):
 
 
 class Readiness(_Body, frozen=True):
-    """The readiness for jobs; `reason` says why a job submitted now would not be worked on."""
+    """The readiness for jobs. `reason` explains why a job submitted now would not run."""
 
     ready: bool
     reason: str = ""

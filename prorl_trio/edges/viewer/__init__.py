@@ -1,1 +1,1 @@
-"""The viewer's page: static files, for a node, for recorded runs, and as one file."""
+"""The viewer's static page, for a node, for recorded runs, and as one file."""

@@ -1,4 +1,4 @@
-"""The viewer's static files as endpoints. They hold no secret, and the page can load nothing but them."""
+"""The viewer's static files as endpoints. They contain no secret, and the page can only load these files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from prorl_trio.edges.rest.call import Call
 
 Source = Literal["node", "runs", "follow"]
-"""What the page shows: a live node, recorded runs, or recorded runs that may still grow."""
+"""The data source of the page: a live node, recorded runs, or recorded runs that may still grow."""
 
 PAGE: Final = "index.html"
 STYLE: Final = "style.css"
 MODULES: Final = ("dom.js", "source.js", "charts.js", "tokens.js", "rollout.js", "runs.js", "live.js", "main.js")
-"""In the order of their imports: each imports only from those before it."""
+"""Modules in import order: each imports only from earlier ones."""
 _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -39,14 +39,14 @@ _EXPORT: Final = re.compile(r"^export ((?:async )?(?:const|function) (\w+))", re
 
 
 def viewer_endpoints(source: Source) -> list[Endpoint]:
-    """Return the endpoints of the page `/ui`; where recorded runs are shown, it is at `/` as well."""
+    """Return the endpoints of the page `/ui`. For recorded runs, it is at `/` as well."""
     page = _read(PAGE).replace('data-source="node"', f'data-source="{source}"')
     pages = [_endpoint(path, page, PAGE) for path in (("/ui",) if source == "node" else ("/ui", "/"))]
     return pages + [_endpoint(f"/ui/{name}", _read(name), name) for name in (STYLE, *MODULES)]
 
 
 def one_file(data: bytes) -> bytes:
-    """Return a page that shows `data`, JSON, without a server and from a disk."""
+    """Return a page that shows the JSON `data` from a file, without a server."""
     script = "".join(_scope(name.removesuffix(".js"), _read(name)) for name in MODULES)
     style = _read(STYLE)
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
@@ -62,7 +62,7 @@ def one_file(data: bytes) -> bytes:
 
 
 def _scope(name: str, module: str) -> str:
-    """Return a module as a function that is called at once and returns what it exports, for a script of them all."""
+    """Return a module as an immediately called function that returns its exports, for one combined script."""
     exported = ", ".join(found[1] for found in _EXPORT.findall(module))
     body = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = modules.\2;", module))
     start = "const modules = {};\n" if name == MODULES[0].removesuffix(".js") else ""

@@ -1,1 +1,1 @@
-"""The WebSocket service: sessions of trainers over a standing connection."""
+"""The WebSocket service: sessions of trainers over a persistent connection."""

@@ -31,11 +31,11 @@ class LocalSockets(NamedTuple):
 def claim_local_sockets(listen: ListenConfig, default: Path | None = None) -> LocalSockets | None:
     """Create the folder for the sockets if it is missing, and remove sockets that a killed node left there.
 
-    Returns their paths; None if none are configured, or if `auto` is and they cannot be had, which is logged. The
-    listener unlinks the sockets at its end. `default`: see `ListenConfig.unix_path`. Blocks on the disk.
+    Returns the paths; None if none are configured, or if `auto` is configured but fails, which is logged. The listener
+    unlinks the sockets when it closes. `default`: see `ListenConfig.unix_path`. Blocks on the disk.
 
     Raises:
-        ConfigError: a configured path is too long, its folder is not ours alone, or a node listens there.
+        ConfigError: a configured path is too long, its folder is not exclusively ours, or a node listens there.
     """
     node = listen.unix_path(default)
     if node is None:
@@ -52,7 +52,7 @@ def claim_local_sockets(listen: ListenConfig, default: Path | None = None) -> Lo
 
 
 def check_local_sockets(listen: ListenConfig) -> None:
-    """Check that a configured path can be claimed, as `claim_local_sockets` does. Blocks on the disk.
+    """Check that a configured path can be claimed by `claim_local_sockets`. Blocks on the disk.
 
     Raises:
         ConfigError: it cannot.
@@ -62,7 +62,7 @@ def check_local_sockets(listen: ListenConfig) -> None:
 
 
 def release_local_sockets(listen: ListenConfig, sockets: LocalSockets) -> None:
-    """Remove the folder that `auto` creates, if it is empty. A configured folder is kept."""
+    """Remove the folder that `auto` creates if it is empty. A configured folder is kept."""
     if listen.unix_socket == "auto":
         with suppress(OSError):
             sockets.node.parent.rmdir()
@@ -77,7 +77,7 @@ def _claim(sockets: LocalSockets) -> None:
         )
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        for found in (folder.lstat(), folder.stat()):  # the link, if it is one, and the folder
+        for found in (folder.lstat(), folder.stat()):  # both the folder and a link to it
             if found.st_uid != os.geteuid():
                 raise ConfigError(
                     f"listen.unix_socket: {folder.absolute()} belongs to user {found.st_uid}; name a folder of our own"
@@ -105,14 +105,14 @@ def _remove_stale(path: Path) -> None:
         raise ConfigError(f"listen.unix_socket: {path} is there, and is no socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         reached = probe.connect_ex(os.fspath(path))
-    if reached == errno.ECONNREFUSED:  # nobody listens: a killed node left it
+    if reached == errno.ECONNREFUSED:  # not listening: left by a killed node
         path.unlink(missing_ok=True)
     elif reached != errno.ENOENT:
         raise ConfigError(f"listen.unix_socket: {path} belongs to a node that is running; choose another path")
 
 
 def _try_to_bind(sockets: LocalSockets) -> None:
-    """Raise OSError where they cannot be made, as on a disk that is full or has no sockets."""
+    """Raise OSError if the sockets cannot be created, such as on a full disk or one without sockets."""
     with ExitStack() as trials:
         for path in sockets:
             trials.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)).bind(os.fspath(path))

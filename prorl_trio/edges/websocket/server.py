@@ -1,4 +1,4 @@
-"""Connections that became WebSockets: authenticates them, and hands each link to a `Connection`."""
+"""Connections that became WebSockets: authenticates them, and passes each link to a `Connection`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 LEAVING: Final = 64
-"""Authenticated connections beyond `max_sessions`: replaced ones that are still closing."""
+"""Maximum number of authenticated connections beyond `max_sessions`: replaced connections that are still closing."""
 
 WRONG_TOKEN: Final = "wrong token"
 
@@ -69,13 +69,13 @@ _decode = msgspec.msgpack.Decoder(ClientMessage).decode
 logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS: Final = 64
-"""Cancels and calls of the backends in progress on one connection. One more ends the connection."""
+"""Maximum number of cancels and backend calls in progress on one connection. One more ends the connection."""
 EVENT_MARK_FRAMES: Final = 200
-"""Job events are dropped while more frames than this wait to be sent."""
+"""Job events are dropped while more frames than this are queued."""
 JOBS_PER_COMMIT: Final = 1_000
-"""Jobs of one frame that are stored together. Their answers are sent before the next ones are stored."""
+"""Number of jobs in one frame that are stored together. They are answered before the next ones are stored."""
 JOBS_PER_LIST: Final = 200
-"""Ids in one `JobList` frame. An id has up to 200 characters."""
+"""Maximum number of ids in one `JobList` frame. An id has up to 200 characters."""
 
 RefusalCode = Literal["version", "token", "protocol", "draining", "replaced", "admission"]
 
@@ -97,7 +97,7 @@ class Connection:
         """Attach to the session, replacing its former connection.
 
         Raises:
-            ProtocolError: `hello` asks for an impossible cursor or window.
+            ProtocolError: `hello` requests an impossible cursor or window.
         """
         self._link = link
         self._session = session
@@ -123,12 +123,12 @@ class Connection:
                 self._table.observations.end(self._observation)
 
     def go_away(self) -> None:
-        """Send what is queued, then close. Returns at once and sets no deadline."""
+        """Send the queued frames, then close. Returns at once and sets no deadline."""
         self._leaving = True
         self._link.wake()
 
     def end(self, reason: str) -> None:
-        """Close the link with a reason. A trainer that may come back connects again."""
+        """Close the link with a reason. A trainer may reconnect."""
         self._link.end(CloseCode.POLICY_VIOLATION, reason)
 
     def wake(self) -> None:
@@ -145,7 +145,7 @@ class Connection:
         self.refuse("replaced", "another connection has taken this session over")
 
     def refuse(self, code: RefusalCode, message: str) -> None:
-        """End the link with a code that the trainer's program can act on."""
+        """End the link with a machine-readable code."""
         refuse(self._link, code, message)
 
     def _attach_arena(self, reader_id: str) -> None:
@@ -186,7 +186,7 @@ class Connection:
                     raise ProtocolError("ahead is for the jobs of one session, and does not go with on_node")
                 self._start(self._cancel, frame)
             case WithdrawJobs():
-                known = self._session.withdraw(frame.job_ids, ended=frame.ended)  # before any later submit of theirs
+                known = self._session.withdraw(frame.job_ids, ended=frame.ended)  # before any later submit of these ids
                 self._start(self._withdraw, frame, known)
             case AttachArena():
                 self._attach_arena(frame.reader_id)
@@ -210,7 +210,10 @@ class Connection:
             await self._link.wait_room()
 
     async def _take(self, frame: Submit, start: int, raws: Sequence[msgspec.Raw]) -> None:
-        """Submit jobs, and answer for each in order, in the step in which it is accepted: before its outcome."""
+        """Submit jobs, and answer for each in order.
+
+        The answer is queued in the accepting step, so before the job's outcome.
+        """
         decoded: list[JobSpec | ServiceError] = []
         for raw in raws:
             try:
@@ -245,7 +248,7 @@ class Connection:
         post_malformed()
 
     async def _list_jobs(self, request_id: int) -> None:
-        """Send the jobs of the session whose outcome is still to come on this connection.
+        """Send the session's jobs whose outcome is still to come on this connection.
 
         Waits first for jobs of earlier connections that are being stored. The list is then made and queued without a
         checkpoint, so that no outcome comes in between.
@@ -272,7 +275,7 @@ class Connection:
         return msgspec.Raw(msgspec.msgpack.encode(statistics, enc_hook=str))
 
     def _start(self, operation: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run an operation in a task of its own, so that the reader goes on; raise ProtocolError if too many run."""
+        """Run an operation in a separate task, so that the reader continues. Raise ProtocolError if too many run."""
         if self._operations >= MAX_OPERATIONS:
             raise ProtocolError(f"more than {MAX_OPERATIONS} cancels and calls of backends at once; await some first")
         self._operations += 1
@@ -285,7 +288,7 @@ class Connection:
             self._operations -= 1
 
     async def _check(self, frame: CheckJobs) -> None:
-        """Answer which of these jobs would be refused, whatever room there is."""
+        """Answer which of these jobs would be refused regardless of capacity."""
         specs: dict[int, JobSpec] = {}
         errors: dict[int, tuple[str | None, ServiceError]] = {}
         for index, raw in enumerate(frame.jobs):
@@ -364,14 +367,14 @@ def check_heartbeat(config: ListenConfig) -> None:
 
 
 class Trainers:
-    """The connections of trainers, and what they share.
+    """The connections of trainers, and their shared state.
 
-    Jobs run on when connections end: they belong to the node.
+    Jobs continue when connections end, because they belong to the node.
 
     Args:
         node: runs the jobs.
         config: limits.
-        door: has the token that trainers must show.
+        door: has the token that trainers must send.
         sessions: the node's sessions, shared with REST.
         arena_socket: path of the socket through which trainers on this host map the arena; empty: none.
 
@@ -399,7 +402,7 @@ class Trainers:
         )
 
     def go_away(self) -> None:
-        """Let the connections send what is queued and close, within `listen.close_timeout_s`. Returns at once.
+        """Let the connections send their queued frames and close, within `listen.close_timeout_s`. Returns at once.
 
         Connections that have not authenticated are cancelled.
         """
@@ -411,15 +414,15 @@ class Trainers:
                 connection.go_away()
 
     def end_known(self) -> None:
-        """End the connections that showed the former token. Their sessions and jobs go on."""
+        """End the connections with the previous token. Their sessions and jobs continue."""
         for connection in self._open.values():
             if connection is not None:
                 connection.end("the node's token was replaced; connect again with the new one")
 
     async def serve(self, stream: trio.abc.Stream, received: bytes, scope: trio.CancelScope, visitor: Visitor) -> None:
-        """Serve a connection on which `received` came, which begins with a WebSocket handshake, until it ends.
+        """Serve a connection whose received bytes, `received`, begin with a WebSocket handshake, until it ends.
 
-        Closes the stream. `scope` is around this connection: it ends with it. `visitor` leaves when it has shown the
+        Closes the stream. `scope` encloses this connection and ends with it. `visitor` leaves once it has sent the
         token.
 
         Raises:
@@ -452,12 +455,12 @@ class Trainers:
                 raise AdmissionRejected(f"{self._max_known} connections are open, the limit", RETRY_AFTER_S)
             session, resumed = self._sessions.open(hello.session_id, hello.resume_after)
             await session.store()
-            if not self._door.admits(hello.token):  # it was replaced meanwhile
+            if not self._door.admits(hello.token):  # it was replaced in the meantime
                 refuse(link, "token", WRONG_TOKEN)
                 await link.aclose()
                 return
             if self._sessions.get(hello.session_id) is not session:
-                raise AdmissionRejected("the node has too many sessions", RETRY_AFTER_S)  # it gave way meanwhile
+                raise AdmissionRejected("the node has too many sessions", RETRY_AFTER_S)  # displaced in the meantime
             connection = Connection(link, session, hello, self._node, self._sessions)
         except AdmissionRejected as exc:
             refuse(link, "admission", str(exc))
