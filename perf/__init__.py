@@ -1,1 +1,1 @@
-"""Benchmarks. Each: `python -m perf.NAME [--quick] [--json FILE]`."""
+"""Benchmarks. Run one with `python -m perf.NAME [--quick] [--json FILE]`."""

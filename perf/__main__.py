@@ -1,4 +1,4 @@
-"""The benchmarks that there are: `python -m perf`."""
+"""List the available benchmarks: `python -m perf`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOTES: Final = (
 
 
 def find_benchmarks(folder: Path = FOLDER) -> dict[str, str]:
-    """Return the first sentences of each module that starts a benchmark, by its name."""
+    """Return the first sentences of each benchmark module, by its name."""
     found = {}
     for path in sorted(folder.glob("*.py")):
         source = path.read_text()
@@ -38,7 +38,7 @@ def find_benchmarks(folder: Path = FOLDER) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print them. Returns the exit code, 0."""
+    """Print the list. Return the exit code, 0."""
     argparse.ArgumentParser(prog="python -m perf", description=__doc__, epilog=" ".join(NOTES)).parse_args(argv)
     table = Table(title="Benchmarks", show_lines=True)
     table.add_column("python -m", no_wrap=True)

@@ -1,10 +1,10 @@
-"""The paper's ablation (Table 3) at the paper's scale, simulated: what each of its three parts is worth, and when.
+"""The paper's ablation (Table 3), simulated at the paper's scale: the gain of each of its three parts.
 
     python -m perf.ablation [--quick] [--json FILE]
 
-Load balancing, efficient bash and the clean-up of stale jobs are left out one at a time, over the real pipeline, pool
-and sampler, with simulated engines and sandboxes (`perf.training`). The paper does not say how many workers it had,
-how many tokens a turn, or how much instances differ: so each of these is varied as well, to see which of them its gains
+Load balancing, efficient bash and the clean-up of stale jobs are removed one at a time. The real pipeline, pool and
+sampler run over simulated engines and sandboxes (`perf.training`). The paper does not report the number of workers, the
+tokens per turn, or the variation between instances. These are therefore varied as well, to find which of them the gains
 depend on. Nothing is fitted to the paper's gains.
 """
 
@@ -32,7 +32,7 @@ VARIANTS: Final[dict[Variant, dict[str, object]]] = {
     "no_bash": {"extra_action_s": PAPER_TMUX_ACTION_S - PAPER_ACTION_S},
     "no_cleanup": {"policy": "refill"},
 }
-"""The fields of `Conditions` in which each differs from the full system."""
+"""The fields of `Conditions` in which each variant differs from the full system."""
 
 PARTS: Final[dict[Variant, str]] = {
     "no_balancing": "load balancing",
@@ -58,17 +58,17 @@ PAPER: Final[dict[Variant, PaperRow]] = {
 
 
 def paper_gain(variant: Variant) -> float:
-    """Return the paper's throughput with all three parts over that without one, less 1."""
+    """Return the paper's throughput with all three parts over the throughput without one, minus 1."""
     return PAPER["full"].instances_per_s / PAPER[variant].instances_per_s - 1
 
 
 GOALS: Final = {f"ablation.{variant}.gain": round(paper_gain(variant), 2) for variant in PARTS}
-"""The gain of each part is to be the paper's: +48 %, +28 % and +23 %. One that is missed is shown so."""
+"""Each part should gain as in the paper: +48 %, +28 % and +23 %. Missed goals are shown as missed."""
 BASE: Final = "as declared"
 GUIDE: Final[dict[str, object]] = {"engines": 4, "engine_gpus": 2, "workers": 32, "ahead": 32}
-"""Four engines of two GPUs, eight rollouts at once for each, and as many jobs again submitted beside them: so the
-paper's server, as published, sets this policy up on eight GPUs (`scripts/CONFIG_GUIDE.md` and `scripts/profile` of
-ProRL-Agent-Server). Whether Table 3 was made so, the paper does not say."""
+"""Four engines of two GPUs, each with eight concurrent rollouts and as many submitted jobs in addition. The paper's
+server, as published, configures this policy on eight GPUs in this way (`scripts/CONFIG_GUIDE.md` and `scripts/profile`
+of ProRL-Agent-Server). Whether Table 3 used it, the paper does not report."""
 OTHERS: Final[dict[str, dict[str, object]]] = {
     "its server's guide": GUIDE,
     "its server's guide, 50 tokens a turn": {**GUIDE, "completion_tokens": 50.0},
@@ -80,7 +80,7 @@ OTHERS: Final[dict[str, dict[str, object]]] = {
     "instances differ much": {"instance_sigma": 1.2},
     "8 groups a step": {"groups": 8},
 }
-"""Conditions that the paper does not report. Beside its server's guide one is changed at a time."""
+"""Conditions that the paper does not report. They follow its server's guide, with one change at a time."""
 QUICK_OTHERS: Final = (
     "its server's guide",
     "its server's guide, 50 tokens a turn",
@@ -88,12 +88,12 @@ QUICK_OTHERS: Final = (
     "instances differ much",
 )
 IMPLIED_REST_S: Final = (PAPER_TMUX_ACTION_S - PAPER_ACTION_S) / (0.37 / 0.29 - 1) - PAPER_ACTION_S
-"""Seconds of a turn beside its action, if turns that wait for nobody are to gain what the paper gains by its bash."""
+"""Seconds of a turn beyond its action at which turns without waiting would have the paper's gain by bash."""
 IMPLIED_ACTIONS: Final = (1 / 0.29 - 1 / 0.37) / (PAPER_TMUX_ACTION_S - PAPER_ACTION_S)
-"""Actions of a rollout for each rollout that runs at once, if their times alone are to make the paper's gain by its
-bash. W rollouts at once, R of them ended a second, take W / R seconds each."""
+"""Actions of a rollout, per concurrent rollout, at which action times alone would explain the paper's gain by bash.
+With W concurrent rollouts and R finished per second, a rollout takes W / R seconds."""
 Runs = dict[tuple[str, Variant, int], "Steps"]
-"""By condition, variant and seed."""
+"""Runs by condition, variant and seed."""
 FIGURES: Final[dict[str, Callable[[Steps], float]]] = {
     "trained_per_s": lambda run: run.trained_per_s,
     "ended_per_s": lambda run: run.ended_per_s,
@@ -104,7 +104,7 @@ FIGURES: Final[dict[str, Callable[[Steps], float]]] = {
 
 
 def system_of(variant: Variant) -> str:
-    """Return the words of a variant."""
+    """Return the name of a variant in words."""
     return "all three" if variant == "full" else f"without {PARTS[variant]}"
 
 
@@ -138,7 +138,7 @@ async def measure_ablation(options: Options) -> Report:
 
 
 def ablation_report(runs: Runs) -> Report:
-    """Return the tables of runs by condition, variant and seed. There must be those of `BASE`."""
+    """Return the tables of runs by condition, variant and seed. The runs of `BASE` are required."""
     gains = {name: {variant: _gain(runs, name, variant) for variant in PARTS} for name, _, _ in runs}
     metrics: dict[str, float] = {}
     for variant in VARIANTS:
@@ -182,7 +182,7 @@ def _of(runs: Runs, name: str, variant: Variant) -> list[Steps]:
 
 
 def _gain(runs: Runs, name: str, variant: Variant) -> float:
-    """Return the throughput of the full system over that of the variant, less 1: the mean over seeds."""
+    """Return the throughput of the full system over that of the variant, minus 1, as the mean over seeds."""
     pairs = zip(_of(runs, name, "full"), _of(runs, name, variant), strict=True)
     return fmean(full.trained_per_s / without.trained_per_s - 1 for full, without in pairs)
 
@@ -197,7 +197,7 @@ def paper_figures(prefix: str) -> dict[str, float]:
 
 
 def _caption(gains: Mapping[str, Mapping[Variant, float]]) -> list[str]:
-    """Say, of each part, whether its gain is the paper's, and under which of the conditions it is largest."""
+    """Compare each part's gain with the paper's, and name the condition with the largest gain."""
     said = []
     for variant, part in PARTS.items():
         most = max(gains, key=lambda name, variant=variant: gains[name][variant])  # type: ignore[misc]  # mypy infers no default
@@ -221,7 +221,7 @@ def _caption(gains: Mapping[str, Mapping[Variant, float]]) -> list[str]:
 
 
 def gain_bars(metrics: Mapping[str, float], prefix: str, where: str) -> Bars:
-    """Return the gains of the parts as bars, each beside the paper's."""
+    """Return the gains of the parts as bars, each next to the paper's."""
     bars = []
     for variant, part in PARTS.items():
         bars.append(Bar(label=f"{part}, {where}", value=100 * metrics[f"{prefix}.{variant}.gain"]))

@@ -2,10 +2,10 @@
 
     python -m perf.ablation_here [--quick] [--json FILE]
 
-Load balancing, efficient bash and the clean-up of stale jobs are left out one at a time. Steps of DAPO are taken with
-each system in turn, from the same tasks, whose turns, tokens and commands are drawn.
-Without efficient bash an action takes as much longer as OpenHands' terminal on tmux takes here, where it is installed
-(`python -m perf.peers setup tmux`), or as in the paper. `perf.ablation` simulates the same at the paper's scale.
+Load balancing, efficient bash and the clean-up of stale jobs are removed one at a time. Each system in turn takes steps
+of DAPO, from the same tasks, with random turns, tokens and commands. Without efficient bash, an action takes the
+additional time of OpenHands' terminal on tmux. It is measured if installed (`python -m perf.peers setup tmux`), and
+otherwise taken from the paper. `perf.ablation` simulates the same at the paper's scale.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
 
 SERVERS: Final = 2
 SERVER_ARGUMENTS: Final = ("--block-size", "32", "--num-gpu-blocks-override", "300")
-"""Caches of about six rollouts: more of them on one server cost each other's prefixes."""
+"""Caches for about six rollouts, so that more rollouts on one server evict each other's prefixes."""
 SHELL_TIMEOUT_S: Final = 120.0
 FIRST_TOKEN_ID, TOKEN_IDS = 1000, 40_000
-"""A rollout's prompts consist of one token of its own out of these, so that no two share a prefix."""
+"""Range of token ids. A rollout's prompts repeat a single id from it, so that no two rollouts share a prefix."""
 STEP_TIMEOUT_S: Final = 900.0
-"""A step that takes longer hangs."""
+"""Seconds after which a step counts as hung."""
 GROUPS_APART: Final = 10_000
-"""Between the numbers of the groups of two steps: a step begins with the same ones in every system."""
+"""Distance between the group numbers of two steps. A step starts with the same numbers in every system."""
 NOTHING: Final = Distribution(value=0)
 FULL: Final = Conditions(
     turns_p50=3.0,
@@ -87,19 +87,19 @@ FULL: Final = Conditions(
     workers=8,
     ahead=4,
 )
-"""As in `perf.ablation`, and smaller in all but the actions. Sandboxes take the time that they take. There are as many
-instances at work as engines, as in the paper, and about a third of a batch is at work at once. Every worker is busy,
-and the next group is at hand."""
+"""As in `perf.ablation`, but smaller except for the actions. Sandboxes take their real time. As in the paper, the
+number of active instances equals the number of engines, and about a third of a batch is active. Every worker is busy,
+and the next group is ready."""
 QUICK: Final = msgspec.structs.replace(FULL, groups=4)
 QUICK_ROUNDS, ROUNDS = 1, 4
-"""Rounds of one step of each system."""
+"""Rounds of one step for each system."""
 
 
 # ---------------------------------------------------------------- the node, in a process of its own
 
 
 class _RealRollouts(Rollouts):
-    """Drawn turns over a real engine, and commands in a real shell."""
+    """Random turns on a real engine, and commands in a real shell."""
 
     async def _sample(self, context: RolloutContext, lease: Lease, turn: int, prompt_tokens: int, sampled: int) -> None:
         token_id = FIRST_TOKEN_ID + Random(context.spec.job_id).randrange(TOKEN_IDS)
@@ -125,7 +125,7 @@ class _RealRollouts(Rollouts):
 
 
 class WorkedHandler(GradedHandler):
-    """`GradedHandler` over real engines and shells. All systems meet the same tasks, whatever a run is called."""
+    """`GradedHandler` over real engines and shells. All systems get the same tasks, independent of the run's name."""
 
     name = "ablation"
 
@@ -140,13 +140,13 @@ class WorkedHandler(GradedHandler):
 
 
 def _place_of(context: RolloutContext) -> str:
-    """Return the instance's number and the place in its group: the end of the job's id."""
+    """Return the instance's number and the place in its group, from the end of the job's id."""
     return context.spec.job_id.rpartition("-g")[2]
 
 
 @asynccontextmanager
 async def serve_worked(config_file: str) -> AsyncIterator[str]:
-    """Serve a node of this node.toml whose rollouts are drawn; yield its URL."""
+    """Serve a node with this node.toml and random rollouts; yield its URL."""
     config = load_config(Path(config_file))
     async with AsyncExitStack() as stack:
         shares = []
@@ -159,8 +159,8 @@ async def serve_worked(config_file: str) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def open_servers(folder: Path) -> AsyncIterator[list[str]]:
-    """Two servers of the model of the demo, with a core each and small caches. Their logs are in `folder`."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one that idles lends no core to the other
+    """Serve the demo's model twice, with one core each and small caches. Their logs are in `folder`."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # an idle server does not lend its core
     async with AsyncExitStack() as stack:
         urls = []
         for number in range(1, SERVERS + 1):
@@ -175,7 +175,7 @@ async def open_servers(folder: Path) -> AsyncIterator[list[str]]:
 
 
 class _ClientTrainer(Trainer):
-    """Steps through a real node, by a real client."""
+    """A trainer that steps through a real node with a real client."""
 
     handler = WorkedHandler.name
 
@@ -190,13 +190,13 @@ class _ClientTrainer(Trainer):
         await self._client.cancel([job_id], "its batch is complete")
 
     async def receive(self) -> None:
-        """Take outcomes for ever."""
+        """Receive outcomes until cancelled."""
         async for outcome in self._client.results(follow=True):
             self.arrived(outcome)
 
 
 async def take_steps(client: RolloutClient, conditions: Conditions, steps: Sequence[int], *, run: str) -> Steps:
-    """Take the steps of these numbers, one after the other, each from nothing. `run` begins the ids of their jobs.
+    """Take the steps with these numbers, one after the other, each from an empty state. `run` is the prefix of job ids.
 
     Raises:
         RuntimeError: a rollout failed or was rejected.
@@ -214,7 +214,7 @@ async def take_steps(client: RolloutClient, conditions: Conditions, steps: Seque
 
 
 async def warm_up(client: RolloutClient, rollouts: int) -> None:
-    """Run so many rollouts of an easy instance at once: engines and sandboxes have then started all that they need."""
+    """Run this many rollouts of an easy instance at once, so that engines and sandboxes finish their lazy start."""
     instances = (instance_of(number, FULL, handler=WorkedHandler.name) for number in range(1000))
     easy = next(each for each in instances if each.payload["level"] == 0)
     specs = [JobTemplate().spec(f"warm-up-g{easy.instance_id}-{index}-1", "", easy) for index in range(rollouts)]
@@ -231,9 +231,9 @@ PAPER_EXTRA_S: Final = PAPER_TMUX_ACTION_S - PAPER_ACTION_S
 
 
 class ExtraAction(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that tmux adds to an action; `measured`: here, over so many commands, or 0: they are the paper's.
+    """Additional seconds per action of tmux. `measured`: number of commands measured here, or 0 for the paper's value.
 
-    `why`: why they are not measured.
+    `why`: the reason why they were not measured.
     """
 
     seconds: float
@@ -241,7 +241,7 @@ class ExtraAction(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
     def __str__(self) -> str:
-        """Return it in words."""
+        """Return it as text."""
         if not self.measured:
             return f"{self.seconds:.2f} s, the paper's difference ({self.why})"
         return (
@@ -251,7 +251,7 @@ class ExtraAction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_extra_action() -> ExtraAction:
-    """Run the first commands of the recorded trace through both; take the paper's difference where tmux is missing."""
+    """Run the first commands of the recorded trace through both. Use the paper's difference if tmux is missing."""
     if shutil.which("git") is None or importlib.util.find_spec("pytest") is None:
         return ExtraAction(seconds=PAPER_EXTRA_S, why="the trace runs git and pytest, and one of them is missing")
     tell(f"{QUICK_STEPS} recorded commands through our shell and through OpenHands' terminal on tmux")
@@ -261,7 +261,7 @@ async def measure_extra_action() -> ExtraAction:
 
 
 def extra_of(answers: Mapping[str, Sequence[Answered]], failure: str) -> ExtraAction:
-    """Return the mean difference over the commands that both have answered alike; the paper's after a failure."""
+    """Return the mean difference over commands with equal answers, or the paper's after a failure."""
     ours, theirs = answers.get(OURS, []), answers.get(TMUX, [])
     pairs = [] if failure else list(zip(ours, theirs, strict=True))
     both = [(one, other) for one, other in pairs if one.exit_code == other.exit_code]
@@ -274,14 +274,14 @@ def extra_of(answers: Mapping[str, Sequence[Answered]], failure: str) -> ExtraAc
 # ---------------------------------------------------------------- measuring
 
 Runs = dict[tuple[Variant, int], Steps]
-"""By system and round."""
+"""Runs by system and round."""
 
 
 async def measure_ablation_here(options: Options) -> Report:
     """Start engines and a node, and take steps with each system in turn.
 
     Raises:
-        CannotRun: there is no engine here.
+        CannotRun: no engine is installed.
     """
     if not engine_python().exists():
         raise CannotRun("there is no engine here to measure: run `make engine`")
@@ -305,7 +305,7 @@ async def measure_ablation_here(options: Options) -> Report:
 
 
 def systems_of(work: Conditions, extra: ExtraAction) -> dict[Variant, Conditions]:
-    """Return the whole system, and those that lack a part."""
+    """Return the full system, and the systems without one part."""
     systems = {variant: msgspec.structs.replace(work, **lacking) for variant, lacking in VARIANTS.items()}
     return systems | {"no_bash": msgspec.structs.replace(work, extra_action_s=extra.seconds)}
 
@@ -313,7 +313,7 @@ def systems_of(work: Conditions, extra: ExtraAction) -> dict[Variant, Conditions
 async def take_rounds(
     client: RolloutClient, urls: Sequence[str], rounds: int, systems: Mapping[Variant, Conditions]
 ) -> Runs:
-    """Take a step with each system in each round, another one first each time."""
+    """Take a step with each system in each round, starting with a different system each time."""
     await warm_up(client, systems["full"].workers)
     runs: Runs = {}
     for number in range(rounds):
@@ -331,7 +331,7 @@ async def take_rounds(
 
 
 def _others_busy(machine: MachineTime, own: ProcessTime) -> float:
-    """Return the share of the processors' time since then that others than this process and its children took."""
+    """Return the share of processor time since then that other processes used."""
     now = machine_time()
     own_share = tree_time(os.getpid()).since(own).all_s / (now.all_s - machine.all_s)
     return max(0.0, now.busy_share_since(machine) - own_share)
@@ -354,7 +354,7 @@ COLUMNS: Final[dict[str, Callable[[Variant], str] | str]] = {
 
 
 def ablation_here_report(runs: Runs, work: Conditions, extra: ExtraAction) -> Report:
-    """Return the tables of runs by system and round; every round has every system."""
+    """Return the tables of runs by system and round. Every round contains every system."""
     metrics: dict[str, float] = {"ablation_here.extra_action_s": extra.seconds}
     for variant in VARIANTS:
         metrics |= {f"ablation_here.{variant}.{name}": value for name, value in _sums(_of(runs, variant)).items()}
@@ -382,7 +382,7 @@ def ablation_here_report(runs: Runs, work: Conditions, extra: ExtraAction) -> Re
 
 
 def _sums(steps: Sequence[Steps]) -> dict[str, float]:
-    """Return the figures of a system's steps together."""
+    """Return the combined figures of a system's steps."""
     wall_s = sum(run.wall_s for run in steps)
     return {
         "trained_per_s": sum(run.trained for run in steps) / wall_s,

@@ -1,14 +1,14 @@
-"""The worth of placing tasks by load: strategies of the backend pool on one training batch over 8 engines.
+"""The gain of placing tasks by load: strategies of the backend pool on one training batch over 8 engines.
 
     python -m perf.balance [--quick] [--json FILE]
 
 A batch is 64 instances with 8 rollouts each, 128 of which run at once, over simulated engines with a bounded prefix
-cache and in simulated time, through the node's own pool. Turns, completions, observations and tools' times are
-lognormal, and how hard an instance is, is shared by its rollouts: as in agents' work, where a few instances take most
-of the time. All strategies get the same batch and the same number of workers.
+cache. It runs in simulated time, through the node's own pool. Turns, completions, observations and tool times are
+lognormal. Rollouts share their instance's hardness: as in real agents' work, a few instances take most of the time. All
+strategies get the same batch and the same number of workers.
 
-Where `python -m perf.peers setup vllm-router` has run, a smaller batch goes over such engines behind HTTP: once placed
-by the pool, and once by each policy of vllm-router. Without it that is left out, and said.
+If `python -m perf.peers setup vllm-router` has run, a smaller batch runs on such engines behind HTTP. It is placed once
+by the pool, and once by each policy of vllm-router. Otherwise this part is skipped with a note.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
     from prorl_trio.inference.pool.pool import Backends
 
 ROOMY_KV_TOKENS = 4_000_000 // TOKENS
-"""No prefix is ever evicted: shows what is due to the load alone, and not to the cache."""
+"""The cache never evicts a prefix, which isolates the effect of load."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """At `at_s`, backend number `backend` is added, or killed: what runs there fails, and whatever comes."""
+    """At `at_s`, backend number `backend` is added or killed. Killing fails its current and future requests."""
 
     at_s: float
     kind: Literal["add", "kill"]
@@ -64,11 +64,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 QUICK_SEEDS, SEEDS = 2, 10
 OTHER_SEEDS = 1, 4
-"""Quick and not, of the workloads beside the heavy one."""
+"""Number of seeds (quick, full) for workloads other than the heavy one."""
 KILL = Event(at_s=150.0, kind="kill", backend=0)
 ADD = Event(at_s=250.0, kind="add", backend=8)
 SETTLED_S = 60.0
-"""After it was added, a backend is looked at for so long."""
+"""Seconds for which a new backend is observed."""
 LEAST_OVER_STATIC = 1.48
 MAX_OVER_MEAN = 1.1
 
@@ -77,9 +77,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """A batch under one strategy.
 
     Attributes:
-        backends: at the start, numbered from 0.
-        workers: rollouts that run at once; the others wait.
-        kv_tokens: of each backend.
+        backends: number at the start, numbered from 0.
+        workers: number of concurrent rollouts; all others wait.
+        kv_tokens: cache size of each backend.
     """
 
     work: Work
@@ -102,13 +102,13 @@ class MortalEngine(SimulatedEngine):
         self._calls: set[trio.CancelScope] = set()
 
     def kill(self) -> None:
-        """Fail what runs, and whatever comes."""
+        """Fail current and future requests."""
         self.dead = True
         for scope in self._calls:
             scope.cancel()
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """Answer as `SimulatedEngine.generate`, unless it is killed."""
+        """Answer like `SimulatedEngine.generate`, unless it was killed."""
         with trio.CancelScope() as scope:
             self._calls.add(scope)
             try:
@@ -151,16 +151,16 @@ async def _play(events: list[Event], engines: dict[str, MortalEngine], backends:
 
 
 def simulate(scenario: Scenario) -> BatchRun:
-    """Run it on a clock of its own. Blocks for a second or so; not for a thread with a trio loop."""
+    """Run it on a separate clock. Blocks for about a second; do not call it in a thread with a trio loop."""
     return trio.run(_run, scenario, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 Name = tuple[str, Strategy, int]
-"""Of a batch's kind, its strategy and its seed."""
+"""The kind of a batch, its strategy and its seed."""
 
 
 def scenarios_of(*, quick: bool) -> dict[Name, Scenario]:
-    """Return the batches that are run."""
+    """Return the batches to run."""
     found: dict[Name, Scenario] = {}
 
     def plan(name: str, work: Work, strategy: Strategy, seed: int, **fields: object) -> None:
@@ -246,7 +246,7 @@ def _in_flight(run: BatchRun) -> Lines:
 
 
 async def balance(options: Options) -> Report:
-    """Simulate all batches and compare; then those over HTTP."""
+    """Simulate and compare all batches, then the batches over HTTP."""
     tell("simulated batches")
     scenarios = scenarios_of(quick=options.quick)
     runs = await trio.to_thread.run_sync(map_in_processes, simulate, scenarios.values())

@@ -1,7 +1,7 @@
-"""The part of `perf.balance` on vllm-router: a batch on simulated engines over HTTP, placed by each of its policies.
+"""The part of `perf.balance` with vllm-router: a batch on simulated engines over HTTP, placed by each of its policies.
 
-Once it is placed by the node's own pool, and then by vllm-router in between. Either way calls are made by the same
-client from the same pool: to the router as to its only backend. Everything runs `SPEED_UP` times as fast as it would.
+The batch is placed once by the node's own pool, and then through vllm-router. In both cases the same client makes the
+calls from the same pool, with the router as its only backend. Everything runs `SPEED_UP` times as fast as in reality.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     """A way of placing calls: by the node's pool, or by vllm-router.
 
     Attributes:
-        name: for tables and metrics.
-        strategy: of the node's pool.
-        policy: of vllm-router, which is then the pool's only backend; empty: no router.
-        ends_sessions: the router is told when a rollout has ended.
+        name: name in tables and metrics.
+        strategy: strategy of the node's pool.
+        policy: policy of vllm-router, which is then the pool's only backend; empty: no router.
+        ends_sessions: the router is notified of the end of a rollout.
     """
 
     name: str
@@ -77,7 +77,7 @@ ROUTED: Final = (
     Way(name="sticky_untold", policy="sticky_least_loaded"),
     *(Way(name=policy, policy=policy) for policy in ("consistent_hash", "power_of_two", "round_robin", "random")),
 )
-"""All policies of the router but `kv_aware`, which needs the engines' KV events. What it does best comes first."""
+"""All policies of the router except `kv_aware`, which needs the engines' KV events. Its best one comes first."""
 QUICK_INSTANCES: Final = 16
 QUICK_SEEDS, SEEDS = 1, 2
 QUICK_WAYS: Final = (OURS[0], ROUTED[0])
@@ -92,7 +92,7 @@ DEFAULT_POLICY: Final = "cache_aware"
 async def serve_engines(count: int, model: dict[str, Any]) -> AsyncIterator[list[str]]:
     """Serve simulated engines behind vLLM's `/v1/completions`; yield their URLs.
 
-    A prompt is known again by its first token: prompts of two rollouts must not share it.
+    A prompt is identified by its first token, so prompts of two rollouts must not share it.
     """
     async with AsyncExitStack() as stack:
         nursery = await stack.enter_async_context(open_single_nursery())
@@ -146,14 +146,14 @@ async def _complete(engine: SimulatedEngine, wanted: dict[str, Any]) -> Answer:
 
 
 class ServedEngine(EngineClient):
-    """A simulated engine over HTTP, or a router before some. Calls name their task in `X-Session-ID`."""
+    """A simulated engine over HTTP, or a router before several engines. Calls name their task in `X-Session-ID`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.http = HttpClient(url, limits=HttpLimits(max_connections=2 * WORKERS))
 
     async def probe(self, *, timeout_s: float) -> EngineInfo:
-        """Return what it is; it is always fit."""
+        """Return its description; it is always fit."""
         del timeout_s
         await trio.lowlevel.checkpoint()
         return EngineInfo(
@@ -161,7 +161,7 @@ class ServedEngine(EngineClient):
         )
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """Wait until it would have sampled, and retry nothing."""
+        """Wait for the simulated sampling time, without retries."""
         max_tokens = request.max_tokens
         call = {"model": "simulated", "prompt": list(request.prompt_token_ids), "max_tokens": max_tokens}
         headers = [("Content-Type", "application/json"), ("X-Session-ID", request.request_id.rpartition("-t")[0])]
@@ -176,7 +176,7 @@ class ServedEngine(EngineClient):
         )
 
     async def end_session(self, task_id: str) -> None:
-        """Tell a router that no more calls of this task come."""
+        """Notify a router that this task has ended."""
         await self.ask("POST", f"/finish_session?session_id={quote(task_id)}")
 
     async def aclose(self) -> None:
@@ -192,7 +192,7 @@ class ServedEngine(EngineClient):
         body: bytes = b"",
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> bytes:
-        """Return the body of an answer. Raises BackendError for any status but 200."""
+        """Return the body of an answer. Raises BackendError for any status other than 200."""
         try:
             response = await self.http.request(method, path, body=body, headers=list(headers), timeout_s=timeout_s)
         except HttpError as exc:
@@ -204,7 +204,7 @@ class ServedEngine(EngineClient):
 
 
 async def run_served(way: Way, seed: int, *, work: Work = WORK) -> BatchRun:
-    """Start engines, and the router if there is one, run the batch, and end them. Times are as if not sped up.
+    """Start engines, and the router if needed, run the batch, and stop them. Times are converted to real speed.
 
     Raises:
         PeerUnavailable: the router is not installed, or does not start.
@@ -239,7 +239,7 @@ async def _totals(url: str) -> dict[str, int]:
 
 @asynccontextmanager
 async def _open_router(policy: str, engine_urls: list[str]) -> AsyncIterator[str]:
-    """vllm-router with its own defaults but for the policy; it looks for its engines every second as it starts."""
+    """Start vllm-router with its defaults except for the policy. It polls its engines every second during its start."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     arguments = ["-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
@@ -254,7 +254,7 @@ async def _open_router(policy: str, engine_urls: list[str]) -> AsyncIterator[str
 
 
 async def measure_router(*, quick: bool) -> Report:
-    """Return metrics, a table and notes; only a note where vllm-router is not installed."""
+    """Return metrics, a table and notes; only a note if vllm-router is not installed."""
     ways = QUICK_WAYS if quick else (*OURS, *ROUTED)
     work = msgspec.structs.replace(WORK, instances=QUICK_INSTANCES) if quick else WORK
     runs: defaultdict[Way, list[BatchRun]] = defaultdict(list)
@@ -269,7 +269,7 @@ async def measure_router(*, quick: bool) -> Report:
 
 
 def router_report(runs: dict[Way, list[BatchRun]]) -> Report:
-    """Report on the runs of each way by seed; ours comes first."""
+    """Report on the runs of each way by seed, starting with ours."""
     names = {f"{'router.' if way.policy else ''}{way.name}": way for way in runs}
     metrics = batch_metrics("balance.http", {name: runs[way] for name, way in names.items()}, runs[OURS[0]])
     routed = {way.name: metrics[f"balance.http.{name}.least_over"] for name, way in names.items() if way.policy}

@@ -1,7 +1,7 @@
 """A training batch, and the strategies that place its rollouts, for `perf.balance` and its part over HTTP.
 
-The batch runs through the node's own backend pool, on whatever engines and clock there are. The pool places by the
-fewest tasks in flight; the other strategies of the paper's comparison are here.
+The batch runs through the node's own backend pool, on any engines and clock. The pool places by the fewest tasks in
+flight. The other strategies of the paper's comparison are defined here.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 CALL_TIMEOUT_S: Final = 1e6
 FIRST_TOKEN_ID: Final = 1000
-"""Of the first rollout's prompts: each rollout has an id of its own, which its prompts consist of."""
+"""Token id of the first rollout's prompts. Each rollout's prompts consist of one id of its own."""
 SAMPLING: Final = SamplingParams()
 TOKENS: Final = 8
-"""Tokens are counted in eights here: placing does not see the difference, and prompts are shorter to copy."""
+"""Tokens per unit. Placement does not depend on it, and prompts are cheaper to copy."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """The distributions that the work of a batch is drawn from.
+    """The distributions of a batch's work.
 
     All are lognormal: `p50` and the standard deviation of the logarithm, `sigma`. Tokens are in units of `TOKENS`.
 
     Attributes:
         instances, rollouts: the batch has `rollouts` of each of the `instances`.
-        instance_sigma: of the work of an instance, which all its rollouts share: a task that is hard is hard each time.
-        turns_p50, turns_sigma: turns of a rollout beside what is shared; at most `max_turns`.
+        instance_sigma: variation of an instance's work, which all its rollouts share: a hard task is hard each time.
+        turns_p50, turns_sigma: turns of a rollout, apart from the shared part; at most `max_turns`.
         prompt_tokens, turn_tokens_p50, turn_tokens_sigma: first prompt; completion of a turn.
-        observation_tokens_p50, tool_s_p50, tool_sigma: what a tool gives back, and how long it takes.
+        observation_tokens_p50, tool_s_p50, tool_sigma: size of a tool's result, and its time.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def draw_batch(work: Work, seed: int) -> list[list[list[Turn]]]:
-    """The turns of each rollout of each instance: the same for all strategies."""
+    """Return the turns of each rollout of each instance: the same for all strategies."""
     random = np.random.default_rng(seed)
 
     def lognormal(p50: float, sigma: float) -> float:
@@ -125,18 +125,17 @@ def draw_batch(work: Work, seed: int) -> list[list[list[Turn]]]:
 # ---------------------------------------------------------------- strategies
 
 Strategy = Literal["least_in_flight", "round_robin", "assignments_ever", "static_split"]
-"""`least_in_flight`: the pool's own. The others are there to be compared with, and blind to what runs: `round_robin`
-takes the backend that was taken longest ago, `assignments_ever` the one with the fewest tasks so far (which sends
-everything to one that was added late), and `static_split` gives each an equal share in order of arrival, full or
-not."""
+"""`least_in_flight` is the pool's own. The others are for comparison, and ignore current load. `round_robin` selects
+the backend that was selected longest ago. `assignments_ever` selects the backend with the fewest tasks so far, so that
+a late backend gets everything. `static_split` gives each backend an equal share in order of arrival, full or not."""
 STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
 BOUND_AT_SUBMISSION: Final = ("static_split", "assignments_ever")
-"""A static split is made of the batch, and the reference's code gives a job its backend when it is submitted."""
+"""A static split follows from the batch, and the reference's code assigns a job's backend when it is submitted."""
 NO_MOVES: Final = LoadConfig(skew_margin_s=1e9)
 
 
 class Turns(Placement):
-    """Counts assignments; a subclass places by them."""
+    """Counts assignments; a subclass uses them for placement."""
 
     def __init__(self, random: Random, max_tasks_per_backend: int = 0) -> None:
         super().__init__(random, max_tasks_per_backend)
@@ -182,7 +181,10 @@ PLACEMENTS: Final[dict[Strategy, type[Placement]]] = {
 
 
 def pool_of(client_of: Callable[[str], EngineClient], strategy: Strategy, random: Random) -> Backends:
-    """Return an empty pool that places by `strategy`. Only the pool's own moves tasks off a backend with too many."""
+    """Return an empty pool that places by `strategy`.
+
+    Only the pool's own strategy moves tasks off an overloaded backend.
+    """
     load = None if strategy == "least_in_flight" else NO_MOVES
     return Backends(made_by(client_of), placement=PLACEMENTS[strategy], load=load, random=random)
 
@@ -191,11 +193,11 @@ def pool_of(client_of: Callable[[str], EngineClient], strategy: Strategy, random
 
 
 class Batch:
-    """The rollouts of one batch on their way through `backends`. Prompts of two rollouts differ from their first token.
+    """The rollouts of one batch on `backends`. Prompts of two rollouts differ from their first token on.
 
     Attributes:
-        completed: rollouts. `moved`: those that changed their backend.
-        in_flight: rows of seconds and rollouts on each backend, by its place in `urls`: one at each change.
+        completed: number of rollouts. `moved`: number of rollouts that changed their backend.
+        in_flight: rows of seconds and rollouts on each backend, by its place in `urls`, at each change.
     """
 
     def __init__(
@@ -208,14 +210,14 @@ class Batch:
         strategy: Strategy,
         ended: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        """Nothing runs yet.
+        """Prepare the batch without running it.
 
         Args:
             work: the distributions to draw from.
-            seed: of what is drawn.
-            backends: the pool, with what it has so far.
-            urls: all backends that there will be.
-            strategy: the pool's.
+            seed: seed of the random work.
+            backends: the pool, with its current members.
+            urls: all current and future backends.
+            strategy: the pool's strategy.
             ended: called with the id of each task that has ended.
         """
         self.completed = self.moved = 0
@@ -229,17 +231,20 @@ class Batch:
 
     @property
     def max_over_mean(self) -> float:
-        """Rollouts in flight on the fullest backend over the mean of all, in time average while others wait."""
+        """Return rollouts in flight on the fullest backend over the mean of all.
+
+        It is a time average while others wait.
+        """
         return self._ratio_s / self._saturated_s if self._saturated_s else 1.0
 
     async def run(self, workers: int) -> None:
-        """Run all rollouts in the order they are drawn, `workers` at once; return when the last one has ended.
+        """Run all rollouts in order, `workers` at once; return when the last one has ended.
 
-        The first of each worker has asked its engine before the next one begins: which of them comes first decides how
-        full the caches are later on, and so the makespan.
+        The first rollout of each worker sends its request before the next one begins. Their order affects the caches,
+        and so the makespan.
 
         Raises:
-            BackendError: a rollout found no backend that would have it.
+            BackendError: no backend accepted a rollout.
         """
         async with AsyncExitStack() as stack:
             if self._strategy in BOUND_AT_SUBMISSION:
@@ -252,7 +257,10 @@ class Batch:
                     await trio.testing.wait_all_tasks_blocked()
 
     def _binding_order(self) -> list[tuple[int, int]]:
-        """So that in turns each backend gets an instance with all its rollouts, where placement goes in turns."""
+        """Return an order in which each backend in turn gets an instance with all its rollouts.
+
+        It is for placement in turns.
+        """
         work, count = self._work, len(self._backends.urls())
         return [
             (instance, rollout)
@@ -262,7 +270,7 @@ class Batch:
         ]
 
     async def _run_waiting(self) -> None:
-        """Work until no rollout waits: each runs on the backend that it has, or takes one as it starts."""
+        """Work until no rollout waits. Each rollout runs on its assigned backend, or gets one at its start."""
         while self._waiting:
             name = self._waiting.popleft()
             if (bound := self._bound.get(name)) is not None:
@@ -325,12 +333,12 @@ class BatchRun(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a batch under one strategy.
 
     Attributes:
-        makespan_s: of the batch. `completed`: rollouts. `moved`: those that changed their backend.
-        max_over_mean: rollouts in flight on the fullest backend over the mean of all, in time average while others wait
-            for a worker. `busiest_over_mean`: tokens sampled by the engine with most, over the mean of all.
-        tokens_per_s: sampled, over the makespan. `calls`: completions.
-        prefix_hit_rate: share of prompt tokens that an engine had in its cache.
-        in_flight: at each change the second, and the rollouts in flight on each backend.
+        makespan_s: duration of the batch. `completed`: rollouts. `moved`: rollouts that changed their backend.
+        max_over_mean: rollouts in flight on the fullest backend over the mean of all, as a time average while others
+            wait for a worker. `busiest_over_mean`: tokens sampled by the busiest engine, over the mean of all.
+        tokens_per_s: sampled tokens over the makespan. `calls`: completions.
+        prefix_hit_rate: share of prompt tokens that were in an engine's cache.
+        in_flight: for each change the second, and the rollouts in flight on each backend.
     """
 
     makespan_s: float
@@ -345,7 +353,7 @@ class BatchRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_of(batch: Batch, makespan_s: float, engines: Sequence[Mapping[str, int]]) -> BatchRun:
-    """Return the figures of a batch that has run; `engines` have `TOTALS`, of its time alone."""
+    """Return the figures of a finished batch. `engines` have `TOTALS` for this batch alone."""
     sampled = [engine["tokens_sampled"] for engine in engines]
     return BatchRun(
         makespan_s=makespan_s,
@@ -362,14 +370,14 @@ def run_of(batch: Batch, makespan_s: float, engines: Sequence[Mapping[str, int]]
 
 
 TOTALS: Final = ("completions", "tokens_sampled", "prompt_tokens", "prefix_hits_tokens")
-"""The sums of an engine's work: attributes of `SimulatedEngine`."""
+"""The totals of an engine's work: attributes of `SimulatedEngine`."""
 MEANS: Final = ("makespan_s", "tokens_per_s", "max_over_mean", "busiest_over_mean", "prefix_hit_rate")
 
 
 def batch_metrics(prefix: str, runs: Mapping[Any, Sequence[BatchRun]], ours: Sequence[BatchRun]) -> dict[str, float]:
     """Return figures of runs by strategy, as metrics below `PREFIX.STRATEGY`.
 
-    These are the means over seeds, and the throughput of `ours` over the strategy's: `least_over`, its mean over seeds,
+    They are the means over seeds, and the throughput of `ours` over the strategy's: `least_over`, its mean over seeds,
     with `_min` and `_max`.
     """
     metrics: dict[str, float] = {}

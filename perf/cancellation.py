@@ -1,10 +1,10 @@
-"""The time of a cancel: from the trainer's call until nothing of the rollout is left, in a real sandbox.
+"""The time of a cancel, from the trainer's call until the rollout is completely gone, in a real sandbox.
 
     python -m perf.cancellation [--quick] [--json FILE]
 
-A node in a process of its own runs one rollout at a time. It is cancelled while the engine samples, and while a tool
-works that would take minutes. `cancel` returns when the sandbox and all of its processes are gone; the node's own count
-of live sandboxes is checked after each. Beside it a request that does nothing on the same connection.
+A node in a separate process runs one rollout at a time. It is cancelled during sampling, and during a tool call that
+would take minutes. `cancel` returns when the sandbox and all of its processes are gone. The node's count of live
+sandboxes is checked after each cancel. For comparison, an empty request on the same connection is timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUICK_ROUNDS, ROUNDS = 10, 100
 WARM_UP_ROUNDS: Final = 1
 TURN_TEXT: Final = '<tool_call>{"name": "ipython", "arguments": {"code": "import time; time.sleep(600)"}}</tool_call>'
 SETTLE_S: Final = 0.5
-"""A tool that was called before so long is at work."""
+"""Seconds after which a called tool is certainly running."""
 
 
 class _Rig:
@@ -41,7 +41,7 @@ class _Rig:
         self._begun = 0
 
     async def cancel_while_sampling(self) -> float:
-        """Return the seconds of a cancel of a rollout that waits for its engine."""
+        """Return the seconds for cancelling a rollout that waits for its engine."""
         self._engine.hold()
         job_id = await self._begin()
         await self._engine.wait_until(lambda stats: stats.running == 1)
@@ -50,7 +50,7 @@ class _Rig:
         return taken_s
 
     async def cancel_in_a_tool(self) -> float:
-        """Return the seconds of a cancel of a rollout whose tool sleeps."""
+        """Return the seconds for cancelling a rollout whose tool sleeps."""
         answered = self._engine.stats.completions_total
         job_id = await self._begin()
         await self._engine.wait_until(lambda stats: stats.completions_total > answered)
@@ -58,7 +58,7 @@ class _Rig:
         return await self._cancel(job_id)
 
     async def ask(self) -> None:
-        """Make a request that changes nothing."""
+        """Send a request without an effect."""
         await self._client.cancel(["never-submitted"])
 
     async def _begin(self) -> str:

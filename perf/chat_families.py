@@ -1,7 +1,7 @@
-"""Tiny model folders that speak like the real families, made in milliseconds: nothing is downloaded or stored.
+"""Tiny model folders that behave like the real families. They are generated in milliseconds, without downloads.
 
-The tokenizer is a byte-level BPE trained on a few lines, with the family's published control tokens; the chat template
-behaves as the family's does. There are no weights. For ids that can be counted by hand see `tiny_model`.
+The tokenizer is a byte-level BPE trained on a few lines, with the family's published control tokens. The chat template
+behaves like the family's. There are no weights. For ids that can be counted by hand see `tiny_model`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ChatFamily = Literal[
     "smollm2", "qwen2.5", "qwen3", "qwen3-coder", "glm", "deepseek", "llama", "mistral", "gemma", "gpt-oss"
 ]
 CHAT_FAMILIES: tuple[ChatFamily, ...] = ("smollm2", "qwen2.5", "qwen3")
-"""ChatML's, whose dialogues are alike."""
+"""Families with ChatML, whose dialogues are alike."""
 ALL_CHAT_FAMILIES: tuple[ChatFamily, ...] = get_args(ChatFamily)
 
 _QWEN_MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
@@ -103,7 +103,7 @@ FAMILY_TEMPLATES: Final[dict[str, str]] = {
     ),
     **{name: _template(name) for name in FAMILY_TOKENS if not name.startswith("qwen")},
 }
-"""Chat templates that behave as those of the families do: the same control tokens in the same places."""
+"""Chat templates that behave like the families' own: the same control tokens in the same places."""
 
 
 def write_family_model(
@@ -112,10 +112,10 @@ def write_family_model(
     """Write `tokenizer.json`, `tokenizer_config.json` and `generation_config.json` of a tiny `family` model.
 
     Args:
-        model_dir: made if it does not exist.
-        family: whose control tokens, pre-tokenizer and chat template behaviour to have.
-        template: Jinja source to use in place of the family's.
-        more_tokens: control tokens besides the family's.
+        model_dir: created if missing.
+        family: the family for control tokens, pre-tokenizer and chat template behaviour.
+        template: Jinja source to use instead of the family's.
+        more_tokens: additional control tokens.
 
     Returns:
         `model_dir`.
@@ -140,7 +140,7 @@ def write_family_model(
 
 
 def _smollm2_tokenizer() -> Tokenizer:
-    """Digits one by one; the control tokens are the first of the vocabulary itself."""
+    """Return a tokenizer with separate digits. The control tokens come first in the vocabulary itself."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -151,7 +151,10 @@ def _smollm2_tokenizer() -> Tokenizer:
 
 
 def _qwen_tokenizer(family: ChatFamily) -> Tokenizer:
-    """NFC; the control tokens follow the vocabulary; the markup of thoughts and calls is added, but not special."""
+    """Return an NFC tokenizer with control tokens after the vocabulary.
+
+    Markup of thoughts and calls is added, not special.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,9 +1,9 @@
-"""The paper's efficient DAPO (Figure 3), simulated: steps an hour and wasted rollouts of four ways to fill a batch.
+"""The paper's efficient DAPO (Figure 3), simulated: steps per hour and wasted rollouts of four ways to fill a batch.
 
     python -m perf.dapo [--quick] [--json FILE]
 
-The paper draws them over 3 workers and 4 prompts, and gives no numbers. Here are the numbers, at the size of its runs,
-over the real pipeline and the sampler that trainers use (`GroupSampler`), with simulated engines and sandboxes.
+The paper draws them for 3 workers and 4 prompts, without numbers. This benchmark computes numbers at the size of its
+runs. It uses the real pipeline and the trainers' sampler (`GroupSampler`), with simulated engines and sandboxes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLUMNS: Final[dict[str, Callable[[Policy], str] | str]] = {
 
 
 async def measure_dapo(options: Options) -> Report:
-    """Simulate the four."""
+    """Simulate the four ways."""
     steps, seeds = (3, 1) if options.quick else (8, 3)
     conditions = {
         (policy, seed): Conditions(policy=policy, steps=steps, seed=seed)

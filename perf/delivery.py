@@ -1,9 +1,8 @@
-"""The cost of getting finished trajectories to a trainer in another process of this machine.
+"""The cost of delivering finished trajectories to a trainer in another process of this machine.
 
-They go by reference into the arena, as frames over a WebSocket, and, the way of the reference, as lists of numbers in
-JSON over HTTP.
-
-Timed for each outcome, from asking for it until its tokens lie in an array of the trainer's own.
+The ways are references into the arena, frames over a WebSocket, and, as in the reference implementation, lists of
+numbers in JSON over HTTP. For each outcome, the time from the request until its tokens are in the trainer's own array
+is measured.
 
     python -m perf.delivery [--quick] [--json FILE]
 """
@@ -54,11 +53,11 @@ if TYPE_CHECKING:
     from prorl_ipc.arena_socket import MappedArena
 
 PROMPT_SHARE = 32
-"""So much of an outcome is its prompt."""
+"""An outcome's prompt is this fraction (1 / n) of its tokens."""
 VOCABULARY = 150_000
 BYTES_PER_TOKEN = 9
 ROOM = 2
-"""The arena is so many times as large as what is in it."""
+"""The arena's size, as a multiple of its content."""
 
 
 class SourceAddress(msgspec.Struct, frozen=True):
@@ -72,7 +71,7 @@ class SourceAddress(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def serve_source(folder: str, count: int, tokens: int) -> AsyncIterator[SourceAddress]:
-    """Serve so many distinct outcomes of so many tokens by three ways: the node's side, in a process of its own."""
+    """Serve `count` distinct outcomes of `tokens` tokens in three ways, as the node's side in a separate process."""
     token = secrets.token_hex(16)
     with open_arena(ROOM * count * max(tokens, BLOCK_TOKENS) * BYTES_PER_TOKEN + 2**20) as arena:
         stored = [_store(arena, number, tokens) for number in range(count)]
@@ -90,7 +89,7 @@ async def serve_source(folder: str, count: int, tokens: int) -> AsyncIterator[So
 
 
 def _store(arena: Arena, number: int, tokens: int) -> tuple[Outcome, TokenBuffer]:
-    """Make an outcome whose arrays are in the arena."""
+    """Return an outcome with arrays in the arena."""
     random = np.random.default_rng(number)
     buffer = arena.open_nowait()
     ids = random.integers(0, VOCABULARY, tokens, dtype=np.int32)
@@ -117,7 +116,10 @@ def _store(arena: Arena, number: int, tokens: int) -> tuple[Outcome, TokenBuffer
 
 
 async def _serve_link(arena: Arena, stored: Sequence[tuple[Outcome, TokenBuffer]], stream: trio.SocketStream) -> None:
-    """A trainer's connection: outcomes follow as far as the last `Ack` allows; by reference after `AttachArena`."""
+    """Serve a trainer's connection.
+
+    Outcomes follow as far as the last `Ack` allows, by reference after `AttachArena`.
+    """
     encode = msgspec.msgpack.Encoder().encode
     decode = msgspec.msgpack.Decoder(ClientMessage).decode
     sent, allowed, attached = 0, 0, False
@@ -153,7 +155,7 @@ async def _serve_link(arena: Arena, stored: Sequence[tuple[Outcome, TokenBuffer]
 
 
 async def _answer_json(outcomes: Sequence[Outcome], call: HttpCall) -> Answer:
-    """The way of the reference: lists of numbers, as JSON, in the answer to a request."""
+    """Answer in the reference's way, with lists of numbers as JSON."""
     await trio.lowlevel.checkpoint()
     outcome = outcomes[int(call.path.rsplit("/", 1)[1]) % len(outcomes)]
     assert outcome.trajectory is not None
@@ -173,24 +175,27 @@ JSON_TIMEOUT_S = 60.0
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Outcomes of so many tokens, so many in one round by WebSocket and by reference; by JSON it is one."""
+    """The size of outcomes in tokens, and their number per round by WebSocket and by reference.
+
+    JSON uses a single one.
+    """
 
     tokens: int
     pass_outcomes: int
 
     @property
     def megabytes(self) -> float:
-        """Return the size of one outcome: 9 bytes a token, whatever crosses the socket."""
+        """Return the size of one outcome at 9 bytes per token, regardless of the bytes on the socket."""
         return self.tokens * BYTES_PER_TOKEN / 1e6
 
 
 LARGE = Load(tokens=32_768, pass_outcomes=64)
 SMALL = Load(tokens=1_024, pass_outcomes=256)
-"""A load that shows what each outcome costs beside its tokens. As many as the node sends ahead of acknowledgements."""
+"""A load that shows the fixed cost of an outcome. Its number is the node's limit of unacknowledged outcomes."""
 
 
 class Arrays:
-    """Three arrays that every outcome's tokens are copied into."""
+    """Three arrays as the destination of every outcome's tokens."""
 
     def __init__(self, load: Load) -> None:
         self._ids = np.zeros(load.tokens, np.int32)
@@ -198,18 +203,18 @@ class Arrays:
         self._mask = np.zeros(load.tokens, np.uint8)
 
     def copy(self, token_ids: Any, logprobs: Any, loss_mask: Any) -> None:
-        """Copy one outcome's arrays, or lists."""
+        """Copy one outcome's arrays or lists."""
         self._ids[:], self._logprobs[:], self._mask[:] = token_ids, logprobs, loss_mask
 
     def take(self, outcome: Outcome) -> None:
-        """Copy those of an outcome."""
+        """Copy an outcome's arrays."""
         assert outcome.trajectory is not None
         segment = outcome.trajectory.segments[0]
         self.copy(segment.token_ids, segment.logprobs, segment.loss_mask)
 
 
 class LinkTrainer:
-    """Receives outcomes over a WebSocket link; by reference if it has mapped the arena. Copies all of their tokens."""
+    """Receives outcomes over a WebSocket link, by reference if it has mapped the arena. Copies all of their tokens."""
 
     def __init__(self, load: Load, mapped: MappedArena | None = None) -> None:
         self._load, self._mapped = load, mapped
@@ -224,11 +229,11 @@ class LinkTrainer:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes a token that crossed the socket."""
+        """Return the bytes per token on the socket."""
         return self.wire_bytes / (self._cursor * self._load.tokens)
 
     def decode(self, message: bytes) -> Any:
-        """Decode a message for the link; counts the bytes."""
+        """Decode a message of the link, and count its bytes."""
         self.wire_bytes += len(message)
         return self._decode(message)
 
@@ -244,7 +249,7 @@ class LinkTrainer:
         self._link.end(CloseCode.NORMAL, "")
 
     async def receive(self) -> float:
-        """A pass of outcomes; returns the seconds for each."""
+        """Receive a pass of outcomes; return the seconds for each."""
         assert self._link is not None
         count = self._load.pass_outcomes
         started = time.perf_counter()
@@ -268,7 +273,7 @@ class LinkTrainer:
                 raise AssertionError(f"unexpected frame {frame}")
 
     def _count_outside(self) -> None:
-        """An array of the last outcome that does not lie in the mapping was copied."""
+        """Count an array of the last outcome as copied if it is outside of the mapping."""
         if self._mapped is None or self.last is None or self.last.trajectory is None:
             return
         memory, segment = self._mapped.memory, self.last.trajectory.segments[0]
@@ -279,7 +284,7 @@ class LinkTrainer:
 
 
 class JsonTrainer:
-    """Receives outcomes as JSON over one kept HTTP connection."""
+    """Receives outcomes as JSON over one persistent HTTP connection."""
 
     def __init__(self, load: Load, port: int) -> None:
         self._arrays = Arrays(load)
@@ -290,7 +295,7 @@ class JsonTrainer:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes a token that crossed the socket."""
+        """Return the bytes per token on the socket."""
         return self.wire_bytes / (self._number * self._tokens)
 
     async def receive(self) -> float:
@@ -305,7 +310,7 @@ class JsonTrainer:
 
 
 async def benchmark(options: Options) -> Report:
-    """All ways, interleaved."""
+    """Measure all ways, interleaved."""
     encoder = msgspec.msgpack.Encoder()
 
     async def encode() -> None:
@@ -342,7 +347,7 @@ async def benchmark(options: Options) -> Report:
 
 @asynccontextmanager
 async def _open_ways(load: Load) -> AsyncIterator[tuple[LinkTrainer, LinkTrainer, JsonTrainer]]:
-    """A source of such outcomes, and its trainers: by reference, by WebSocket, by JSON. All end with the block."""
+    """Open a source of outcomes and its trainers: by reference, by WebSocket, by JSON. All end with the block."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-perf-")))
         child = open_child(serve_source, str(folder), OUTCOMES, load.tokens, ready=SourceAddress)

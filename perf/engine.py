@@ -1,8 +1,8 @@
 """The engine as the only limit: tokens per second of a run through the node, as a share of a bare closed loop's.
 
-A real vLLM on this machine's CPU, a node, a sandbox for each rollout, questions that are answered by programs: several
-turns with tool calls. Then the same calls straight to the same engine, as many at a time, with nothing in between. Both
-in turn, in one sitting; a table shows where the rest goes.
+It uses a real vLLM on this machine's CPU, a node, a sandbox for each rollout, and questions answered by programs, with
+several turns and tool calls. Then the same calls go directly to the same engine with the same concurrency. Both
+alternate in one session. A table shows the use of the remaining time.
 
     python -m perf.engine [--quick] [--json FILE]
 """
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
 
 LEAST_SHARE: Final = 0.95
 MIN_COMPLETED_SHARE: Final = 0.95
-"""With fewer completed rollouts a run measures failures."""
+"""Below this share of completed rollouts, a run would measure failures."""
 TEMPERATURE: Final = 0.7
-"""So that the model writes programs that run, more often than not."""
+"""At this temperature the model's programs run more often than not."""
 WARM_UP_ROLLOUTS: Final = 2
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """The amounts of a measurement. `slots`: rollouts at work at a time; calls at a time of the bare loop."""
+    """The sizes of a measurement. `slots`: concurrent rollouts, and concurrent calls of the bare loop."""
 
     questions: int
     rollouts: int
@@ -73,7 +73,7 @@ FULL: Final = Scale(questions=32, rollouts=4, slots=16, rounds=3)
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """A run through the node, and its replay: rollouts, the engine's own figures, and see `cpu_of`."""
+    """A run through the node, and its replay: rollouts, the engine's own figures, and the results of `cpu_of`."""
 
     run: list[PlacedRollout]
     bare: list[PlacedRollout]
@@ -108,7 +108,7 @@ async def _open_engine_and_node(folder: Path, scale: Scale) -> AsyncIterator[tup
 
 
 async def measure(engine: VllmProcess, node: NodeProcess, model: str, scale: Scale) -> list[Round]:
-    """Run and replay in turn, each time other questions.
+    """Run and replay alternately, with new questions each time.
 
     Raises:
         RuntimeError: too many rollouts failed.
@@ -144,7 +144,7 @@ async def measure(engine: VllmProcess, node: NodeProcess, model: str, scale: Sca
 
 
 def _jobs(scale: Scale, *, number: int) -> list[JobSpec]:
-    """Return the rollouts of a round, whose questions no other round has."""
+    """Return the rollouts of a round, with questions that no other round uses."""
     instances = [_program_question(place) for place in range(scale.questions * number, scale.questions * (number + 1))]
     sampling = SamplingParams(temperature=TEMPERATURE, max_output_tokens=scale.max_output_tokens)
     return make_jobs(instances, rollouts=scale.rollouts, sampling=sampling, max_turns=scale.max_turns)
@@ -162,9 +162,9 @@ def _program_question(number: int) -> TaskInstance:
 
 
 async def _run(client: RolloutClient, jobs: list[JobSpec]) -> tuple[list[Outcome], list[PlacedRollout]]:
-    """Return the outcomes with a trajectory in the order in which their RUN stage began, and when that was.
+    """Return the outcomes with a trajectory in the order of their RUN stage, and its start times.
 
-    Of the times an outcome has durations: they are counted back from its arrival.
+    An outcome only has durations, which are subtracted from its arrival time.
     """
     began_s = trio.current_time()
     await client.submit(jobs)
@@ -188,7 +188,7 @@ WHO: Final = {"engine": "engine", "node": "node", "sandboxes": "sandboxes that h
 
 
 def cpu_of(engine_pid: int, node_pid: int) -> dict[str, float]:
-    """Return the seconds of CPU so far, by `WHO`. What is ended and waited for counts to the process that waited."""
+    """Return the CPU seconds so far, by `WHO`. Ended children count for the process that waited for them."""
     node = process_time(node_pid)
     return {"engine": tree_time(engine_pid).own_s, "node": node.own_s, "sandboxes": node.ended_s}
 
@@ -262,7 +262,7 @@ def _slot_rows(every: Sequence[Mapping[str, float]]) -> Rows:
 def _cpu_rows(
     used: tuple[Mapping[str, float], ...], walls_s: tuple[float, ...], ms_per_token: Mapping[str, float]
 ) -> Rows:
-    """Return who had the cores, and the CPU that a token took the engine: idle time and others are not told apart."""
+    """Return the use of the cores, and the engine's CPU per token. Idle time and other processes are not separated."""
     cores = len(os.sched_getaffinity(0))
     pairs = list(zip(used, walls_s, strict=True))
     rows = [
@@ -274,7 +274,7 @@ def _cpu_rows(
 
 
 def _joined(every: list[dict[str, float]], slots: int) -> dict[str, float]:
-    """Return the mean over rounds, weighed by their lengths; `wall_s` is their sum."""
+    """Return the mean over rounds, weighted by their lengths; `wall_s` is their sum."""
     wall_s = sum(one["wall_s"] for one in every)
     means = {name: sum(one[name] * one["wall_s"] for one in every) / wall_s for name in every[0]}
     per_call = means["tokens_per_s"] / (means["calls"] * slots) if means["calls"] else 0.0

@@ -1,4 +1,4 @@
-"""The floor of `perf.engine`: the same prompts in a bare closed loop, and what an engine says of itself meanwhile."""
+"""The floor of `perf.engine`: the same prompts in a bare closed loop, and the engine's own metrics."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A completion: when it was under way, in seconds of the run, and the tokens that it sampled."""
+    """A completion: its start and end in seconds of the run, and its sampled tokens."""
 
     start_s: float
     end_s: float
     tokens: int
 
     def tokens_until(self, at_s: float) -> float:
-        """Return how many of them had come by then, if they came evenly."""
+        """Return the number of its tokens until then, if they arrived evenly."""
         if at_s >= self.end_s:
             return self.tokens
         return self.tokens * max(0.0, at_s - self.start_s) / (self.end_s - self.start_s)
 
     def seconds_until(self, at_s: float) -> float:
-        """Return for how long it had been under way by then."""
+        """Return its running time until then."""
         return max(0.0, min(self.end_s, at_s) - self.start_s)
 
 
 class PlacedRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout in its slot, with its calls in order, and the seconds in which it waited for tools."""
+    """A rollout in its slot, with its calls in order, and the seconds of waiting for tools."""
 
     start_s: float
     end_s: float
@@ -47,9 +47,9 @@ class PlacedRollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_calls(start_s: float, end_s: float, turns: Sequence[tuple[float, float, int]]) -> PlacedRollout:
-    """Return a rollout whose turns are known by their durations: (seconds of the call, of the tools, tokens) each.
+    """Return a rollout with turns of known durations: (seconds of the call, of the tools, tokens) each.
 
-    The time that neither took is divided evenly before, between and after the turns.
+    The remaining time is divided evenly before, between and after the turns.
     """
     rest_s = max(0.0, end_s - start_s - sum(call_s + tools_s for call_s, tools_s, _ in turns))
     gap_s = rest_s / (len(turns) + 1)
@@ -68,21 +68,21 @@ SHARES: Final = {
     "unready": "empty: sandboxes start",
     "tail": "empty: no rollout is left",
 }
-"""Uses of the time of slots."""
+"""Uses of the slots' time."""
 
 
 def account(rollouts: Sequence[PlacedRollout], slots: int, *, tail: bool) -> dict[str, float]:
-    """Return what `slots` places were used for, from second 0 on: to the end, or without the `tail`.
+    """Return the use of `slots` slots, from second 0 to the end, or without the `tail`.
 
-    The tail begins when the last rollout has started: from then on slots get empty. Seconds of tools and between calls
-    are taken to be spread evenly over a rollout.
+    The tail begins when the last rollout has started, because slots then become empty. Seconds of tools and between
+    calls are assumed to be spread evenly over a rollout.
 
     Returns:
         The time of slots by its uses, `SHARES`, which add up to 1; `wall_s`; `tokens_per_s`, sampled; and
-        `tokens_per_call_s`, the tokens that came in a second of a call, on average: the engine's speed for one caller.
+        `tokens_per_call_s`, the mean tokens per second of a call: the engine's speed for one caller.
 
     Raises:
-        ValueError: all rollouts start at second 0, and the time before the tail is asked for.
+        ValueError: all rollouts start at second 0, and the time before the tail is requested.
     """
     last_start_s = max(rollout.start_s for rollout in rollouts)
     end_s = max(rollout.end_s for rollout in rollouts) if tail else last_start_s
@@ -118,9 +118,9 @@ OK: Final = 200
 
 
 class RecordedTurn(msgspec.Struct, frozen=True):
-    """A call as it was made: the tokens that were new in its prompt, and how many it sampled.
+    """A recorded call: the new tokens in its prompt, and the number of sampled tokens.
 
-    `fresh`: the prompt does not go on from the call before.
+    `fresh`: the prompt does not continue the previous call.
     """
 
     new_ids: list[int]
@@ -149,11 +149,11 @@ def recorded_turns(outcome: Outcome) -> list[RecordedTurn]:
 async def replay(
     url: str, model: str, rollouts: Sequence[Sequence[RecordedTurn]], slots: int, *, salt: str, temperature: float
 ) -> list[PlacedRollout]:
-    """Make the same calls with nothing in between: `slots` at a time, the calls of a rollout one after the other.
+    """Repeat the same calls directly: `slots` at a time, the calls of a rollout one after the other.
 
-    Each prompt is the recorded one, with what this loop itself sampled in place of what was sampled before: so the
-    engine's prefix cache serves it as it served the run, where recorded ids would be strange to it. Every call samples
-    as many tokens as the recorded one. `salt` keeps it from the prefixes of other runs.
+    Each prompt is the recorded one, with this loop's own samples instead of the recorded samples. The engine's prefix
+    cache therefore works as in the run, while it would not know recorded ids. Every call samples the recorded number of
+    tokens. `salt` separates it from the prefixes of other runs.
 
     Returns the rollouts in the order of their start, in seconds since the beginning.
     """
@@ -207,12 +207,12 @@ async def replay(
 
 
 class EngineSeen(msgspec.Struct):
-    """The engine's own figures of a time.
+    """The engine's own figures over a period.
 
     Attributes:
-        polls: how often it was looked at. `busy`: in how many of them it had a request.
-        running: requests in it, summed over the polls.
-        latency_s: of the requests that ended, from their arrival to their last token, by its own clock.
+        polls: number of polls. `busy`: number of polls with a running request.
+        running: running requests, summed over the polls.
+        latency_s: of finished requests, from arrival to their last token, by the engine's clock.
     """
 
     polls: int = 0
@@ -222,18 +222,18 @@ class EngineSeen(msgspec.Struct):
 
     @property
     def busy_share(self) -> float:
-        """Return the share of the time in which it had a request."""
+        """Return the share of the time with a running request."""
         return self.busy / self.polls if self.polls else 0.0
 
     @property
     def mean_running(self) -> float:
-        """Return the requests that it had at a time."""
+        """Return the mean number of running requests."""
         return self.running / self.polls if self.polls else 0.0
 
 
 @asynccontextmanager
 async def watch_engine(url: str) -> AsyncIterator[EngineSeen]:
-    """Look at vLLM's metrics each second while the block runs; the figures are complete when it is left."""
+    """Poll vLLM's metrics every second during the block. The figures are complete when it ends."""
     seen, http = EngineSeen(), HttpClient(url)
 
     async def read() -> tuple[float, float]:
@@ -267,5 +267,5 @@ async def read_metrics(http: HttpClient) -> str:
 
 
 def metric_sum(page: str, name: str) -> float:
-    """Return the sum of a metric's values over all its labels; 0 if the page does not have it."""
+    """Return the sum of a metric's values over all its labels; 0 if it is missing."""
     return sum(float(value) for value in re.findall(rf"^{name}(?:\{{.*\}})? +(\S+)", page, re.MULTILINE))

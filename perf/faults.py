@@ -1,9 +1,9 @@
-"""Loss under faults: a node is killed with -9 again and again while it works, and what its trainer gets is counted.
+"""Losses under faults: a working node is repeatedly killed with -9, and the outcomes at its trainer are counted.
 
     python -m perf.faults [--quick] [--json FILE]
 
-The node keeps its ledger on a disk, runs real sandboxes, and is started again after each kill, as an operator's restart
-would. Every job must have one outcome: none lost, none doubled. Beside it the same jobs without kills.
+The node has its ledger on a disk, runs real sandboxes, and is restarted after each kill, as by an operator. Every job
+must have exactly one outcome. For comparison, the same jobs run without kills.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOOL_TEXT: Final = '<tool_call>{"name": "ipython", "arguments": {"code": "print(
 
 
 class _Node:
-    """A node that is killed when it is told to be, and started again."""
+    """A node that is killed on request and restarted."""
 
     def __init__(self, folder: Path, config: dict[str, object]) -> None:
         self._folder, self._config = folder, config
@@ -47,11 +47,11 @@ class _Node:
         self.down_s = 0.0
 
     def kill(self) -> None:
-        """Have it killed."""
+        """Have the node killed."""
         self._kill.set()
 
     async def serve(self) -> None:
-        """Run it for ever. It ends with a cancel."""
+        """Run it until cancelled."""
         command = [sys.executable, "-m", "prorl_trio.cli", "serve", "--config", str(self._folder / "node.toml")]
         listen = {"port": 0, "endpoint_file": str(self.endpoint_file)}
         await trio.Path(self._folder / "node.toml").write_bytes(msgspec.toml.encode({**self._config, "listen": listen}))
@@ -69,13 +69,14 @@ class _Node:
 
 
 async def measure_delivery(folder: Path, *, jobs: int, kills: int) -> dict[str, float]:
-    """Run so many jobs through a node that is killed so often, spread over the outcomes.
+    """Run `jobs` jobs through a node that is killed `kills` times, spread over the outcomes.
 
     Returns:
-        `jobs`: accepted. `kills`: of the node, meanwhile. `lost`: jobs without an outcome. `doubled`: outcomes beside
-        the first of a job. `failed`: jobs that did not complete. `again`: jobs whose outcome is of a second attempt or
-        a later one. `wall_s`: from the first submission to the last outcome. `down_s`: of that, between a kill and the
-        next start.
+        `jobs`: accepted jobs. `kills`: kills of the node. `lost`: jobs without an outcome. `doubled`: outcomes beyond
+        the
+        first of a job. `failed`: jobs that did not complete. `again`: jobs whose outcome is from a second or later
+        attempt.
+        `wall_s`: from the first submission to the last outcome. `down_s`: the part of that between kills and restarts.
 
     Raises:
         RuntimeError: a job was rejected.

@@ -1,9 +1,9 @@
-"""The paper's comparison of features (Table 1), each cell of ours proven by tests that run now.
+"""The paper's comparison of features (Table 1), with each of our cells proven by tests that run now.
 
     python -m perf.features [--quick] [--json FILE]
 
-The cells of other frameworks are the paper's word. Ours say `yes` only if every test that they name has passed; a test
-that is skipped here proves nothing.
+The cells of other frameworks are copied from the paper. Ours are `yes` only if every named test has passed. A test that
+is skipped here proves nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WROTE_RESULTS: Final = (0, 1)
 class Feature(msgspec.Struct, frozen=True, kw_only=True):
     """A feature, and the tests that prove it: `FILE::FUNCTION`, with all their parameters.
 
-    `claim` is where the paper has it, `column` whether it is one of Table 1.
+    `claim` is its place in the paper, `column` whether it is a column of Table 1.
     """
 
     name: str
@@ -54,7 +54,7 @@ PAPER_TABLE: Final = _TABLE.others
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of a feature's tests in this run, with all their parameters; `reasons` of those that were skipped."""
+    """The results of a feature's tests in this run, with all their parameters; `reasons` explain skipped tests."""
 
     passed: int = 0
     failed: int = 0
@@ -63,7 +63,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def word(self) -> str:
-        """The cell."""
+        """Return the cell."""
         if self.failed:
             return f"no: {self.failed} of {self.passed + self.failed} tests failed"
         if self.skipped or not self.passed:
@@ -72,16 +72,16 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_features(options: Options) -> Report:
-    """Run the tests, and make the tables of what they say.
+    """Run the tests, and make the tables from their results.
 
     Raises:
-        CannotRun: there are no tests here, or no pytest.
+        CannotRun: the tests or pytest are missing.
     """
-    del options  # there are no fewer tests to run
+    del options  # quick runs have the same tests
     if not (ROOT / "tests").is_dir() or importlib.util.find_spec("pytest") is None:
         raise CannotRun("the tests are not here: run it in a checkout, with pip install 'prorl-trio[dev]'")
     tell(f"running the tests that prove {len(FEATURES)} features")
-    with tempfile.TemporaryDirectory(prefix="pf-") as folder:  # short: sockets lie in it
+    with tempfile.TemporaryDirectory(prefix="pf-") as folder:  # short: sockets are in it
         junit = Path(folder, "junit.xml")
         ids = [test for feature in FEATURES for test in feature.tests]
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}"]
@@ -94,7 +94,7 @@ async def measure_features(options: Options) -> Report:
 
 
 def proof_of(feature: Feature, junit: str) -> Proof:
-    """Read the results of a feature's tests out of pytest's junit file. A test that is not in it has failed."""
+    """Read the results of a feature's tests from pytest's junit file. A missing test counts as failed."""
     by_test: dict[tuple[str, str], list[ET.Element]] = {}
     for case in ET.fromstring(junit).iter("testcase"):
         by_test.setdefault((case.get("classname", ""), case.get("name", "").partition("[")[0]), []).append(case)
@@ -115,7 +115,7 @@ def proof_of(feature: Feature, junit: str) -> Proof:
 
 
 def report_of(proofs: Sequence[Proof]) -> Report:
-    """Return the tables of the proofs, which are in the order of `FEATURES`."""
+    """Return the tables of the proofs, in the order of `FEATURES`."""
     pairs = list(zip(FEATURES, proofs, strict=True))
     columns = [(feature, proof) for feature, proof in pairs if feature.column]
     comparison = Rows(

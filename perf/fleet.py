@@ -1,11 +1,10 @@
-"""The paper's scaling (Figure 5) under a real Slurm: rollouts a second over 1 to 8 nodes on this machine.
+"""The paper's scaling (Figure 5) under a real Slurm: rollouts per second over 1 to 8 nodes on this machine.
 
     python -m perf.fleet [--quick] [--json FILE]
 
-`prorl-trio slurm up` starts each fleet on a Slurm of its own (`launch/prorl_launch/slurm/cluster.sh`), whose machines
-have a network, a name and a /tmp each; one client gives it work, rollouts in real sandboxes. All of them share the
-processors of this machine, so a rollout waits: for its engine, and for a tool call that sleeps. Wants root, and Slurm's
-daemons.
+`prorl-trio slurm up` starts each fleet on a private Slurm (`launch/prorl_launch/slurm/cluster.sh`), whose machines have
+their own network, name and /tmp. One client submits rollouts in real sandboxes. Because all share this machine's
+processors, rollouts mostly wait, for their engine and for a sleeping tool call. Requires root and Slurm's daemons.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ BACKLOG = 512
 
 
 class FleetEngine(msgspec.Struct, frozen=True):
-    """The port of it, and the folder of the model that nodes are to have."""
+    """The engine's port, and the folder of the nodes' model."""
 
     port: int
     model: str
@@ -62,9 +61,9 @@ def turn_text(action_s: float) -> str:
 
 @asynccontextmanager
 async def serve_engine(folder: str, engine_s: float, action_s: float) -> AsyncIterator[FleetEngine]:
-    """Serve an engine that is no limit, at all addresses of this machine; `folder` gets the model.
+    """Serve an engine that is not a bottleneck, at all addresses of this machine; `folder` gets the model.
 
-    Each completion takes `engine_s` seconds, however many there are, and is the same Python block.
+    Each completion takes `engine_s` seconds regardless of load, and is the same Python block.
     """
     model = Path(folder, "model")
     config, script = engine_of(model, turn_text(action_s), first_token_s=engine_s, max_model_len=MAX_MODEL_LEN)
@@ -83,15 +82,15 @@ CORES: Final = len(os.sched_getaffinity(0))
 
 
 class FleetScale(msgspec.Struct, frozen=True, kw_only=True):
-    """The amounts of a measurement.
+    """The sizes of a measurement.
 
     Attributes:
         nodes: sizes of the fleets.
-        workers: rollouts that run at once on each node.
-        jobs_per_worker: rollouts for each of those.
-        lengths: turns of a rollout; there are as many of each, in any order.
-        engine_s, action_s: time of a completion, and of the tool call that it makes.
-        idle_s: how long the client is looked at while it has no jobs.
+        workers: concurrent rollouts on each node.
+        jobs_per_worker: rollouts for each worker.
+        lengths: turns of a rollout; all lengths are equally frequent, in any order.
+        engine_s, action_s: time of a completion, and of its tool call.
+        idle_s: seconds for which the client is measured without jobs.
     """
 
     nodes: tuple[int, ...] = (1, 2, 4, 8)
@@ -104,12 +103,12 @@ class FleetScale(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ideal_per_s(self) -> float:
-        """Rollouts a second of a node where nothing but engine and tools takes time, and no place is ever empty."""
+        """Return a node's rollouts per second if only engine and tools took time, and all slots were always used."""
         return self.workers * len(self.lengths) / (sum(self.lengths) * (self.engine_s + self.action_s))
 
 
 class _Run:
-    """Beginning and end of each rollout's RUN, its time in INIT, and when the last was submitted; in seconds."""
+    """Start and end of each rollout's RUN, its time in INIT, and the last submission; in seconds."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[float, float]] = []
@@ -118,7 +117,7 @@ class _Run:
 
 
 def turns_of(scale: FleetScale, nodes: int) -> tuple[int, ...]:
-    """Return the turns of each rollout of a fleet, in the order of submission: always the same."""
+    """Return the turns of each rollout of a fleet, in the order of submission. They are always the same."""
     jobs = scale.jobs_per_worker * scale.workers * nodes
     turns = [scale.lengths[number % len(scale.lengths)] for number in range(jobs)]
     Random(f"perf.fleet {nodes}").shuffle(turns)
@@ -128,15 +127,18 @@ def turns_of(scale: FleetScale, nodes: int) -> tuple[int, ...]:
 async def measure_fleet(
     cluster: Cluster, engine: tuple[Child, FleetEngine], scale: FleetScale, nodes: int
 ) -> dict[str, float]:
-    """Start so many nodes, have the jobs done, and end the nodes.
+    """Start `nodes` nodes, run the jobs, and stop the nodes.
 
     Returns:
-        `rollouts_per_s`: without the tail, see `perf.rollouts.steady_rate`; `whole_rollouts_per_s`: from the first
+        `rollouts_per_s`: without the tail, see `perf.rollouts.steady_rate`. `whole_rollouts_per_s`: from the first
         submission to the last outcome. `init_s`, `run_s`: mean time of a rollout in INIT and in RUN. `start_s`: from
-        `slurm up` to the last node that was ready. The others are CPU: milliseconds (`_ms`) of the client, the head and
-        the sandboxes for a job, of a node's own process for a turn beside what it takes without jobs, and of a look at
-        the fleet's folder; or shares of a core (`_busy`), of which `own_busy` and `machine_busy` are of all processors,
-        by this measurement and by anybody.
+        `slurm up` until the last node is ready. All others are CPU. Milliseconds (`_ms`) are of the client, the head
+        and
+        the sandboxes per job, of a node's own process per turn beyond its idle use, and of a read of the fleet's
+        folder.
+        Shares of a core end with `_busy`; `own_busy` and `machine_busy` are shares of all processors, by this
+        measurement
+        and in total.
     """
     folder = cluster.folder / f"fleet-{nodes}"
     turns = turns_of(scale, nodes)
@@ -182,7 +184,7 @@ def _node_config(cluster: Cluster, engine: FleetEngine, scale: FleetScale) -> di
         "backends": {"urls": [f"http://{cluster.address}:{engine.port}"], "required": True},
         "stages": stages,
         "sandbox": {"max_warm": 0},
-        "ledger": {"reserve_bytes": MIB},  # machines' disks are memory here
+        "ledger": {"reserve_bytes": MIB},  # the machines' disks are in memory
     }
 
 
@@ -200,7 +202,7 @@ def _jobs(name: str, turns: Sequence[int]) -> list[JobSpec]:
 
 
 async def _run(client: RolloutClient, jobs: Sequence[JobSpec], at_once: int) -> _Run:
-    """Have all jobs done, so many of them in flight."""
+    """Run all jobs, with `at_once` of them in flight."""
     began_s = trio.current_time()
     await submit_all(client, jobs[:at_once])
     submitted, run = min(at_once, len(jobs)), _Run()
@@ -223,7 +225,7 @@ def _require_whole(outcome: Outcome) -> None:
 
 
 def _cpu_s(cluster: Cluster, engine: Child, pids: Sequence[int]) -> dict[str, float]:
-    """Return the seconds of CPU of each; `pids` are the head's and the nodes'. `slurm` has them, too."""
+    """Return the CPU seconds of each; `pids` are the head and the nodes. They are counted in `slurm` as well."""
     head, *nodes = [process_time(pid) for pid in pids]
     return {
         "client": time.process_time(),
@@ -238,16 +240,16 @@ def _cpu_s(cluster: Cluster, engine: Child, pids: Sequence[int]) -> dict[str, fl
 QUICK: Final = FleetScale(jobs_per_worker=5, engine_s=0.8, action_s=0.4, idle_s=3.0)
 FULL: Final = FleetScale(jobs_per_worker=8, engine_s=1.6, action_s=0.8, idle_s=10.0)
 GOALS: Final = {f"fleet.{PAPER_NODES}.times": 7.2, f"fleet.{PAPER_NODES}.of_ideal": 0.9}
-"""Throughput of eight nodes over that of one, and over that of eight which only wait."""
+"""Throughput of eight nodes over one node's, and over an ideal eight nodes that only wait."""
 QUIET_SHARE: Final = 0.6
-"""Share of the processors below which they are no limit."""
+"""Share of the processors below which they are not a bottleneck."""
 
 
 async def measure_fleets(options: Options) -> Report:
     """Measure fleets of all sizes, one after the other, and simulate the same.
 
     Raises:
-        CannotRun: there is no Slurm here, or this user may not start it.
+        CannotRun: Slurm is not installed, or this user may not start it.
     """
     scale = QUICK if options.quick else FULL
     raise_file_limit()
@@ -265,7 +267,7 @@ async def measure_fleets(options: Options) -> Report:
 
 
 def predicted_size(scale: FleetScale, one: Mapping[str, float], nodes: int) -> FleetSize:
-    """Return what the simulation is to predict the throughput of: the same work, with costs measured with one node."""
+    """Return the input for the simulation: the same work, with costs measured on one node."""
     turns = turns_of(scale, nodes)
     times = Times(turns=turns, engine_s=scale.engine_s, action_s=scale.action_s, init_s=one["init_s"])
     return FleetSize(
@@ -317,7 +319,7 @@ def fleet_report(
     *,
     separate: bool,
 ) -> Report:
-    """Return the tables and the figure of fleets by their nodes; the smallest is what the others are compared with."""
+    """Return the tables and the figure of fleets by number of nodes, relative to the smallest."""
     first = min(measured)
     metrics: dict[str, float] = {}
     for nodes, run in measured.items():
@@ -352,7 +354,7 @@ def fleet_report(
 
 
 def _of_paper(nodes: int) -> str:
-    """Return the paper's throughput over that of one node, of all its models; empty where it has none."""
+    """Return the paper's throughput over that of one node, for all its models; empty without data."""
     times = [rates[nodes] / rates[1] for rates in PAPER.values() if nodes in rates]
     return f"{min(times):.1f} to {max(times):.1f} x" if times else ""
 

@@ -1,6 +1,6 @@
-"""A real Slurm of several machines on this one, `launch/prorl_launch/slurm/cluster.sh`, and a fleet that it starts.
+"""A real Slurm with several machines on this one, by `launch/prorl_launch/slurm/cluster.sh`, and its fleet.
 
-Each machine has a network, a name and a /tmp of its own where this kernel and user allow it. All of it ends with its
+Each machine has its own network, name and /tmp if the kernel and the user's rights allow it. All of it ends with its
 block, also if this process is killed.
 """
 
@@ -38,8 +38,8 @@ trap ended=1 TERM
 "$1" stop
 [ -z "${ended:-}" ] || rm -rf "$SLURM_CLUSTER_DIR"
 """
-"""Starts the cluster, says so by a file, and when it is told to end stops it and removes its folder. The folder of one
-that does not start stays, with its log."""
+"""Starts the cluster and creates a file when it is ready. On request, stops it and removes its folder. After a failed
+start the folder stays, with its log."""
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 60.0
 FLEET_START_TIMEOUT_S: Final = 300.0
@@ -52,11 +52,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """A running cluster.
 
     Attributes:
-        folder: on a disk that all machines share, for what comes with the block and goes with it.
+        folder: a temporary folder for the block, on a disk that all machines share.
         env: the environment of Slurm's commands.
-        address: by which its machines reach this one.
-        separate: each machine has a network of its own.
-        root_pid: of the process above all that Slurm runs; nothing leaves its tree.
+        address: the address by which its machines reach this one.
+        separate: each machine has its own network.
+        root_pid: the root of the tree of all Slurm processes; none leaves it.
     """
 
     folder: Path
@@ -67,7 +67,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def require_slurm() -> None:
-    """Raise `CannotRun` if there can be no cluster here."""
+    """Raise `CannotRun` if a cluster cannot be started here."""
     if os.geteuid() != 0:
         raise CannotRun("Slurm's daemons want root: run it as root")
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -80,11 +80,11 @@ def require_slurm() -> None:
 
 @asynccontextmanager
 async def open_cluster(machines: int) -> AsyncIterator[Cluster]:
-    """Start a cluster in a folder and a range of ports of its own.
+    """Start a cluster in its own folder and range of ports.
 
     Raises:
-        CannotRun: it is not installed, or not for this user.
-        RuntimeError: it did not start; says the end of its log.
+        CannotRun: it is not installed, or not usable by this user.
+        RuntimeError: it did not start; with the end of its log.
     """
     require_slurm()
     folder = await trio.to_thread.run_sync(_make_folder)
@@ -94,7 +94,7 @@ async def open_cluster(machines: int) -> AsyncIterator[Cluster]:
             "SLURM_CLUSTER_DIR": str(folder),
             "SLURM_CLUSTER_NODES": str(machines),
             "SLURM_CLUSTER_PORT": str(free_ports(machines + 1)),
-            "SLURM_CLUSTER_PATIENCE_S": "60",  # machines that are only slow are not given up
+            "SLURM_CLUSTER_PATIENCE_S": "60",  # slow machines are not given up
             "SLURM_CLUSTER_MODE": "netns" if separate else "loopback",
             "SLURM_CONF": str(folder / "slurm.conf"),
         }
@@ -111,16 +111,16 @@ async def open_cluster(machines: int) -> AsyncIterator[Cluster]:
                 root_pid=parent_of(keeper.pid),
             )
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # its keeper has done so, unless it was killed
+        shutil.rmtree(folder, ignore_errors=True)  # its keeper has removed it, unless it was killed
 
 
 @asynccontextmanager
 async def open_slurm_fleet(
     cluster: Cluster, folder: Path, config: dict[str, object], nodes: int
 ) -> AsyncIterator[list[NodeEntry]]:
-    """Have Slurm start a fleet in `folder` with this node.toml; yield the nodes when all are ready; end it.
+    """Start a Slurm fleet in `folder` with this node.toml. Yield the nodes when all are ready; stop it at the end.
 
-    Where the block raises, its fleet ends with the cluster.
+    If the block raises, its fleet ends with the cluster.
 
     Raises:
         RuntimeError: a command fails, or not all nodes are ready within `FLEET_START_TIMEOUT_S`.
@@ -157,7 +157,7 @@ async def _wait_up(folder: Path, nodes: int) -> list[NodeEntry]:
 def _ready_nodes(watch: FleetWatch) -> list[NodeEntry]:
     try:
         view = watch.read()
-    except ConfigError:  # no node has made it yet
+    except ConfigError:  # no node has created it yet
         return []
     return [each.entry for each in view.nodes.values() if each.life == "live" and not each.entry.unready]
 
@@ -168,7 +168,7 @@ async def _wait_for(path: Path) -> None:
 
 
 def _make_folder() -> Path:
-    """Return a new folder that all users may enter, not below /tmp, which machines have of their own."""
+    """Return a new folder that all users may enter. It is not below /tmp, which each machine has of its own."""
     folder = Path(tempfile.mkdtemp(prefix="prorl-perf-", dir="/run"))
     folder.chmod(0o755)
     return folder
@@ -179,6 +179,6 @@ def _tail(path: Path) -> str:
 
 
 def _own_address(hosts: Path) -> str:
-    """Return the address of this machine among those that the cluster's machines know."""
+    """Return this machine's address as the cluster's machines know it."""
     lines = [line.split() for line in hosts.read_text().splitlines()]
     return next(address for address, name in reversed(lines) if name == socket.gethostname())

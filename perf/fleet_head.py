@@ -1,6 +1,6 @@
 """The cost of a fleet's head by the number of its nodes, measured over real connections to nodes without work.
 
-The head, with its ledger on a disk, is in one process, the nodes are in another, and this one is the trainer.
+The head, with its ledger on a disk, runs in one process, the nodes in another, and this process is the trainer.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class _Node:
         return await self.backends.operate(request)
 
     def validate(self, spec: JobSpec) -> None:
-        """It takes everything."""
+        """Accept everything."""
 
     def check(self, spec: JobSpec, sink: SessionSink, ahead: int) -> None:
-        """It takes everything."""
+        """Accept everything."""
 
     def is_unexamined(self, spec: JobSpec) -> bool:
-        """It examines nothing."""
+        """Return False: nothing needs examination."""
         return False
 
     async def examine(self, specs: Sequence[JobSpec]) -> None:
-        """It examines nothing."""
+        """Do nothing: nothing needs examination."""
 
     def take(self, spec: JobSpec, sink: SessionSink, attempt: int) -> None:
         sink.deliver(_outcome(spec, self.tokens))
@@ -100,11 +100,11 @@ class _Node:
         return Room(room=PLACES - ahead, free=PLACES - ahead, run_workers=PLACES)
 
     async def cancel(self, job_id: str, reason: str) -> None:
-        """No job is ever live."""
+        """Do nothing: jobs are never live."""
         await trio.lowlevel.checkpoint()
 
     def cancel_soon(self, job_id: str, reason: str) -> None:
-        """No job is ever live."""
+        """Do nothing: jobs are never live."""
 
     def statistics(self) -> dict[str, object]:
         return {"node_id": self.node_id}
@@ -121,7 +121,7 @@ class _Node:
         return ""
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """It has no tokenizer."""
+        """Raise an error, because it lacks a tokenizer."""
         del tools
         return str(token_ids), []
 
@@ -150,7 +150,7 @@ def _outcome(spec: JobSpec, tokens: int) -> Outcome:
 async def _serve(
     folder: Path, number: int, tokens: int, nursery: trio.Nursery, *, task_status: trio.TaskStatus[NodeEntry]
 ) -> NoReturn:
-    """Serve a node, and keep its entry fresh."""
+    """Serve a node, and renew its entry."""
     node = _Node(f"node-{number:02d}", tokens)
     sessions = SessionTable(Journal(MemoryLedger(), nursery, sys.maxsize), SessionLimits())
     serve = partial(serve_edges, node, ListenConfig(port=0), Door(TOKEN.encode()), sessions=sessions)
@@ -176,7 +176,7 @@ async def _serve(
 
 @asynccontextmanager
 async def serve_fakes(path: str, count: int, tokens: int = TOKENS) -> AsyncIterator[At]:
-    """Serve nodes without agents, whose jobs end as soon as they are taken, in a process of their own.
+    """Serve nodes without agents in a separate process. Their jobs end as soon as they are submitted.
 
     Each has a real WebSocket edge, sessions in memory, and an entry in the folder of its fleet.
     """
@@ -189,7 +189,7 @@ async def serve_fakes(path: str, count: int, tokens: int = TOKENS) -> AsyncItera
 
 @asynccontextmanager
 async def serve_head(folder: str) -> AsyncIterator[At]:
-    """Serve the head of a fleet, with its ledger in a folder beside the fleet's."""
+    """Serve the head of a fleet, with its ledger in a folder next to the fleet's."""
     fleet = {"dir": folder, "heartbeat_interval_s": HEARTBEAT_S}
     listen = {"port": 0, "token": TOKEN}
     ledger = {"dir": f"{folder}.ledger", "reserve_bytes": MIB}
@@ -204,14 +204,14 @@ LONG_TOKENS: Final = 32 * 1024
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds of CPU for an outcome of `LONG_TOKENS` tokens."""
+    """CPU milliseconds for an outcome of `LONG_TOKENS` tokens."""
 
     head_ms: float
     client_ms: float
 
 
 async def measure_hop(*, rounds: int) -> dict[str, Hop]:
-    """Have a trainer on the machine of a head take long outcomes, and read each token.
+    """Receive long outcomes in a trainer on the head's machine, and read each token.
 
     Returns:
         By way: "by reference", where the trainer maps the head's arena, and "as frames".
@@ -236,15 +236,16 @@ BATCH: Final = 50
 
 
 async def measure_fleet_cost(nodes: int, *, rounds: int, idle_s: float) -> dict[str, float]:
-    """Give so many batches of jobs to the head of a fleet of so many nodes, and then to one node alone.
+    """Submit `rounds` batches of jobs to the head of a fleet of `nodes` nodes, and then to one node alone.
 
     Returns:
-        `job_ms`: CPU of the head for a job, from its submission to its outcome, with its share of what the head does at
-        intervals. `client_job_ms`: CPU of the trainer's client for a job that it gives to the head; `plain_job_ms`: to
-        a node. `delay_ms`: median time of a job that is there alone, through the head; `plain_delay_ms`: of one node
-        alone. It is over as soon as a node takes it, so this is the time of the way. `folder_read_ms`: CPU for a look
-        at the fleet's folder, which the head takes every second. `idle_busy`: share of a core that the head takes while
-        there are no jobs.
+        `job_ms`: the head's CPU per job, from its submission to its outcome, including periodic work. `client_job_ms`:
+        CPU
+        of the trainer's client per job submitted to the head; `plain_job_ms`: to a node. `delay_ms`: median time of a
+        single job through the head; `plain_delay_ms`: to one node. Such a job ends as soon as a node receives it, so
+        this
+        is the transit time. `folder_read_ms`: CPU for reading the fleet's folder, which the head does every second.
+        `idle_busy`: the head's share of a core without jobs.
     """
     tell(f"{rounds * BATCH} jobs through the head of {nodes} nodes that do nothing, for what they cost it")
     raise_file_limit()
@@ -277,7 +278,7 @@ async def measure_fleet_cost(nodes: int, *, rounds: int, idle_s: float) -> dict[
 async def _measure_jobs(
     client: RolloutClient, rounds: int, head_cpu_s: Callable[[], float]
 ) -> tuple[float, float, float]:
-    """Return the CPU of the head and of this process for a job, and the median time of a job that is there alone."""
+    """Return the CPU per job of the head and of this process, and the median time of a single job."""
     await _batch(client, "warm-up")
     cpu_s, began_s = head_cpu_s(), time.process_time()
     for number in range(rounds):
@@ -292,7 +293,7 @@ async def _measure_jobs(
 
 
 async def _wait_members(client: RolloutClient, nodes: int) -> None:
-    """Return when all nodes get jobs.
+    """Return when all nodes receive jobs.
 
     Raises:
         trio.TooSlowError: they do not within `MEMBERS_TIMEOUT_S`.
@@ -318,9 +319,9 @@ async def _batch(client: RolloutClient, name: str, *, jobs: int = BATCH) -> None
 
 
 def time_reads(folder: Path) -> float:
-    """Return the CPU of this thread for a look at the folder, as a head takes it every second."""
+    """Return this thread's CPU time for reading the folder, which a head does every second."""
     watch = FleetWatch(folder)
-    watch.read()  # the first one asks the disk for its time
+    watch.read()  # the first read gets the disk's clock
     began_s = time.thread_time()
     for _ in range(READS):
         watch.read()

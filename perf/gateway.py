@@ -1,12 +1,12 @@
-"""The gateway for programs that ask a model's API: calls a second, latency, memory, tokens beside the rules of others.
+"""The gateway for programs with a model API: calls per second, latency, memory, and tokens compared with other rules.
 
     python -m perf.peers setup gateway lightning       # once: the peers' environments
     python -m perf.gateway [--quick] [--json FILE]
 
-The gateway is a process of its own; its engine is a script in it, and then a fake one over HTTP. Programs are callers
-in this process; each holds dialogues of ten turns by Chat Completions, in short messages, and again after a document of
-2,000 tokens. The peers, rllm-model-gateway and agentlightning, pass the same dialogues on to Chat Completions of the
-fake engine, which renders nothing. Rules of others are in `perf.gateway_rules`.
+The gateway runs in a separate process. Its engine is a script in that process, and then a fake engine over HTTP. The
+programs are callers in this process. Each holds dialogues of ten turns by Chat Completions in short messages, and again
+after a document of 2,000 tokens. The peers, rllm-model-gateway and agentlightning, pass the same dialogues to the Chat
+Completions of the fake engine, which does not render templates. The other rules are in `perf.gateway_rules`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ HEADERS: Final = [("Content-Type", "application/json"), ("Authorization", f"Bear
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """The amounts of everything. `dialogues`: of each caller, in the measured part."""
+    """The sizes of the benchmark. `dialogues`: number per caller, in the measured part."""
 
     dialogues: int
     peer_dialogues: int
@@ -118,9 +118,9 @@ FULL: Final = Scale(dialogues=20, peer_dialogues=5, singles=400, sessions=200)
 
 @asynccontextmanager
 async def serve_sessions(folder: str, engine_url: str, sessions: int) -> AsyncIterator[str]:
-    """Serve the gateways of so many rollouts, by their numbers, at one port; yield its URL.
+    """Serve the gateways of `sessions` rollouts, by their numbers, at one port; yield its URL.
 
-    Without `engine_url` the engine is a script in this process; as `WIRE`, there is no dialogue behind the API.
+    Without `engine_url` the engine is a script in this process. With `WIRE`, the API has no dialogue behind it.
     """
     chat = await trio.to_thread.run_sync(ChatFormat.load, Path(folder))
     backends, table = Backends(made_by(VllmClient)), GatewayTable()
@@ -144,10 +144,10 @@ async def serve_sessions(folder: str, engine_url: str, sessions: int) -> AsyncIt
 
 
 class SaysTheSame:
-    """In place of a gateway: a dialogue without tokens."""
+    """A replacement of a gateway: a dialogue without tokens."""
 
     async def ask(self, question: Question) -> Answer:
-        """Return the answer to anything."""
+        """Return the same answer to everything."""
         await trio.lowlevel.checkpoint()
         used = len(question.messages)
         key, text = f"t{used}", TURN_TEXT
@@ -158,9 +158,9 @@ class SaysTheSame:
 
 @asynccontextmanager
 async def hold_sessions(folder: str) -> AsyncIterator[list[float]]:
-    """Hold dialogues in `OPEN_SESSIONS` rollouts at once; yield MiB beside their tokens, at each half of their turns.
+    """Hold dialogues in `OPEN_SESSIONS` rollouts at once. Yield MiB beyond their tokens, at each half of their turns.
 
-    All clients say the same, and share their messages: they are not counted.
+    All clients send and share the same messages, which are not counted.
     """
     chat = await trio.to_thread.run_sync(ChatFormat.load, Path(folder))
     engine = ScriptedEngine(lambda text: [*chat.codec.encode(text), chat.end_of_turn_id])
@@ -203,7 +203,7 @@ class Caller:
         self._messages = [{"role": "user", "content": f"Task {self._dialogues}. {self._opening}"}]
 
     async def ask(self) -> None:
-        """Ask for the next turn, and answer it."""
+        """Request the next turn, and reply to it."""
         body = msgspec.json.encode({"model": "m", "messages": self._messages})
         response = await self._http.request("POST", self._path, body=body, headers=HEADERS, timeout_s=CALL_TIMEOUT_S)
         if response.status != 200:
@@ -215,7 +215,7 @@ class Caller:
 async def call_rate(
     http: HttpClient, child: Child, first: int, opening: str, dialogues: int, prefix: str = "/s/{}"
 ) -> dict[str, float]:
-    """Have `CALLERS` sessions from number `first` on hold dialogues, after one each that is not counted."""
+    """Hold dialogues in `CALLERS` sessions from number `first` on, after an uncounted dialogue in each."""
     callers = [Caller(http, prefix.format(first + number), opening) for number in range(CALLERS)]
 
     async def work(caller: Caller, times: int) -> None:
@@ -235,7 +235,7 @@ async def call_rate(
 
 
 async def latencies(http: HttpClient, engine_url: str, session: int, rounds: int) -> list[Any]:
-    """Time one call at a time: through the gateway, and of the engine alone."""
+    """Time single calls: through the gateway, and to the engine alone."""
     caller, turns = Caller(http, f"/s/{session}", "Look."), iter(range(10**9))
     engine = HttpClient(engine_url)
     body = msgspec.json.encode(
@@ -294,7 +294,7 @@ async def benchmark(options: Options) -> Report:
 
 
 async def _served(folder: Path, chat: ChatFormat, scale: Scale) -> tuple[dict[str, float], list[Any], list[str]]:
-    """Return rates and latencies, and a note for the peer if it is left out."""
+    """Return rates and latencies, and a note if the peer was skipped."""
     metrics: dict[str, float] = {}
     model, series = str(folder / "model"), list[Any]()
     openings = {"short": "Look.", "document": document(chat)}
@@ -347,7 +347,7 @@ async def open_lightning(engine_url: str, folder: Path) -> AsyncIterator[tuple[s
     """Serve agentlightning's proxy in front of the engine. It ends with the block.
 
     Raises:
-        PeerUnavailable: it is not installed, or does not get ready.
+        PeerUnavailable: it is not installed, or does not become ready.
     """
     port = free_port()
     url, script = f"http://127.0.0.1:{port}", Path(__file__).parent / "peers" / "lightning.py"
@@ -363,7 +363,7 @@ async def open_lightning(engine_url: str, folder: Path) -> AsyncIterator[tuple[s
 
 
 class ChatEngine(FakeEngine):
-    """A fake engine that also answers Chat Completions, with the same turn to anything, as vLLM shapes it."""
+    """A fake engine that also answers Chat Completions, with the same turn to everything, in vLLM's format."""
 
     async def _answer(self, call: HttpCall) -> HttpAnswer:
         if call.path != "/v1/chat/completions":
@@ -374,7 +374,7 @@ class ChatEngine(FakeEngine):
 
 @asynccontextmanager
 async def serve_engine(folder: str) -> AsyncIterator[str]:
-    """Serve a fake engine of that model, which says the same each time."""
+    """Serve a fake engine of that model with a constant answer."""
     chat = await trio.to_thread.run_sync(ChatFormat.load, Path(folder))
     ids = [*chat.codec.encode(TURN_TEXT), chat.end_of_turn_id]
     config = FakeEngineConfig(

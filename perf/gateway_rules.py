@@ -1,16 +1,17 @@
-"""Which tokens a trainer gets of programs' sessions, by our gateway and by the rules of others, and which it should.
+"""The tokens that a trainer gets of programs' sessions, by our gateway and by other rules, and the correct ones.
 
-A session is recorded once, with our gateway: what a client sent, and what was sampled. Others render each history anew,
-so for them the engine's context of a turn is the history as the template renders it. Their rules are written here from
-what they are described to do, by their papers and their issues, and are models of these, not their code:
+A session is recorded once with our gateway, with the client's messages and the sampled tokens. The other systems render
+each history anew, so their engine's context of a turn is the history as the template renders it. Their rules are models
+written from their papers and issues, not their code:
 
-* Polar (NVIDIA-NeMo/ProRL-Agent-Server#39, #52) joins calls afterwards: the tokens of a call whose messages go on from
-  those of another one follow that one's, with what was said between;
+* Polar (NVIDIA-NeMo/ProRL-Agent-Server#39, #52) joins calls afterwards. If a call's messages continue another call's,
+  its tokens follow that call's, with the messages in between;
 * slime (THUDM/slime#2288, #2360) renders a session's last history, and trains on each turn that it finds there, up to
-  the first that it does not find;
-* rLLM's gateway (rllm-model-gateway 0.1) keeps each call, and joins those whose prompt begins with all of the last one;
-* Uni-Agent (Uni-Agent#90) sends stored tokens, drops those behind a place that a client goes back to, and delivers the
-  longest dialogue.
+  the first missing one;
+* rLLM's gateway (rllm-model-gateway 0.1) keeps each call, and joins calls whose prompt begins with the whole previous
+  call;
+* Uni-Agent (Uni-Agent#90) sends stored tokens, drops the tokens after a place that a client returns to, and delivers
+  the longest dialogue.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "Look.",
 
 
 class Call(NamedTuple):
-    """A turn that was sampled: what the client sent, what the engine read for us, and what it sampled."""
+    """A sampled turn: the client's messages, the prompt that our engine read, and the sampled tokens."""
 
     messages: tuple[Said, ...]
     read: Tokens
@@ -52,14 +53,17 @@ class Call(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Tokens that a trainer is told to train on, after those of a context."""
+    """Tokens that a trainer trains on, after a context."""
 
     context: Tokens
     tokens: Tokens
 
 
 class Score(NamedTuple):
-    """Sampled tokens, those trained on after a context that the engine had not read, those lost, and trained twice."""
+    """Numbers of sampled tokens, of tokens lost or trained twice, and of tokens trained after a wrong context.
+
+    A wrong context is one the engine had not read.
+    """
 
     sampled: int
     false_context: int
@@ -69,7 +73,7 @@ class Score(NamedTuple):
 
 
 class ScriptedEngine:
-    """A backend in this process, which is also its lease: each turn has a number, and some call a tool."""
+    """A backend in this process that is also its lease. Each turn has a number, and some turns call a tool."""
 
     info = SimpleNamespace(max_model_len=1_000_000, guides=False)
 
@@ -110,7 +114,7 @@ def new_context(chat: ChatFormat, engine: Any, job_id: str = "j") -> RolloutCont
 
 
 async def record(chat: ChatFormat, seed: int, requests: int) -> tuple[list[Call], list[Trained]]:
-    """Have a client that edits its histories work for a session; return its calls, and what we deliver of them."""
+    """Run a session with a client that edits its histories. Return its calls, and the tokens that we deliver."""
     rng = random.Random(seed)
     engine = ScriptedEngine(lambda text: [*chat.codec.encode(text), chat.end_of_turn_id], rng)
     context = new_context(chat, engine)
@@ -131,19 +135,19 @@ async def record(chat: ChatFormat, seed: int, requests: int) -> tuple[list[Call]
     for segment in trajectory.segments:
         ids = segment.token_ids.tolist()
         bounds = re.finditer(b"\x01+", segment.loss_mask.tobytes())
-        # Two turns are never neighbours: the template closes one and opens the next between them.
+        # Two turns are never adjacent, because the template closes one and opens the next between them.
         rows += [Trained(tuple(ids[: at.start()]), tuple(ids[at.start() : at.end()])) for at in bounds]
     return calls, rows
 
 
 def _edited(rng: random.Random, history: list[Said], number: int) -> list[Said]:
-    """Return a history as a client may send it: mostly as it is, with the keys dropped, or changed."""
+    """Return a history as a client may send it: mostly unchanged, with keys dropped or changed."""
     said = [at for at, message in enumerate(history) if message.role == "assistant"]
     if said and rng.random() < 0.5:
         history = [msgspec.structs.replace(message, key="") for message in history]
     at = rng.choice(said) if said else 0
     match rng.randrange(12):
-        case 0 | 1 if said:  # arguments in another spelling
+        case 0 | 1 if said:  # arguments in another notation
             calls = [
                 msgspec.structs.replace(call, arguments=json.dumps(call.parsed, sort_keys=True))
                 for call in history[at].calls
@@ -164,7 +168,7 @@ def _edited(rng: random.Random, history: list[Said], number: int) -> list[Said]:
 
 
 def rendered(chat: ChatFormat, messages: Sequence[Said]) -> Tokens:
-    """Return the prompt that the template makes of a history."""
+    """Return the template's prompt for a history."""
     return tuple(Conversation(chat, list(map(_as_message, messages)), [TOOL]).prompt_token_ids())
 
 
@@ -175,12 +179,12 @@ def _as_message(said: Said) -> ChatMessage:
 
 
 def _says(messages: Iterable[Said]) -> list[tuple[str, ...]]:
-    """Return what messages say, whatever the spelling of arguments."""
+    """Return the content of messages, independent of the notation of arguments."""
     return [(each.role, each.text, *(str(call.says()) for call in each.calls)) for each in messages]
 
 
 def _chains(calls: Sequence[Call]) -> list[list[int]]:
-    """Return the calls of each dialogue: one goes on from the last whose messages, with an answer, it begins with."""
+    """Return the calls of each dialogue. A call continues the last call whose messages and answer it begins with."""
     chains: list[list[int]] = []
     for number, call in enumerate(calls):
         for chain in reversed(chains):
@@ -204,7 +208,7 @@ def polar(chat: ChatFormat, calls: Sequence[Call]) -> list[Trained]:
                 so_far = rendered(chat, call.messages)
             else:
                 answered = rendered(chat, call.messages[: len(calls[chain[place - 1]].messages) + 1])
-                end = len(answered) - answered[::-1].index(chat.end_of_turn_id)  # of the answer, as it came back
+                end = len(answered) - answered[::-1].index(chat.end_of_turn_id)  # of the answer as sent back
                 so_far += rendered(chat, call.messages)[end:]
             rows.append(Trained(so_far, call.sampled))
             so_far += call.sampled
@@ -212,7 +216,7 @@ def polar(chat: ChatFormat, calls: Sequence[Call]) -> list[Trained]:
 
 
 def slime(chat: ChatFormat, calls: Sequence[Call]) -> list[Trained]:
-    """Return rows of the last history of each dialogue, with what was sampled masked behind the first difference."""
+    """Return rows of the last history of each dialogue, with samples after the first difference masked."""
     rows = []
     for chain in _chains(calls):
         last = calls[chain[-1]]
@@ -226,7 +230,7 @@ def slime(chat: ChatFormat, calls: Sequence[Call]) -> list[Trained]:
 
 
 def rllm(chat: ChatFormat, calls: Sequence[Call]) -> list[Trained]:
-    """Return a row for each call, after the prompt as it was."""
+    """Return a row for each call, after its own prompt."""
     return [Trained(rendered(chat, call.messages), call.sampled) for call in calls]
 
 
@@ -242,11 +246,11 @@ RULES: dict[str, tuple[Callable[[ChatFormat, Sequence[Call]], list[Trained]], bo
     "rllm": (rllm, False),
     "uni_agent": (uni_agent, True),
 }
-"""By name: the rule, and whether its engine is sent stored tokens."""
+"""The rules by name, and whether their engine receives stored tokens."""
 
 
 def score(calls: Sequence[Call], contexts: Sequence[Tokens], trained: Iterable[Trained]) -> Score:
-    """Hold what is trained on against what was sampled after `contexts`. Each turn has tokens of its own."""
+    """Compare the tokens trained on with the tokens sampled after `contexts`. Each turn has distinct tokens."""
     read = {call.sampled: context for call, context in zip(calls, contexts, strict=True)}
     seen: set[Tokens] = set()
     false_context = doubled = rows = 0
@@ -260,7 +264,7 @@ def score(calls: Sequence[Call], contexts: Sequence[Tokens], trained: Iterable[T
 
 
 async def scores(chat: ChatFormat, sessions: int, requests: int) -> dict[str, Score]:
-    """Return the scores of our gateway and of each rule, over sessions drawn at random."""
+    """Return the scores of our gateway and of each rule, over random sessions."""
     found = {name: Score(0, 0, 0, 0, 0) for name in ("ours", *RULES)}
 
     def add(name: str, more: Score) -> None:

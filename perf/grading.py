@@ -1,8 +1,8 @@
 """The CPU time of a verdict, for each grader.
 
-Answers, solutions and patches are graded as a node does it, sandboxes included. What is counted is CPU time, of the
-grader's process and of all that it starts. To compare two versions, run it in a checkout of each: CPU time hardly
-depends on what else the machine does.
+Answers, solutions and patches are graded as on a node, including sandboxes. It counts the CPU time of the grader's
+process and of its children. To compare two versions, run it in a checkout of each: CPU time hardly depends on other
+load.
 
     python -m perf.grading [--quick] [--json FILE]
 """
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 QUICK_SCORED, SCORED = 4, 30
 QUICK_SANDBOXED, SANDBOXED = 3, 20
-"""Passes that count, of either kind of case."""
+"""Number of counted passes, quick and full, for each kind of case."""
 
 
 async def grading(options: Options) -> Report:
-    """Pass after pass of each case in turn; the first passes count nothing."""
+    """Run the passes of all cases in turn; the first passes are not counted."""
     notes: list[str] = []
     scored = await _measure(tuple(SCORED_CASES), QUICK_SCORED if options.quick else SCORED, _scored, notes)
     sandboxed: list[Series] = []
@@ -54,7 +54,7 @@ async def grading(options: Options) -> Report:
 async def _measure(
     cases: Sequence[str], count: int, run: Callable[[str, int], Awaitable[Pass]], notes: list[str]
 ) -> list[Series]:
-    """Return milliseconds of a verdict by case; `notes` gets a sentence for each case with wrong verdicts."""
+    """Return the milliseconds of a verdict by case; `notes` gets a sentence for each case with wrong verdicts."""
     tell(f"{', '.join(cases)}: {count + 1} passes")
     samples: dict[str, list[float]] = {case: [] for case in cases}
     wrong: dict[str, str] = {}
@@ -75,7 +75,7 @@ async def _scored(case: str, number: int) -> Pass:
 
 
 async def _graded(sandboxes: Sandboxes, case: str) -> Pass:
-    """Return a verdict with the CPU of this process and of all that are below it."""
+    """Return a verdict with the CPU of this process and of its descendants."""
     before_s = sum(tree_cpu(os.getpid()))
     agree = await sandboxes.grade(case)
     return Pass(sum(tree_cpu(os.getpid())) - before_s, 1, int(agree))

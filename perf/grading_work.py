@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 GRADE_TIMEOUT_S: Final = 120.0
 STEM_REPEATS: Final = 100
-"""Their verdicts take a tenth of a millisecond each: a pass is to be long enough to be timed."""
+"""Repetitions in a pass. These verdicts take a tenth of a millisecond each, too short to be timed."""
 
 # ---------------------------------------------------------------- answers for the scorers
 
 
 def _maths(rng: random.Random) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield the payloads of a pass with their verdicts; the numbers are new in each, so that no cache has them."""
+    """Yield the payloads of a pass with their verdicts. The numbers are new in each pass, to avoid caches."""
     for _ in range(4):
         n, k, p = rng.randint(11, 9999), rng.randint(2, 97), rng.choice((3, 7, 11, 13))
         for gold, answer, right in (
@@ -128,11 +128,11 @@ SCORED_CASES: Final = {
     "stem.choice": _Scored("prorl_trio.tasks.handlers.stem.scorer:score", _choices),
     "stem.text": _Scored("prorl_trio.tasks.handlers.stem.scorer:score", _texts),
 }
-"""Graded by a scoring process; this one stands in for it."""
+"""Cases for a scoring process; this process replaces it."""
 
 
 class Pass(NamedTuple):
-    """A pass of a case: CPU of this process in seconds, its verdicts, and how many of them are right."""
+    """A pass of a case: CPU seconds of this process, number of verdicts, and number of correct ones."""
 
     cpu_s: float
     verdicts: int
@@ -178,7 +178,7 @@ CODE_CASES: Final[dict[str, tuple[str, CodeTests]]] = {
     ),
 }
 SANDBOXED_CASES: Final = (*CODE_CASES, "swe.pytest", "shell")
-"""Graded in sandboxes of their own."""
+"""Cases graded in sandboxes of their own."""
 _MODULE: Final = "def add(a, b):\n    return a - b\n"
 _PATCH: Final = (
     "diff --git a/calc/__init__.py b/calc/__init__.py\n--- a/calc/__init__.py\n+++ b/calc/__init__.py\n"
@@ -200,7 +200,7 @@ class Sandboxes:
         self._shell = ShellHandler()
 
     async def grade(self, case: str) -> bool:
-        """Grade the right work of one of `SANDBOXED_CASES`; return whether it was found right."""
+        """Grade the correct work of one of `SANDBOXED_CASES`; return whether the verdict was correct."""
         with trio.fail_after(GRADE_TIMEOUT_S):
             if case in CODE_CASES:
                 solution, tests = CODE_CASES[case]
@@ -261,7 +261,7 @@ async def open_sandboxes(stack: AsyncExitStack) -> Sandboxes:
     """
     layer = _write_layer(Path(stack.enter_context(TemporaryDirectory(prefix="prorl-perf-"))))
     config = NodeConfig(model=ModelConfig(path="none"), sandbox=SandboxConfig(packages=("pytest",)))
-    # Graders in sandboxes use the configuration alone.
+    # Graders in sandboxes only use the configuration.
     resources: Any = Resources(config=config, chat_format=None, backends=None, scorers=None)  # type: ignore[arg-type]
     host = await stack.enter_async_context(open_sandbox_host(await choose_provider(config.sandbox)))
     return Sandboxes(host, resources, layer)
