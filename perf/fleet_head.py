@@ -121,7 +121,7 @@ class _Node:
         return ""
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """Raise an error, because it lacks a tokenizer."""
+        """Return the ids as text, because it lacks a tokenizer."""
         del tools
         return str(token_ids), []
 

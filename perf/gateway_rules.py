@@ -60,9 +60,9 @@ class Trained(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Numbers of sampled tokens, of tokens lost or trained twice, and of tokens trained after a wrong context.
+    """Numbers of tokens: sampled, trained after a wrong context, lost, and trained twice.
 
-    A wrong context is one the engine had not read.
+    A wrong context contains tokens that the engine had not read.
     """
 
     sampled: int

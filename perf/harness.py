@@ -1,7 +1,7 @@
 """The base of all benchmarks: options, interleaved measuring, percentiles, and the three forms of a report.
 
-A benchmark is an async function that returns a `Report`; `run_benchmark` gives it the command line that every benchmark
-has: `--quick` and `--json FILE`.
+A benchmark is an async function that returns a `Report`. `run_benchmark` gives it the common command line: `--quick`
+and `--json FILE`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DIGITS: Final = 5
 PLOT_DPI = 120
 FILE_COLUMNS = 120
 INTERRUPTED = 130
-"""Exit code of shells for a program that was ended by SIGINT."""
+"""Exit code of shells for a program that SIGINT ended."""
 PACKAGES = ("trio", "msgspec", "ptyprocess", "IPython")
 _BEGAN_S = time.monotonic()
 
@@ -47,7 +47,7 @@ ROLES: Final[dict[Role, tuple[str, str]]] = {
     "floor": ("lightgrey", "the floor: the machine alone"),
     "peer": ("tab:orange", "a peer, measured in this run"),
 }
-"""The owners of a value, with the colour of each, and its words in the legend."""
+"""The owners of a value, with their colour and their label in the legend."""
 MARKERS: Final = "osD^vPX*"
 INCHES_PER_BAR: Final = 0.36
 
@@ -56,23 +56,23 @@ CAPTIONS: Final = msgspec.toml.decode(Path(__file__).with_name("captions.toml").
 
 
 def caption_of(name: str, **values: object) -> list[str]:
-    """Return the paragraphs of `captions.toml` below `name`, with `values` in their braces; without empty ones."""
+    """Return the paragraphs of `captions.toml` below `name`, with `values` filled in; without empty paragraphs."""
     return [said for paragraph in CAPTIONS[name] if (said := paragraph.format(**values))]
 
 
 class CannotRun(Exception):
-    """The benchmark cannot run on this machine; the message says what is missing, and what to do."""
+    """The benchmark cannot run on this machine. The message contains the missing part and the remedy."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line. `quick`: under a minute in all, on a small machine."""
+    """The command line. `quick`: under a minute in total, on a small machine."""
 
     quick: bool
     json_path: Path | None
 
 
 def tell(doing: str) -> None:
-    """Print to standard error what is measured now."""
+    """Print the current measurement to standard error."""
     sys.stderr.write(f"{time.monotonic() - _BEGAN_S:4.0f} s  {doing}\n")
 
 
@@ -92,7 +92,7 @@ def describe_machine() -> str:
 
 
 async def _measured_elsewhere() -> None:
-    """Stands in for `Case.run` where samples come from elsewhere."""
+    """Stand in for `Case.run` if samples come from elsewhere."""
     raise RuntimeError("this case is not for `measure_interleaved`")
 
 
@@ -101,15 +101,15 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: dotted; the metrics are `NAME.p50_UNIT`, `NAME.p95_UNIT` and `NAME.p99_UNIT`.
-        run: does it once. Only this is timed. Left out where samples are taken elsewhere.
-        self_timed: `run` returns the seconds to count, as a float: it was timed nearer to the work.
-        burst: how often it runs in a row, in each round. With 1 each run finds the caches as another case left them,
-            as an agent's action does; a longer row shows the cost of the code alone.
-        every: takes part in every n-th round only, for what is slow.
-        floor: name of the case that shows what the machine allows. Its ratio is the metric `NAME.x_floor`.
-        peer: is somebody else's; the plot has it in another colour.
-        max_p50: what p50 is to stay below, in `unit`.
-        max_x_floor: what the ratio to the floor is to stay below.
+        run: runs it once. Only this is timed. Omitted if samples are taken elsewhere.
+        self_timed: `run` returns the seconds to count, as a float, timed closer to the work.
+        burst: number of consecutive runs in each round. With 1 each run finds the caches as another case left them, as
+            an agent's action does; a longer burst shows the cost of the code alone.
+        every: runs only in every n-th round, for slow cases.
+        floor: name of the case that shows the machine's limit. The ratio to it is the metric `NAME.x_floor`.
+        peer: belongs to another project; the plot shows it in another colour.
+        max_p50: upper limit of p50, in `unit`.
+        max_x_floor: upper limit of the ratio to the floor.
     """
 
     name: str
@@ -141,10 +141,12 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def measure_interleaved(cases: Sequence[Case], *, rounds: int, warm_up_rounds: int) -> list[Series]:
-    """Time all cases side by side: each round runs each, in a short burst, beginning with another one each time.
+    """Time all cases side by side.
 
-    So a slow spell of the machine, a warm cache or a growing heap meets ours and the floor alike. Warm-up rounds run
-    every case and count nothing. What a case raises ends the measurement.
+    Each round runs each case in a short burst, starting with a different case each time.
+
+    A slow spell of the machine, a warm cache or a growing heap therefore affects ours and the floor alike. Warm-up
+    rounds run every case and are not counted. An exception of a case ends the measurement.
     """
     samples: dict[str, list[float]] = {case.name: [] for case in cases}
     if len(samples) < len(cases):
@@ -163,7 +165,7 @@ async def measure_interleaved(cases: Sequence[Case], *, rounds: int, warm_up_rou
 
 
 def rotated(items: Sequence[KeyT], number: int) -> list[KeyT]:
-    """Return the items in their order, beginning with another one for each number."""
+    """Return the items in order, starting with a different item for each number."""
     first = number % len(items)
     return [*items[first:], *items[:first]]
 
@@ -172,7 +174,7 @@ def rotated(items: Sequence[KeyT], number: int) -> list[KeyT]:
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):
-    """A table of texts: `headings`, and rows of as many cells."""
+    """A table of texts: `headings`, and rows with the same number of cells."""
 
     title: str
     headings: list[str]
@@ -202,8 +204,8 @@ def rows_of(
 ) -> Rows:
     """Return a table with a row for each key, and a column for each heading.
 
-    A column is a function of the key, or a text with the names of metrics in braces, as `{times:.2f} x`: those metrics
-    that begin with `OF.KEY.`. The cell is empty where a key has not all of them.
+    A column is a function of the key, or a text with names of metrics in braces, such as `{times:.2f} x`. The names are
+    relative to `OF.KEY.`. The cell is empty if a metric of the key is missing.
     """
     every = metrics or {}
 
@@ -220,7 +222,7 @@ def rows_of(
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """A value. `high`: to where its whisker goes, as a 95th percentile; None for none."""
+    """A value. `high`: the end of its whisker, such as a 95th percentile; None: no whisker."""
 
     label: str
     value: float
@@ -229,7 +231,7 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True, tag="bars"):
-    """Horizontal bars in the order given. `unit` says what their length is."""
+    """Horizontal bars in the given order. `unit` is the unit of their length."""
 
     title: str
     unit: str
@@ -246,7 +248,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lines(msgspec.Struct, frozen=True, kw_only=True, tag="lines"):
-    """Lines over one x. `logarithmic`: both axes, to the base 2. `steps`: a value holds until the next one."""
+    """Lines over a common x. `logarithmic`: both axes, to the base 2. `steps`: a value holds until the next one."""
 
     title: str
     x_label: str
@@ -263,14 +265,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The findings of a benchmark.
 
     Attributes:
-        title: over the table.
+        title: title of the table.
         series: the timings.
-        more_metrics: numbers that are no timings of cases; rows of the table.
+        more_metrics: numbers other than timings of cases; rows of the table.
         detail_metrics: numbers for the file only; `tables` show them to people.
-        at_least: what metrics are to reach. `at_most`: what they are to stay within.
+        at_least: lower limits of metrics. `at_most`: upper limits.
         tables: printed below the table.
-        figures: the plot; without any it has the cases as bars.
-        notes: a sentence each, for people: what was left out and why, under which conditions.
+        figures: the plots; without any, the cases are drawn as bars.
+        notes: sentences for people: skipped parts with the reasons, and conditions.
     """
 
     title: str
@@ -284,7 +286,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
 
     def joined_with(self, other: Report) -> Report:
-        """Return both in one; the title is this one's."""
+        """Return both reports as one, with this one's title."""
         joined: dict[str, Any] = {}
         for name in self.__struct_fields__[1:]:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -297,7 +299,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return series.percentile(50) / floors[0].percentile(50) if floors else None
 
     def metrics(self) -> dict[str, float]:
-        """Return what `--json` writes."""
+        """Return the content of the `--json` file."""
         metrics: dict[str, float] = {}
         for series in self.series:
             for percent in PERCENTS:
@@ -309,7 +311,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def missed(self) -> list[str]:
-        """Return a sentence for each target that was not met."""
+        """Return a sentence for each missed target."""
         missed = []
         for series in self.series:
             case, p50, ratio = series.case, series.percentile(50), self.ratio(series)
@@ -349,7 +351,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self.metrics()), indent=2) + b"\n")
 
     def write_plot(self, path: Path) -> bool:
-        """Write the figures, or p50 of the cases with p95 as whiskers. False, and no file, without matplotlib."""
+        """Write the figures, or p50 of the cases with p95 as whiskers.
+
+        Return False, without a file, if matplotlib is missing.
+        """
         floors = {series.case.floor for series in self.series}
         bars = []
         for series in self.series:
@@ -371,7 +376,7 @@ def can_draw() -> bool:
 def draw(figures: Sequence[Figure], path: Path) -> bool:
     """Write all figures to one file, one below the other, in the format of its suffix.
 
-    Returns False, and writes no file, without matplotlib or without figures.
+    Returns False, without a file, if matplotlib or figures are missing.
     """
     if not can_draw() or not figures:
         return False
@@ -442,7 +447,7 @@ async def _measured(benchmark: Benchmark, options: Options) -> Report:
 
 
 def _measure(benchmark: Benchmark, options: Options) -> Report | None:
-    """Return what was measured; None if Ctrl-C ended it."""
+    """Return the report; None after Ctrl-C."""
     try:
         return trio.run(_measured, benchmark, options)
     except* KeyboardInterrupt:
@@ -451,10 +456,10 @@ def _measure(benchmark: Benchmark, options: Options) -> Report | None:
 
 
 def run_benchmark(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Parse the command line, run, print the table, write the files asked for. Returns 0, or 130 after Ctrl-C.
+    """Parse the command line, run, print the table, and write the requested files. Return 0, or 130 after Ctrl-C.
 
-    A missed target is printed, but is no error: it may be the machine's doing. What the benchmark raises flies, but for
-    `CannotRun`, which ends the program with its words.
+    A missed target is printed, but is not an error, because the machine may be the cause. Exceptions of the benchmark
+    pass, except `CannotRun`, which ends the program with its message.
     """
     parser = argparse.ArgumentParser(
         description=sys.modules[benchmark.__module__].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,4 +1,7 @@
-"""The ledger: outcomes of 300 KB from 32 tasks at a time, beside the bare disk and a bare table in SQLite; accepts."""
+"""The ledger: accepted jobs, and outcomes of 300 KB from 32 tasks at a time.
+
+The bare disk and a bare SQLite table are measured for comparison.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ OUTCOME_BYTES: Final = 300_000
 SPEC_BYTES: Final = 2_000
 TASKS: Final = 32
 ACCEPTS: Final = 10
-"""Calls of a task in a round, of one job each."""
+"""Calls per task and round, with one job each."""
 MB: Final = 1e6
 
 
 async def measure_ledger(options: Options) -> Report:
-    """Rounds of each, in turn, on the disk of the temporary folder; the medians of the rounds' rates."""
+    """Run rounds of each alternately, on the disk of the temporary folder. Return the medians of their rates."""
     rounds, per_task = (5, 4) if options.quick else (20, 8)
     outcome = secrets.token_bytes(OUTCOME_BYTES)
     rates: dict[str, list[float]] = {"ledger": [], "floor": [], "sqlite": [], "accepts": []}
@@ -64,7 +67,7 @@ async def measure_ledger(options: Options) -> Report:
 
 
 async def _accept(ledger: Ledger, number: int, accepts_s: list[float]) -> float:
-    """Accepts a second; then the jobs are dropped."""
+    """Return accepted jobs per second, then drop the jobs."""
     spec = bytes(SPEC_BYTES)
     job_ids = [[f"a{number}-{task}-{call}" for call in range(ACCEPTS)] for task in range(TASKS)]
 
@@ -84,7 +87,7 @@ async def _accept(ledger: Ledger, number: int, accepts_s: list[float]) -> float:
 
 
 async def _finish(ledger: Ledger, number: int, per_task: int, outcome: bytes) -> float:
-    """MB a second; then everything is acknowledged."""
+    """Return MB per second, then acknowledge everything."""
     jobs = TASKS * per_task
     job_ids = [f"f{number}-{index}" for index in range(jobs)]
     await ledger.accept("perf", [NewJob(job_id=job_id, fingerprint=b"perf", spec=b"") for job_id in job_ids])
@@ -104,7 +107,7 @@ async def _finish(ledger: Ledger, number: int, per_task: int, outcome: bytes) ->
 
 
 def _write_bare(folder: Path, outcomes: int, outcome: bytes) -> float:
-    """Seconds."""
+    """Return the seconds."""
     path = folder / "floor"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -122,7 +125,7 @@ def _write_bare(folder: Path, outcomes: int, outcome: bytes) -> float:
 
 
 def _write_sqlite(folder: Path, outcomes: int, outcome: bytes) -> float:
-    """Seconds."""
+    """Return the seconds."""
     path = folder / "sqlite.db"
     db = sqlite3.connect(path, isolation_level=None)
     try:

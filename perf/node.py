@@ -1,8 +1,8 @@
-"""The cost of the node itself: CPU a turn with thousands of rollouts at once, memory, loop stalls, latencies.
+"""The cost of the node itself: CPU per turn with thousands of concurrent rollouts, memory, loop stalls, latencies.
 
-The node is a process of its own with everything of `serve_node`; so are the engines (fake, over HTTP) and the one
-stand-in that answers for all sandbox daemons (over the real RPC). Beside it in the same run: a spawned process for each
-job, the reference's way, and rllm-model-gateway; then `perf.delivery` and `perf.ledger_bench`.
+The node is a separate process with everything of `serve_node`. So are the engines (fake, over HTTP) and the stand-in
+for all sandbox daemons (over the real RPC). The same run measures a spawned process per job, which is the reference's
+way, and rllm-model-gateway, followed by `perf.delivery` and `perf.ledger_bench`.
 
     python -m perf.node [--quick] [--json FILE]
 """
@@ -49,10 +49,10 @@ CALL_TIMEOUT_S: Final = 60.0
 
 @asynccontextmanager
 async def open_gateway(engine_url: str, folder: Path) -> AsyncIterator[tuple[str, Child]]:
-    """The gateway in front of the engine, with its own defaults: sqlite traces, one process. It ends with the block.
+    """Start the gateway in front of the engine, with its defaults: sqlite traces, one process. It ends with the block.
 
     Raises:
-        PeerUnavailable: it is not installed, or does not get ready.
+        PeerUnavailable: it is not installed, or does not become ready.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -63,12 +63,12 @@ async def open_gateway(engine_url: str, folder: Path) -> AsyncIterator[tuple[str
 
 
 async def measure_calls(url: str, path_prefix: str, called: Child, calls: int) -> tuple[float, float]:
-    """`CALLERS` at a time, each a completion with token ids and log-probabilities, as the node makes them.
+    """Make calls from `CALLERS` callers. Each is a completion with token ids and log-probabilities, as from a node.
 
     `path_prefix` comes before `/v1/completions`, with `{caller}` for a session of each caller.
 
     Returns:
-        Calls a second, and CPU milliseconds a call of the process that was called.
+        Calls per second, and CPU milliseconds per call of the called process.
     """
     body = msgspec.json.encode(
         {
@@ -91,7 +91,7 @@ async def measure_calls(url: str, path_prefix: str, called: Child, calls: int) -
                 raise PeerUnavailable(f"{url} answered with {response.status}: {response.body[:200]!r}")
 
     try:
-        async with open_single_nursery() as nursery:  # connections, and what is made at a first call
+        async with open_single_nursery() as nursery:  # connections and lazy initialisation
             for caller in range(CALLERS):
                 nursery.start_soon(call, caller, 1)
         cpu_s, started = called.cpu_s(), time.perf_counter()
@@ -111,11 +111,11 @@ TURN_MAX_MS: Final = 2.0
 STALL_MAX_MS: Final = 50.0
 RSS_MAX_MIB: Final = 1024.0
 PARTS = (delivery.benchmark, ledger_bench.measure_ledger)
-"""Benchmarks of what the node is made of, in the same report."""
+"""Benchmarks of the node's components, in the same report."""
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """The amounts of everything. `engine_s`: the time of a completion, so that all rollouts are there at once."""
+    """The sizes of the benchmark. `engine_s`: seconds of a completion, long enough for all rollouts to overlap."""
 
     turns: int
     engine_s: float
@@ -129,7 +129,7 @@ FULL: Final = Scale(turns=20, engine_s=8.0, singles=500, processes=16, gateway_c
 
 
 async def benchmark(options: Options) -> Report:
-    """The node, then its peers, then what it is made of."""
+    """Measure the node, then its peers, then its components."""
     scale = QUICK if options.quick else FULL
     with tempfile.TemporaryDirectory(prefix="prorl-perf-") as name:
         folder = Path(name)
@@ -179,7 +179,7 @@ def _node_metrics(crowd: Crowd) -> dict[str, float]:
 
 
 def _worst(crowd: Crowd) -> str:
-    """Return the two longest passes of the node's loop in words."""
+    """Return the two longest iterations of the node's loop as text."""
     return "; ".join(
         f"{one['pass_s'] * 1e3:.0f} ms ({one['cpu_s'] * 1e3:.0f} ms of CPU, {one['step_s'] * 1e3:.0f} ms in one step), "
         f"{one['task']}"
@@ -209,7 +209,7 @@ def _process_metrics(processes: JobProcesses, crowd: Crowd) -> dict[str, float]:
 
 
 async def _measure_gateway(rig: NodeRig, folder: Path, scale: Scale) -> tuple[dict[str, float], str]:
-    """Return the figures of calls to the engine and through the gateway, and why the latter are not there."""
+    """Return the figures of calls to the engine and through the gateway, and why the latter are missing."""
     engine = rig.world.quick_engine
     calls_per_s, cpu_ms = await measure_calls(engine, "", rig.world_child, scale.gateway_calls)
     metrics = {"engine.calls_per_s": calls_per_s, "engine.call_cpu_ms": cpu_ms}

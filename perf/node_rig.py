@@ -1,6 +1,6 @@
-"""The node under test and its surroundings, each in a process of its own; and the trainer's load on it.
+"""The node under test and its environment in separate processes, and a trainer's load.
 
-Single jobs for latencies, then thousands at once; and the same jobs in processes of their own.
+The load is single jobs for latencies, then thousands at once; and the same jobs in separate processes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ HANDSHAKE_TIMEOUT_S: Final = 60.0
 
 
 class World(msgspec.Struct, frozen=True):
-    """The addresses of a node's surroundings."""
+    """The addresses of a node's environment."""
 
     model: str
     quick_engine: str
@@ -65,10 +65,10 @@ class World(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def serve_world(path: str, engine_s: float) -> AsyncIterator[World]:
-    """Serve the surroundings of a node: fake engines over HTTP, and a stand-in for all daemons over the real RPC.
+    """Serve the environment of a node: fake engines over HTTP, and a stand-in for all daemons over the real RPC.
 
-    `path` is a folder that gets the model and the daemon's socket. Of the two engines one answers at once, the other
-    after `engine_s`. Every completion is the same tool call; every tool call is answered at once.
+    `path` is a folder for the model and the daemon's socket. Of the two engines one answers at once, the other after
+    `engine_s`. Every completion is the same tool call; every tool call is answered at once.
     """
     folder, token = Path(path), secrets.token_hex(16)
     async with (
@@ -83,7 +83,7 @@ async def serve_world(path: str, engine_s: float) -> AsyncIterator[World]:
 
 
 async def _listen(path: Path) -> trio.SocketListener:
-    """For thousands that come at once: where the line is full, connecting to a Unix socket fails."""
+    """Listen with a backlog for thousands, because connecting to a Unix socket fails if the backlog is full."""
     listener = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
     await listener.bind(str(path))
     listener.listen(BACKLOG)
@@ -115,7 +115,7 @@ TOKEN_VARIABLE = "DAEMON_TOKEN"
 
 
 class StandInProvider(SandboxProvider):
-    """A sandbox is a connection of its own to the stand-in: the node's side of it is the real one."""
+    """A provider whose sandbox is a connection to the stand-in. The node's side is real."""
 
     name: ClassVar[str] = "stand-in"
     isolated: ClassVar[bool] = False
@@ -137,19 +137,19 @@ class StandInProvider(SandboxProvider):
 
 
 class StampedHandler(MathHandler):
-    """The mathematics handler, which says when the rollout was over. No answer is ever given, so nothing is scored."""
+    """The mathematics handler, with a timestamp at the end of the rollout. It is never given an answer to score."""
 
     async def prepare(self, resources: Resources) -> None:
-        """Nothing to score."""
+        """Do nothing, because nothing is scored."""
 
     def final_result(self, context: RolloutContext, outcome: Outcome) -> Outcome:
-        """Stamp it: the monotonic clock is the same in every process of a machine."""
+        """Add a timestamp. The monotonic clock is the same in every process of a machine."""
         return msgspec.structs.replace(outcome, details={**outcome.details, ENDED_AT: time.monotonic()})
 
 
 @asynccontextmanager
 async def serve_rig_node(config_file: str, daemon_socket: str) -> AsyncIterator[str]:
-    """Serve a node of this node.toml with everything, whose sandboxes are the stand-in's; yield its URL.
+    """Serve a complete node with this node.toml and the stand-in's sandboxes; yield its URL.
 
     The daemon's token is in the environment.
     """
@@ -167,7 +167,7 @@ RESULT_TIMEOUT_S = 300.0
 
 
 class JobProcesses(msgspec.Struct, frozen=True):
-    """The cost of each process, an entry for each: seconds of CPU, and bytes of memory that it shares with no other."""
+    """The cost of each process: seconds of CPU, and bytes of unshared memory."""
 
     cpu_s: list[float]
     private_bytes: list[int]
@@ -199,7 +199,7 @@ async def _roll_out(world: World, number: int, turns: int) -> Trajectory:
 
 
 def _job(world: World, number: int, turns: int, results: Any) -> None:
-    """A process's all."""
+    """Run one job as the whole work of a process."""
     trajectory = trio.run(_roll_out, world, number, turns)
     results.put((number, msgspec.msgpack.encode(trajectory), *_own_cost()))
 
@@ -214,12 +214,12 @@ def _own_cost() -> tuple[float, int]:
 
 @asynccontextmanager
 async def run_job_processes(world: dict[str, str], jobs: int, turns: int) -> AsyncIterator[JobProcesses]:
-    """Do jobs in the reference's way, for comparison: a spawned OS process for each, all at once.
+    """Run jobs in the reference's way, for comparison: a spawned OS process for each, all at once.
 
-    Each process imports what a rollout needs, loads the model's tokenizer, probes the engine, opens its sandbox, and
-    runs our own turn loop once, with the same engine and the same stand-in; its trajectory goes back over a queue of a
-    `multiprocessing` manager. What a process costs is what it says of itself at its end, so the parent's and the
-    manager's share is left out, in this way's favour.
+    Each process imports the code of a rollout, loads the model's tokenizer, probes the engine, and opens its sandbox.
+    It runs our own turn loop once, with the same engine and stand-in, and returns its trajectory over a queue of a
+    `multiprocessing` manager. A process reports its own cost at its end. The cost of the parent and the manager is
+    therefore omitted, in favour of this way.
     """
     yield await trio.to_thread.run_sync(_spawn, msgspec.convert(world, World), jobs, turns)
 
@@ -255,10 +255,10 @@ class Crowd(msgspec.Struct, frozen=True, kw_only=True):
     """Many rollouts at once.
 
     Attributes:
-        turns, tokens: of all. `concurrent`: most rollouts that were in RUN at the same time.
-        cpu_s: of the node's process, from the first submission to the last outcome; `world_cpu_s`: of the process with
-            the engines and the stand-in for the daemons; `wall_s`: the same time on the wall.
-        rss_bytes: most that the node had, and `rss_before_bytes` what it had before.
+        turns, tokens: totals. `concurrent`: maximum number of rollouts in RUN at the same time.
+        cpu_s: CPU of the node's process, from the first submission to the last outcome. `world_cpu_s`: CPU of the
+            process with the engines and the stand-in for the daemons. `wall_s`: wall-clock time of the same period.
+        rss_bytes: maximum memory of the node, and `rss_before_bytes` before the load.
         stalls: as the node reports them.
     """
 
@@ -275,7 +275,7 @@ class Crowd(msgspec.Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def open_node_rig(folder: Path, *, rollouts: int, engine_s: float) -> AsyncIterator[NodeRig]:
-    """World, node and trainer, with the quick engine. All end with the block."""
+    """Start environment, node and trainer, with the fast engine. All end with the block."""
     async with open_child(serve_world, str(folder), engine_s, ready=World) as (world_child, world):
         config = {
             "model": {"path": world.model},
@@ -301,10 +301,10 @@ async def open_node_rig(folder: Path, *, rollouts: int, engine_s: float) -> Asyn
 
 
 async def measure_latencies(rig: NodeRig, jobs: int) -> tuple[list[float], list[float]]:
-    """Measure jobs of one turn, one at a time, on a node without other work.
+    """Measure jobs of one turn, one at a time, on an otherwise idle node.
 
     Returns:
-        Milliseconds from the submission to its answer, and from a rollout's end to the trainer's hands.
+        Milliseconds from the submission to its answer, and from a rollout's end to its arrival at the trainer.
     """
     accept_ms, deliver_ms = [], []
     for number in range(jobs):
@@ -316,7 +316,7 @@ async def measure_latencies(rig: NodeRig, jobs: int) -> tuple[list[float], list[
 
 
 async def measure_crowd(rig: NodeRig, rollouts: int, turns: int) -> Crowd:
-    """All at once, on the slow engine."""
+    """Run all rollouts at once, on the slow engine."""
     client = rig.client
     await client.add_backend(rig.world.slow_engine)
     await client.remove_backend(rig.world.quick_engine)

@@ -1,4 +1,4 @@
-"""The processes of a benchmark: children that serve it, and the CPU that each process takes."""
+"""The processes of a benchmark: children that serve it, and the CPU time of each process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MAX_LINE_BYTES: Final = 64 * 1024
 KIB: Final = 1024
 TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 IDLE_FIELDS: Final = (3, 4)
-"""Places, in the first line of /proc/stat, of the time that is idle, or waits for a disk."""
+"""Positions of idle time and disk wait in the first line of /proc/stat."""
 PARENT_FIELD: Final = 1
 TIME_FIELDS: Final = slice(11, 15)
-"""Places of a process's parent and times, in /proc/PID/stat from the state on."""
+"""Positions of a process's times in /proc/PID/stat, counted from the state."""
 
 ReadyT = TypeVar("ReadyT")
 
@@ -42,14 +42,14 @@ ReadyT = TypeVar("ReadyT")
 
 
 class ProcessTime(NamedTuple):
-    """Seconds of CPU: of living processes themselves, and of those of their children that they have waited for."""
+    """CPU seconds of living processes, and of the children that they have waited for."""
 
     own_s: float
     ended_s: float
 
     @property
     def all_s(self) -> float:
-        """Return both together."""
+        """Return the sum of both."""
         return self.own_s + self.ended_s
 
     def since(self, before: ProcessTime) -> ProcessTime:
@@ -58,18 +58,18 @@ class ProcessTime(NamedTuple):
 
 
 class MachineTime(msgspec.Struct, frozen=True):
-    """Seconds of all processors since the machine's start: busy with anybody's work, and in all."""
+    """Seconds of all processors since the machine's start: busy, and in total."""
 
     busy_s: float
     all_s: float
 
     def busy_share_since(self, before: MachineTime) -> float:
-        """Return the share of the processors' time since `before` in which they were busy."""
+        """Return the processors' busy share of the time since `before`."""
         return (self.busy_s - before.busy_s) / max(TICK_S, self.all_s - before.all_s)
 
 
 def machine_time(stat: Path = Path("/proc/stat")) -> MachineTime:
-    """Return the times of all processors now, to 10 ms. Guests' time is in the time of their host."""
+    """Return the current times of all processors, to 10 ms. A host's time includes its guests'."""
     ticks = [int(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
     idle = sum(ticks[field] for field in IDLE_FIELDS)
     return MachineTime((sum(ticks) - idle) * TICK_S, sum(ticks) * TICK_S)
@@ -79,7 +79,7 @@ def parent_of(pid: int) -> int:
     """Return the parent of a process.
 
     Raises:
-        ProcessLookupError: there is none of that id.
+        ProcessLookupError: the process does not exist.
     """
     if (fields := stat_fields(pid)) is None:
         raise ProcessLookupError(f"there is no process {pid}")
@@ -87,7 +87,7 @@ def parent_of(pid: int) -> int:
 
 
 def process_time(pid: int) -> ProcessTime:
-    """Return the seconds of CPU of a process without its living children; none if there is no such process."""
+    """Return the CPU seconds of a process without its living children; 0 if it does not exist."""
     if (fields := stat_fields(pid)) is None:
         return ProcessTime(0.0, 0.0)
     user, system, ended_user, ended_system = (int(field) * TICK_S for field in fields[TIME_FIELDS])
@@ -95,17 +95,16 @@ def process_time(pid: int) -> ProcessTime:
 
 
 def tree_time(root: int) -> ProcessTime:
-    """Return the seconds of CPU of a process and all its living descendants, to 10 ms each.
+    """Return the CPU seconds of a process and all its living descendants, to 10 ms each.
 
-    The root has to be the sub-reaper of its tree, or nothing of the tree may lose its parent: what has neither is
-    missed.
+    The root must be the sub-reaper of its tree, or no process in the tree may be orphaned. Other orphans are missed.
     """
     times = [process_time(pid) for pid in (root, *(process.pid for process in descendants(root)))]
     return ProcessTime(sum(time.own_s for time in times), sum(time.ended_s for time in times))
 
 
 def tree_cpu(root: int) -> tuple[float, float]:
-    """Return the seconds of a process, and those of all that it started, whether they have ended or not."""
+    """Return the CPU seconds of a process, and of all processes that it started, ended ones included."""
     own_s = process_time(root).own_s
     return own_s, tree_time(root).all_s - own_s
 
@@ -114,13 +113,13 @@ def tree_cpu(root: int) -> tuple[float, float]:
 
 
 class Child:
-    """A running process, looked at from outside."""
+    """A running process, observed from outside."""
 
     def __init__(self, process: trio.Process | Supervised) -> None:
         self._pid = process.pid
 
     def cpu_s(self) -> float:
-        """Return the seconds of CPU of all its threads, children not included, to 10 ms."""
+        """Return the CPU seconds of all its threads, without children, to 10 ms."""
         return process_time(self._pid).own_s
 
     def rss_bytes(self) -> int:
@@ -152,16 +151,16 @@ async def open_child(
     env: Mapping[str, str] | None = None,
     timeout_s: float = START_TIMEOUT_S,
 ) -> AsyncIterator[tuple[Child, ReadyT]]:
-    """Enter `service(*arguments)` in a process of its own; yield that with what the service yields, a `ready`.
+    """Enter `service(*arguments)` in a separate process. Yield the process and the service's value, a `ready`.
 
-    The service ends with the block. It is a function of a module, and its arguments are plain values. `env` is added to
+    The service ends with the block. It is a function of a module, and its arguments are plain values. `env` extends
     this process's environment.
 
     Raises:
-        RuntimeError: it did not get ready in time, or ended.
+        RuntimeError: it ended, or was not ready in time.
         subprocess.CalledProcessError: it failed.
     """
-    module, name = sys.modules[service.__module__].__spec__, service.__name__  # of what `python -m` runs, too
+    module, name = sys.modules[service.__module__].__spec__, service.__name__  # also for the module of `python -m`
     assert module is not None
     argv = [sys.executable, "-m", __name__, module.name, name, msgspec.json.encode(arguments).decode()]
     async with open_single_nursery() as nursery:
@@ -171,7 +170,7 @@ async def open_child(
         process: trio.Process = await nursery.start(run)
         assert process.stdin is not None
         assert process.stdout is not None
-        async with process.stdin, process.stdout:  # trio closes them with none of its ways to end a process
+        async with process.stdin, process.stdout:  # trio's own ways to end a process do not close them
             yield Child(process), await _hear_ready(process.stdout, name, ready, timeout_s)
             await process.stdin.aclose()
             with trio.move_on_after(END_TIMEOUT_S):
@@ -193,7 +192,7 @@ async def _hear_ready(stdout: trio.abc.ReceiveStream, name: str, ready: type[Rea
 
 
 async def _serve(service: Callable[..., AbstractAsyncContextManager[Any]], arguments: list[Any]) -> None:
-    """Be the child: say on a line what the service yields, and end with standard input."""
+    """Run as the child: print the service's value on a line, and end with standard input."""
     raise_file_limit()
     async with service(*arguments) as ready:
         sys.stdout.write(msgspec.json.encode(ready).decode() + "\n")
@@ -202,7 +201,7 @@ async def _serve(service: Callable[..., AbstractAsyncContextManager[Any]], argum
 
 
 def raise_file_limit() -> None:
-    """Allow this process as many open files as the system allows."""
+    """Raise this process's limit of open files to the system's maximum."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

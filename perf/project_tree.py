@@ -1,4 +1,4 @@
-"""The small project that the trace works on: a package with tests, documents, a log and a table. Always the same."""
+"""The small project for the trace: a package with tests, documents, a log and a table. It is always the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 MTIME_S = 1_700_000_000
-"""Every file and folder is of this second, so that listings do not tell the copies apart."""
+"""Modification time of every file and folder, so that listings of copies are equal."""
 PLUGINS = ("barcode", "bundle", "coupon", "discount", "export", "freight", "gift", "invoice", "ledger", "loyalty")
 LOG_LINES = 2_000
 CSV_ROWS = 400

@@ -1,8 +1,8 @@
 """A fair race: rollouts per minute and tokens per second through a node, TRL's loop and verifiers, on one engine.
 
-The same tasks, policy, sampling and number of rollouts at a time, a real vLLM on this machine's CPU, and one tool,
-Python in a sandbox. All take turns, round by round, in one sitting. The limit is the engine's: the calls of the node's
-rollouts once more, with nothing in between.
+All use the same tasks, policy, sampling and number of concurrent rollouts, a real vLLM on this machine's CPU, and one
+tool, Python in a sandbox. They alternate, round by round, in one session. The upper limit is the engine's: the calls of
+the node's rollouts are repeated directly.
 
     python -m perf.race [--quick] [--json FILE]
 """
@@ -56,12 +56,12 @@ SEED: Final = 5
 
 
 def race_problems(number: int, count: int) -> list[WordProblem]:
-    """Return the problems of round `number`, which no other round has. -1: those to warm up with."""
+    """Return the problems of round `number`, which no other round has. -1: the problems for the warm-up."""
     return word_problems(count, seed=SEED, start=(number + 1) * count)
 
 
 def race_tasks(problems: Sequence[WordProblem]) -> list[RaceTask]:
-    """Return the problems as the peers get them."""
+    """Return the problems in the peers' form."""
     return [
         RaceTask(
             task_id=problem.problem_id,
@@ -91,7 +91,7 @@ def node_config(race: RaceRound) -> dict[str, Any]:
 async def ride_node(
     client: RolloutClient, node: NodeProcess, problems: Sequence[WordProblem], race: RaceRound
 ) -> tuple[RaceRecord, list[Outcome]]:
-    """Do a round; return its record, and the outcomes in the order in which their RUN stage began.
+    """Run a round. Return its record, and the outcomes in the order in which their RUN stage began.
 
     Raises:
         RuntimeError: a rollout failed.
@@ -124,7 +124,7 @@ async def ride_node(
 
 
 def rollout_of(outcome: Outcome, came_s: float) -> RaceRollout:
-    """Return the record of a rollout whose outcome came at `came_s`. Its times are counted back from there."""
+    """Return the record of a rollout whose outcome arrived at `came_s`. Its times are subtracted from that."""
     assert outcome.trajectory is not None
     turns = outcome.trajectory.turns
     return RaceRollout(
@@ -138,7 +138,7 @@ def rollout_of(outcome: Outcome, came_s: float) -> RaceRollout:
 
 
 async def ride_bare(race: RaceRound, outcomes: Sequence[Outcome], salt: str) -> RaceRecord:
-    """Make the calls of a round's `outcomes` again with nothing in between, as many at a time."""
+    """Repeat the calls of a round's `outcomes` directly, with the same concurrency."""
     clock, began_s = CpuClock(), trio.current_time()
     placed = await replay(
         race.url,
@@ -178,7 +178,7 @@ LOG_TAIL_BYTES: Final = 2000
 
 
 async def make_policy(model: Path, folder: Path) -> Path:
-    """Show `model` the demonstrations; return a folder below `folder` that an engine can serve. Takes a minute or two.
+    """Train `model` on the demonstrations. Return a folder below `folder` for an engine. Takes a minute or two.
 
     Raises:
         RuntimeError: the training failed; the message has the end of its log.
@@ -198,7 +198,7 @@ async def make_policy(model: Path, folder: Path) -> Path:
 
 
 def serve_folder(model: Path, weights: Path, folder: Path) -> Path:
-    """Make `folder` of links to the files of `model`, with other weights, and a template for tools; return it."""
+    """Fill `folder` with links to the files of `model`, other weights, and a template for tools. Return it."""
     folder.mkdir()
     for path in model.iterdir():
         if path.name == TEMPLATE:
@@ -209,12 +209,12 @@ def serve_folder(model: Path, weights: Path, folder: Path) -> Path:
 
 
 def with_tool_results(template: str) -> str:
-    """Return a chat template that writes results of tools as the node does where a model's own knows no tools.
+    """Return a chat template that writes tool results like the node, for a model whose own template has none.
 
-    So everybody's prompts are those that the demonstrations had, the engine's own rendering of chats included.
+    All entrants' prompts then match the demonstrations, including the engine's own rendering of chats.
 
     Raises:
-        ValueError: it has not one place where messages are written.
+        ValueError: the place where messages are written is missing or ambiguous.
     """
     changed, places = MESSAGE.subn(lambda found: f"{NOT_A_RESULT}{found[0]}{RESULT}", template)
     if places != 1:
@@ -230,9 +230,9 @@ ENTRANTS: Final = (
 )
 MAX_MODEL_TOKENS: Final = 512
 BLOCK_TOKENS: Final = 32
-"""Tokens of a block of the engine's cache: of blocks of 128, the default, none of these prompts shares one."""
+"""Tokens per block of the engine's cache. These prompts are too short to share the default blocks of 128."""
 ENGINE_ENV: Final = {"VLLM_SERVER_DEV_MODE": "1", **SHARED_CORES}
-"""The engine forgets its prefix cache when asked to, and its threads do not spin on cores that others need."""
+"""The engine drops its prefix cache on request, and its threads do not spin on shared cores."""
 FORGET_TIMEOUT_S: Final = 30.0
 ROUND_TIMEOUT_S: Final = 900.0
 OK: Final = 200
@@ -246,7 +246,7 @@ PEER_ENV: Final = {
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """The amounts of a race. `slots`: rollouts at a time; `rollouts`: of each task."""
+    """The sizes of a race. `slots`: concurrent rollouts; `rollouts`: number for each task."""
 
     tasks: int
     rollouts: int
@@ -262,7 +262,7 @@ async def measure_race(options: Options) -> Report:
     """Train the policy, start an engine and a node, and race.
 
     Raises:
-        CannotRun: vLLM, the trainer's environment, a peer or bubblewrap is not here.
+        CannotRun: vLLM, the trainer's environment, a peer or bubblewrap is missing.
     """
     bubblewrap = require_all()
     scale = QUICK if options.quick else FULL
@@ -280,7 +280,7 @@ def require_all() -> str:
     """Return the bubblewrap program.
 
     Raises:
-        CannotRun: something else is missing, or that.
+        CannotRun: bubblewrap or another requirement is missing.
     """
     if not engine_python().exists() or not model_dir().exists():
         raise CannotRun("there is no engine here to measure: run `make engine`")
@@ -299,7 +299,7 @@ def require_all() -> str:
 
 @asynccontextmanager
 async def open_engine(policy: Path, folder: Path) -> AsyncIterator[VllmProcess]:
-    """Serve `policy` by vLLM."""
+    """Serve `policy` with vLLM."""
     async with open_vllm(
         engine_python(),
         policy,
@@ -331,7 +331,7 @@ def round_of(
 
 
 async def run_laps(engine: VllmProcess, policy: Path, scale: Scale, bubblewrap: str, folder: Path) -> list[Lap]:
-    """Do all rounds; in each all entrants, the first one another each time, and the bare loop last."""
+    """Run all rounds, each with all entrants, starting with a different one each time, and the bare loop last."""
     riders = [entrant.name for entrant in ENTRANTS if entrant.name != BARE]
     warm_up = round_of(engine.url, policy, scale, race_problems(-1, scale.tasks), bubblewrap)
     laps: list[Lap] = []
@@ -360,10 +360,10 @@ async def run_laps(engine: VllmProcess, policy: Path, scale: Scale, bubblewrap: 
 
 
 async def ride_peer(name: str, race: RaceRound, folder: Path) -> RaceRecord:
-    """Do a round in a process of the peer `name`, which ends with it.
+    """Run a round in a process of the peer `name`, which ends with it.
 
     Raises:
-        PeerUnavailable: it failed, or was not done in time; the message has the end of its log.
+        PeerUnavailable: it failed, or did not finish in time; the message has the end of its log.
     """
     await trio.to_thread.run_sync(_write_round, race, folder)
     env = {
@@ -384,10 +384,10 @@ def _write_round(race: RaceRound, folder: Path) -> None:
 
 
 async def forget_prefixes(url: str) -> None:
-    """Have the engine forget what it has seen, so that nobody profits from who was before.
+    """Clear the engine's prefix cache, so that no entrant profits from the previous one.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: it could not be cleared.
     """
     http = HttpClient(url)
     try:

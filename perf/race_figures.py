@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 NODE: Final = "node"
 BARE: Final = "bare"
 SAME_REWARD: Final = 0.1
-"""Mean rewards that differ by no more are of the same work."""
+"""Mean rewards within this difference count as the same work."""
 SAME_TOKENS: Final = 0.15
-"""So are tokens a rollout that differ by no more than this share."""
+"""Tokens per rollout within this relative difference count as the same work."""
 BUSY_CORES: Final = 0.1
-"""Strangers that take more of the machine, in cores, are worth a sentence."""
+"""Load from unrelated processes, in cores, from which the report mentions it."""
 
 
 class Entrant(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to make the rollouts. `name`: in metrics; `title`: for people."""
+    """A way to run the rollouts. `name`: in metrics; `title`: for people."""
 
     name: str
     title: str
@@ -33,7 +33,7 @@ class Entrant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lap(msgspec.Struct, frozen=True, kw_only=True):
-    """A round of one entrant, and the engine's seconds of CPU meanwhile."""
+    """A round of one entrant, and the engine's CPU seconds in it."""
 
     entrant: str
     record: RaceRecord
@@ -41,7 +41,7 @@ class Lap(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rollouts_per_min(self) -> float:
-        """Return the completed rollouts of a minute, over the whole round."""
+        """Return the completed rollouts per minute, over the whole round."""
         return 60 * len(self.record.rollouts) / self.record.wall_s
 
     @property
@@ -51,14 +51,14 @@ class Lap(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the sampled tokens of a second, over the whole round."""
+        """Return the sampled tokens per second, over the whole round."""
         return self.tokens / self.record.wall_s
 
     @property
     def steady_tokens_per_s(self) -> float:
-        """Return them up to the start of the last rollout, from where slots get empty.
+        """Return the sampled tokens per second until the last rollout starts, from where slots become empty.
 
-        A rollout's tokens are taken to come evenly. 0 if all rollouts start at once.
+        A rollout's tokens are assumed to arrive evenly. 0 if all rollouts start at once.
         """
         rollouts = self.record.rollouts
         spans = [(rollout.start_s, rollout.end_s) for rollout in rollouts]
@@ -66,7 +66,7 @@ class Lap(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def others_cores(self) -> float:
-        """Return how many cores went to programs that do not race, on average."""
+        """Return the mean number of cores used by unrelated programs."""
         known_s = self.engine_cpu_s + self.record.framework_cpu_s + self.record.sandboxes_cpu_s
         return max(0.0, self.record.machine_cpu_s - known_s) / self.record.wall_s
 
@@ -95,7 +95,7 @@ FIGURES: Final[dict[str, Callable[[Lap], float]]] = {
     "framework_cpu_s": lambda lap: lap.record.framework_cpu_s / len(lap.record.rollouts),
     "sandboxes_cpu_s": lambda lap: lap.record.sandboxes_cpu_s / len(lap.record.rollouts),
 }
-"""Figures of a lap; seconds of CPU are those of a rollout."""
+"""Figures of a lap; CPU seconds are per rollout."""
 SPREAD: Final = ("rollouts_per_min", "tokens_per_s", "steady_tokens_per_s")
 
 
@@ -124,12 +124,12 @@ WORK: Final = {
 
 
 def race_report(entrants: Sequence[Entrant], laps: Sequence[Lap], caption: Sequence[str]) -> Report:
-    """Return the tables and bars of all laps: medians over rounds, with the lowest and highest.
+    """Return the tables and bars of all laps: medians over rounds, with minimum and maximum.
 
     Args:
-        entrants: in the order of the tables. Each has laps, equally many.
+        entrants: in the order of the tables. Each has the same number of laps.
         laps: of all rounds, an entrant's in the order of the rounds.
-        caption: paragraphs; what the figures say of themselves is put before them.
+        caption: paragraphs; sentences on the figures precede them.
     """
     by_name = {entrant.name: [lap for lap in laps if lap.entrant == entrant.name] for entrant in entrants}
     metrics: dict[str, float] = {}
@@ -170,7 +170,7 @@ def race_report(entrants: Sequence[Entrant], laps: Sequence[Lap], caption: Seque
 
 
 def verdicts(entrants: Sequence[Entrant], metrics: Mapping[str, float]) -> list[str]:
-    """Return by how much the node was faster than each peer, or slower; and whether the peer's work was the node's."""
+    """Return sentences on the node's speed relative to each peer, and on whether the peer's work was the same."""
     said: list[str] = []
     for entrant in entrants:
         if entrant.role != "peer":
@@ -203,7 +203,7 @@ def verdicts(entrants: Sequence[Entrant], metrics: Mapping[str, float]) -> list[
 
 
 def disturbances(laps: Sequence[Lap]) -> list[str]:
-    """Return a sentence on what else ran meanwhile, if that was much."""
+    """Return a sentence on the load from other programs, if it was high."""
     cores = [lap.others_cores for lap in laps]
     if max(cores) <= BUSY_CORES:
         return []
@@ -214,7 +214,7 @@ def disturbances(laps: Sequence[Lap]) -> list[str]:
 
 
 def _ratio(ours: Sequence[Lap], theirs: Sequence[Lap]) -> float:
-    """Return the median over rounds of our tokens per second over theirs of the same round."""
+    """Return the median over rounds of our tokens per second over the other's in the same round."""
     return statistics.median(mine.tokens_per_s / other.tokens_per_s for mine, other in zip(ours, theirs, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Jobs, engines and nodes that benchmarks have in common."""
+"""Jobs, engines and nodes that benchmarks share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def submit_all(client: RolloutClient, jobs: Sequence[JobSpec]) -> None:
     """Submit jobs.
 
     Raises:
-        RuntimeError: one was rejected.
+        RuntimeError: a job was rejected.
     """
     for answer in await client.submit(jobs):
         if not isinstance(answer, Accepted):
@@ -57,20 +57,21 @@ async def submit_all(client: RolloutClient, jobs: Sequence[JobSpec]) -> None:
 
 
 def run_span(outcome: Outcome, now_s: float) -> tuple[float, float]:
-    """Return the beginning and end of the RUN of a rollout whose outcome comes at `now_s`: counted back from there."""
+    """Return the start and end of a rollout's RUN. They follow from `now_s`, when its outcome arrives."""
     end_s = now_s - outcome.timing.eval_s - outcome.timing.queued_eval_s
     return end_s - outcome.timing.run_s, end_s
 
 
 def steady_rate(spans: Iterable[tuple[float, float]], until_s: float, amounts: Iterable[float] | None = None) -> float:
-    """Return the rollouts of a second until the last one starts, so without the tail in which places get empty.
+    """Return the rollouts per second until the last one starts, so without the tail, in which slots become empty.
 
-    One that is under way then counts for the share of it that is over.
+    A rollout that is then running counts for its elapsed share.
 
     Args:
-        spans: beginning and end of each rollout, in seconds after the first one could start.
-        until_s: when the last one starts. The rate is 0 if that is at once.
-        amounts: of each rollout, as its tokens: their rate is returned, as if they came evenly. Without it, 1.
+        spans: start and end of each rollout, in seconds after the first one could start.
+        until_s: start of the last rollout. The rate is 0 if that is at once.
+        amounts: an amount for each rollout, such as its tokens, assumed to arrive evenly. The result is then their
+            rate. The default is 1.
     """
     if until_s <= 0:
         return 0.0
@@ -81,7 +82,7 @@ def steady_rate(spans: Iterable[tuple[float, float]], until_s: float, amounts: I
 def engine_of(
     folder: Path, text: str, *, first_token_s: float = 0.0, max_model_len: int = 32_768
 ) -> tuple[FakeEngineConfig, Script]:
-    """Write a tiny model to `folder`; return the configuration and script of an engine that answers `text`. Blocks."""
+    """Write a tiny model to `folder`. Return the configuration and script of an engine that answers `text`. Blocks."""
     tiny = make_tiny_model(folder)
     ids = tiny.turn(text)
     logprobs = [LOGPROB] * len(ids)
@@ -96,7 +97,7 @@ def engine_of(
 
 @asynccontextmanager
 async def open_engine(folder: Path, text: str, *, first_token_s: float = 0.0) -> AsyncIterator[FakeEngine]:
-    """Serve a fake engine of a tiny model, which is written to `folder`. Every turn of it is `text`."""
+    """Serve a fake engine of a tiny model, which is written to `folder`. Every turn is `text`."""
     config, script = await trio.to_thread.run_sync(lambda: engine_of(folder, text, first_token_s=first_token_s))
     async with open_fake_engine(script=script, config=config) as engine:
         yield engine
@@ -106,9 +107,9 @@ async def open_engine(folder: Path, text: str, *, first_token_s: float = 0.0) ->
 async def serve_handler(
     config: NodeConfig, handler: AgentHandler, provider: SandboxProvider | None = None
 ) -> AsyncIterator[str]:
-    """Serve a node with this handler alone, as the `serve` command does; yield its URL.
+    """Serve a node with only this handler, as the `serve` command does; yield its URL.
 
-    For a process of its own, which gets SIGTERM when the block is left.
+    Run it in a separate process, which gets SIGTERM when the block is left.
     """
 
     async def serve(*, task_status: trio.TaskStatus[Any]) -> None:  # noqa: ASYNC128 - serve_node does

@@ -1,7 +1,7 @@
 """The cost of a sandbox: cold and warm starts, ends, layers, and the memory of many live ones.
 
-Measured beside `apptainer exec true` and `bwrap true` themselves, in one run; an image with layers over it beside the
-image alone, and an environment as a layer beside one that is uploaded.
+The same run measures `apptainer exec true` and `bwrap true` themselves. An image with layers is compared with the image
+alone, and an environment as a layer with an uploaded one.
 
     python -m perf.sandboxes [--quick] [--json FILE]
 """
@@ -67,10 +67,10 @@ def _libraries(files: Iterable[Path]) -> set[Path]:
 
 
 def build_sif(apptainer: str, root: Path, sif: Path) -> Path:
-    """The directory image `root` as one file. Blocks; returns `sif`.
+    """Build the directory image `root` as one file. Blocks; returns `sif`.
 
     Raises:
-        subprocess.CalledProcessError: Apptainer cannot build it; its words are in `stderr`.
+        subprocess.CalledProcessError: Apptainer cannot build it; its output is in `stderr`.
     """
     command = [apptainer, "--quiet", "build", str(sif), str(root)]
     subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_TIMEOUT_S)
@@ -78,9 +78,9 @@ def build_sif(apptainer: str, root: Path, sif: Path) -> Path:
 
 
 ENVIRONMENT_FILES: Final = 2700
-"""The size of a virtual environment with a data-frame package."""
+"""Number of files in a virtual environment with a data-frame package."""
 ENVIRONMENT_PLACE: Final = "/workspace/env"
-"""Below a folder that a sandbox takes uploads for."""
+"""A path below a folder that accepts uploads in a sandbox."""
 FILES_PER_FOLDER: Final = 30
 FILE_BYTES: Final = 12_000
 REPOSITORY_FILES: Final = 120
@@ -107,7 +107,7 @@ def _fill(folder: Path, below: str, count: int) -> Path:
 async def measure_inits(
     provider: SandboxProvider, image: str, environment: Path, scratch: Path, count: int
 ) -> dict[str, float]:
-    """Start so many sandboxes at the same time, each of another image: one base and environment, a repository each."""
+    """Start `count` sandboxes at once. Their images share base and environment, but each has its own repository."""
     repositories = [scratch / f"repository-{number}" for number in range(count)]
     for number, folder in enumerate(repositories):
         (folder / "testbed").mkdir(parents=True)
@@ -136,13 +136,13 @@ COLD_TARGET_MS, FORKED_TARGET_MS, WARM_TARGET_MS = 400.0, 80.0, 10.0
 MAX_LAYERED_RATIO = 1.3
 START_TIMEOUT_S = 240.0
 LIVE_OF = {"cold.host": "live", "cold.bwrap": "live_bwrap"}
-"""The starts by which many at once are measured, and what their figures are called."""
+"""The starts that are used to measure many live sandboxes, with the names of their figures."""
 LIVE_STARTS_AT_ONCE = 4
 KIB_PER_MIB = 1024
 
 
 class Size(NamedTuple):
-    """The amount that is measured."""
+    """The sizes of a measurement."""
 
     rounds: int
     warm_opens: int
@@ -156,10 +156,10 @@ FULL = Size(rounds=60, warm_opens=200, live=200, uploads=20, images=64)
 
 
 class StartedEach(BubblewrapProvider):
-    """Starts each sandbox by bwrap, as a node does before it has a fork server."""
+    """A provider that starts each sandbox by bwrap, as a node does before it has a fork server."""
 
     def want_forks(self) -> None:
-        """Have none."""
+        """Do not start a fork server."""
 
 
 class Start(NamedTuple):
@@ -173,7 +173,7 @@ class Start(NamedTuple):
 
 
 async def benchmark(options: Options) -> Report:
-    """Cold starts beside their floors, interleaved; then warm ones; then many at once."""
+    """Measure cold starts and their floors, interleaved; then warm starts; then many at once."""
     size = QUICK if options.quick else FULL
     notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="prorl-perf-") as scratch:
@@ -221,7 +221,7 @@ async def _usable_starts(folder: Path, root: Path, layers: tuple[str, ...], note
 
 
 def _floor_commands(root: Path) -> dict[str, Sequence[str]]:
-    """The launchers with their own isolation and nothing of ours inside: what a start cannot be faster than."""
+    """Return the launchers with their own isolation and an empty command. They are the floor of a start."""
     isolated = ("--userns", "--containall", "--net", "--network", "none", "--no-mount", "sys,bind-paths")
     bare = ("--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev")
     return {
@@ -231,7 +231,10 @@ def _floor_commands(root: Path) -> dict[str, Sequence[str]]:
 
 
 async def _measure_cold(starts: list[Start], root: Path, rounds: int) -> list[Series]:
-    """Open and close each kind of sandbox in each round, and run the launchers alone; the first round is no sample."""
+    """Open and close each kind of sandbox in each round, and run the launchers alone.
+
+    The first round is not counted.
+    """
     closed_ms: dict[str, list[float]] = {}
 
     async def open_and_close(start: Start) -> float:
@@ -291,7 +294,7 @@ async def _measure_warm(start: Start, opens: int) -> list[Series]:
 
 
 async def _measure_environment(start: Start, environment: Path, rounds: int) -> list[Series]:
-    """From nothing to a sandbox that has an environment of 2,700 files: as a layer of it, or uploaded into it."""
+    """Measure the start of a sandbox with an environment of 2,700 files, as a layer or uploaded."""
     number = ENVIRONMENT_FILES - 1
     last = f"{ENVIRONMENT_PLACE}/lib/package{number // FILES_PER_FOLDER}/module{number}.py"
 
@@ -313,7 +316,7 @@ async def _measure_environment(start: Start, environment: Path, rounds: int) -> 
 
 
 async def measure_live(start: Start, count: int) -> dict[str, float]:
-    """So many at once, each with a shell that ran a command. Memory is the proportional set size of its processes."""
+    """Open `count` sandboxes at once, each with a shell that ran a command. Memory is the proportional set size."""
     spec = SandboxSpec(image=start.image, start_timeout_s=START_TIMEOUT_S)
     sandboxes: list[HostedSandbox] = []
     async with open_sandbox_host(start.provider, max_concurrent_starts=LIVE_STARTS_AT_ONCE) as host:
@@ -338,7 +341,7 @@ async def measure_live(start: Start, count: int) -> dict[str, float]:
 
 
 async def _wait_for_forks(provider: SandboxProvider | None) -> None:
-    """Wait until the sandboxes of `provider` are forked, if they ever are."""
+    """Wait until the sandboxes of `provider` are forked, if it supports that."""
     if isinstance(provider, BubblewrapProvider) and not isinstance(provider, StartedEach):
         provider.want_forks()
         with trio.move_on_after(START_TIMEOUT_S):
@@ -356,7 +359,7 @@ async def _run_true(sandbox: HostedSandbox) -> None:
 
 
 def _mib_of_each(others: set[int]) -> list[float]:
-    """MiB of each of our sandboxes: of each child that is not one of `others`, with its descendants."""
+    """Return the MiB of each of our sandboxes: of each child that is not in `others`, with its descendants."""
     families = [
         {child, *(process.pid for process in descendants(child))} for child in set(children(os.getpid())) - others
     ]
@@ -366,7 +369,8 @@ def _mib_of_each(others: set[int]) -> list[float]:
 def _pss_kib(pid: int) -> int:
     """Return the memory of a process in KiB, each shared page divided among its users.
 
-    Of the daemon, which hides itself, only root sees that: for others its resident memory, shared pages in full.
+    The daemon hides itself, so that only root sees this. For other users, return its resident memory, with shared pages
+    in full.
     """
     for file, field in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
         with suppress(OSError):

@@ -1,11 +1,11 @@
-"""The paper's scaling (Figure 5): rollouts a second over 1 to 64 nodes, simulated, with costs measured here.
+"""The paper's scaling (Figure 5): rollouts per second over 1 to 64 nodes, simulated, with costs measured here.
 
     python -m perf.scaling [--quick] [--json FILE]
 
-A node and a client on this machine say what a turn costs a node and what a job costs its client; fleets of up to 64
-nodes that do nothing say what a job costs the head (`perf.fleet_head`). The simulation then takes that time for each,
-over as many nodes as wanted. Once the work grows
-with the nodes, and once it is a batch of 256 rollouts for however many nodes, as a training step is.
+A node and a client on this machine provide the cost of a turn for a node, and of a job for its client. Fleets of up to
+64 idle nodes provide the cost of a job for the head (`perf.fleet_head`). The simulation uses these times for any number
+of nodes. In one series the work grows with the nodes. In the other it is a batch of 256 rollouts for any number of
+nodes, like a training step.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ ENGINE: Final = EngineModel(
     tokens_per_s=Distribution(value=80 / TOKENS),
     max_tokens_per_s=1e6,
 )
-"""The engine is no limit here: as fast as that of the ablation for each rollout, however many there are."""
+"""The engine is not a bottleneck here: for each rollout it is as fast as the ablation's, regardless of their number."""
 
 TURN_TOKENS: Final = 10
 """Tokens of a completion that takes a known time."""
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Work that is known: `turns` of each job, in the order of submission, and seconds that are always the same.
+    """Known work: `turns` of each job, in the order of submission, and constant seconds.
 
-    `engine_s` is that of a completion, `action_s` of the action after it, the last turn's included, `init_s` of INIT.
+    `engine_s` is the time of a completion, `action_s` of the action after it, including the last turn's, `init_s` of
+    INIT.
     """
 
     turns: tuple[int, ...]
@@ -73,13 +74,13 @@ class FleetSize(msgspec.Struct, frozen=True, kw_only=True):
     """A fleet and its work.
 
     Attributes:
-        nodes: alike. `workers`: rollouts that run at once on each.
-        jobs: of all, known from the beginning.
-        client_s: CPU for a job, from its submission to its outcome: of the client, and of the head of a fleet, which
-            are taken to share a core.
-        turn_s: CPU of a node's loop for a turn.
-        turns_p50: turns of the median rollout, where its work is drawn.
-        times: of all jobs; None: their work is drawn.
+        nodes: number of equal nodes. `workers`: concurrent rollouts on each.
+        jobs: total number, known from the beginning.
+        client_s: CPU per job, from its submission to its outcome, of the client and of the head of a fleet, which are
+            assumed to share a core.
+        turn_s: CPU of a node's loop per turn.
+        turns_p50: turns of the median rollout, for random work.
+        times: the work of all jobs; None: random work.
     """
 
     nodes: int
@@ -93,9 +94,9 @@ class FleetSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The result. `client_busy` and `places_used` are shares: of the time of client and head, and of the workers'.
+    """The result. `client_busy` and `places_used` are shares of the time of client and head, and of the workers'.
 
-    `steady_per_s`: rollouts a second without the tail; see `perf.rollouts.steady_rate`.
+    `steady_per_s`: rollouts per second without the tail; see `perf.rollouts.steady_rate`.
     """
 
     wall_s: float
@@ -106,17 +107,17 @@ class FleetRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def jobs_per_s(self) -> float:
-        """Rollouts a second, from the first submission to the last outcome."""
+        """Return rollouts per second, from the first submission to the last outcome."""
         return self.jobs / self.wall_s
 
 
 def places_of(workers: int) -> int:
-    """Return the jobs that a node is given at once: a few beside those that run, for INIT."""
+    """Return the number of jobs that a node gets at once: a few more than its workers, for INIT."""
     return workers + math.ceil(workers / 8)
 
 
 class _Handler(SimulatedHandler):
-    """Takes the loop of its node for each turn."""
+    """Occupies the loop of its node in each turn."""
 
     def __init__(self, config: SimulationConfig, turn_s: float, loop: trio.Lock | None = None) -> None:
         super().__init__(config)
@@ -130,7 +131,7 @@ class _Handler(SimulatedHandler):
 
 
 class _KnownHandler(_Handler):
-    """Takes as many turns as are known of the job, with an action after each."""
+    """Runs the job's known number of turns, with an action after each."""
 
     def __init__(self, config: SimulationConfig, turn_s: float, times: Times) -> None:
         super().__init__(config, turn_s)
@@ -146,7 +147,7 @@ class _KnownHandler(_Handler):
 
 
 class _Node:
-    """A node as its client sees it. `in_flight`: jobs that it has."""
+    """A node as its client sees it. `in_flight`: the node's jobs."""
 
     session_id = "fleet"
 
@@ -155,7 +156,7 @@ class _Node:
         self.in_flight = 0
 
     def submit(self, number: int) -> None:
-        """Give it a job."""
+        """Submit a job to the node."""
         job_id = f"job-{number}"
         instance = TaskInstance(instance_id=job_id, handler=self._handler.name, payload={"number": number})
         self.in_flight += 1
@@ -182,19 +183,19 @@ class _Client:
         self.nodes: list[_Node] = []
         self.began_s = trio.current_time()
         self.submitted_s = 0.0
-        """Time of the last submission, after the beginning."""
+        """Seconds from the beginning to the last submission."""
         self.busy_s = 0.0
-        """CPU that it took."""
+        """CPU seconds used."""
         self.spans: list[tuple[float, float]] = []
-        """Beginning and end of each rollout's RUN, after the beginning."""
+        """Start and end of each rollout's RUN, in seconds from the beginning."""
 
     def delivered(self, start_s: float, end_s: float) -> None:
-        """Take the outcome of a job that was in RUN then."""
+        """Receive the outcome of a job that was in RUN at that time."""
         self.spans.append((start_s - self.began_s, end_s - self.began_s))
         self._changed.set()
 
     async def run(self) -> None:
-        """Submit all jobs, and return when all outcomes are there."""
+        """Submit all jobs, and return when all outcomes have arrived."""
         self.began_s = trio.current_time()
         places = places_of(self._size.workers)
         for number in range(self._size.jobs):
@@ -261,7 +262,7 @@ def _known(times: Times) -> tuple[WorkModel, EngineModel]:
 
 
 def simulate_fleet(size: FleetSize) -> FleetRun:
-    """Simulate a fleet in a loop of its own. Blocks; the same size gives the same figures."""
+    """Simulate a fleet in a separate loop. Blocks; the same size gives the same figures."""
     width, (work, engine) = size.workers, _drawn(size) if size.times is None else _known(size.times)
     config = SimulationConfig(
         seed=size.seed,
@@ -288,15 +289,15 @@ PAPER: Final[dict[str, dict[int, float]]] = {
     "8B": {1: 0.35, 2: 0.65, 8: 1.68},
     "14B": {1: 0.25, 2: 0.47, 4: 0.78, 8: 1.26},
 }
-"""Instances a second by nodes, read off the paper's chart; its 8B at 4 nodes is left out, for it cannot be read."""
+"""Instances per second by nodes, read off the paper's chart. Its 8B at 4 nodes is unreadable and omitted."""
 PAPER_NODES: Final = 8
 
 
 async def measure_costs(*, rollouts: int, turns: int) -> dict[str, float]:
-    """Run so many rollouts at once through a real node in a process of its own, with this process as its trainer.
+    """Run `rollouts` rollouts at once through a real node in a separate process, with this process as its trainer.
 
     Returns:
-        Milliseconds of CPU: `client_ms` of the client for a job, `turn_ms` of the node for a turn.
+        Milliseconds of CPU: `client_ms` of the client per job, `turn_ms` of the node per turn.
     """
     tell(f"{rollouts} rollouts of {turns} turns through a node, for what they cost it and its client")
     with tempfile.TemporaryDirectory(prefix="prorl-perf-") as name:
@@ -328,7 +329,7 @@ async def measure_scaling(options: Options) -> Report:
 
 
 def at(costs: Mapping[int, float], nodes: int) -> float:
-    """Return a cost over so many nodes: a fixed part and one for each node, the line through the least and the most."""
+    """Return a cost at this number of nodes: a fixed part and a part per node, from the smallest and largest fleet."""
     least, most = min(costs), max(costs)
     for_each = (costs[most] - costs[least]) / (most - least)
     return max(0.0, costs[least] + for_each * (nodes - least))
@@ -369,14 +370,14 @@ def scaling_report(
     *,
     rollouts: int,
 ) -> Report:
-    """Return the tables of runs by work and nodes; there must be those of one node.
+    """Return the tables of runs by work and nodes. Runs with one node are required.
 
     Args:
         costs: see `measure_costs`.
         heads: see `measure_fleet_cost`, by the number of nodes.
         hops: see `measure_hop`.
         runs: by work and nodes.
-        rollouts: that the costs are of.
+        rollouts: number of rollouts in the costs.
     """
     metrics = {f"scaling.{name}": value for name, value in costs.items()}
     for nodes, head in heads.items():
@@ -456,7 +457,7 @@ def _cell(metrics: Mapping[str, float], work: str, name: str, spec: str, nodes: 
 
 
 def throughput_lines(nodes: Sequence[int], ours: Mapping[str, Mapping[int, float]]) -> Lines:
-    """Return the throughput over that of one node, ours by label and nodes, beside linear scaling and the paper's."""
+    """Return the throughput over that of one node, ours by label and nodes, with linear scaling and the paper's."""
     lines = [Line(label="linear", points=[(float(count), float(count)) for count in nodes], role="floor")]
     for label, times in ours.items():
         lines.append(Line(label=label, points=[(float(count), value) for count, value in times.items()]))

@@ -1,4 +1,4 @@
-"""Our side of the benchmarks: the real daemon on this machine itself, and a trivial call of the RPC."""
+"""Our side of the benchmarks: the real daemon on this machine, and a trivial RPC call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DONE_BYTES = 16
 
 
 class BarePty:
-    """A persistent bash on a pseudo-terminal that tells on a pipe of its own when a command is done. Blocks."""
+    """A persistent bash on a pseudo-terminal that reports the end of a command on a separate pipe. Blocks."""
 
     def __init__(self, process: Any, done_fd: int) -> None:
         self._process = process
@@ -44,7 +44,7 @@ class BarePty:
         self._output = bytearray()
 
     def run(self, command: str) -> int:
-        """Returns the exit code. The output is for `take_output`."""
+        """Run a command and return its exit code. `take_output` returns the output."""
         os.write(self._process.fd, f"{command}\nprintf '%s\\n' $? >&{DONE_FD}\n".encode())
         while True:
             readable, _, _ = select.select([self._process.fd, self._done_fd], [], [], COMMAND_TIMEOUT_S)
@@ -58,8 +58,8 @@ class BarePty:
     def take_output(self) -> str:
         """Return the output since the last call.
 
-        The pipe has no order with the terminal, so the end of the output may come after the exit code. A shell that
-        is to give both must mark the end in the terminal, too. The floor does that here, outside what is timed.
+        The pipe is not ordered with the terminal, so the end of the output may come after the exit code. A shell that
+        returns both must mark the end in the terminal, too. The floor does that here, outside of the timed part.
         """
         mark = secrets.token_hex(16)
         os.write(self._process.fd, f"printf {mark}\n".encode())
@@ -74,7 +74,7 @@ class BarePty:
 
 @contextmanager
 def open_bare_pty(*, env: dict[str, str] | None = None, cwd: Path | None = None) -> Iterator[BarePty]:
-    """Start a bash, and kill it on leaving. `env` is all of its environment."""
+    """Start a bash, and kill it on leaving. `env` is its whole environment."""
     done_read, done_write = os.pipe()
     try:
         os.dup2(done_write, DONE_FD)
@@ -102,7 +102,7 @@ def open_bare_pty(*, env: dict[str, str] | None = None, cwd: Path | None = None)
 
 
 def _restore_sigpipe() -> None:
-    """Python ignores it, children inherit that, and then `yes | head` complains."""
+    """Restore SIGPIPE. Python ignores it and children inherit that, so `yes | head` would print an error."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
@@ -112,7 +112,7 @@ def _environment() -> dict[str, str]:
 
 @contextmanager
 def open_bare_ipython(ipython_dir: str) -> Iterator[Callable[[str], None]]:
-    """IPython's own `run_cell` in this process, without history; `ipython_dir` takes its files."""
+    """Yield IPython's own `run_cell` in this process, without history; `ipython_dir` contains its files."""
     config = Config()
     config.HistoryManager.enabled = False
     shell: Any = InteractiveShell(config=config, ipython_dir=ipython_dir)  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ def open_bare_ipython(ipython_dir: str) -> Iterator[Callable[[str], None]]:
 
 @asynccontextmanager
 async def open_bare_echo() -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """A msgpack question and answer over a Unix socket between two tasks: no frames, ids, deadlines or cancellation."""
+    """Echo msgpack messages over a Unix socket between two tasks: no frames, ids, deadlines or cancellation."""
     encode = msgspec.msgpack.Encoder().encode
     ours, theirs = (
         trio.SocketStream(trio.socket.from_stdlib_socket(sock)) for sock in socket.socketpair(socket.AF_UNIX)
@@ -161,7 +161,7 @@ END_TIMEOUT_S = 10.0
 async def open_daemon(
     runtime_dir: Path, *, env: dict[str, str] | None = None, cwd: Path | None = None
 ) -> AsyncIterator[RpcClient]:
-    """A daemon of its own; it ends with the connection. `env` is added to its tools', which start in `cwd`.
+    """Start a separate daemon. It ends with the connection. `env` extends its tools' environment; they start in `cwd`.
 
     Raises:
         RuntimeError: it did not start, or did not end by itself.
@@ -196,7 +196,7 @@ async def open_daemon(
 
 @asynccontextmanager
 async def open_unix_echo() -> AsyncIterator[Callable[[], Awaitable[object]]]:
-    """A trivial call of the RPC, between two tasks over a Unix socket."""
+    """Make trivial RPC calls between two tasks over a Unix socket."""
     ours, theirs = (trio.SocketStream(sock) for sock in trio.socket.socketpair())
     async with _open_echo(ours, theirs) as echo:
         yield echo
@@ -204,7 +204,7 @@ async def open_unix_echo() -> AsyncIterator[Callable[[], Awaitable[object]]]:
 
 @asynccontextmanager
 async def open_tcp_echo() -> AsyncIterator[Callable[[], Awaitable[object]]]:
-    """The same over TCP on the loopback interface, without Nagle's delay, as trio has it."""
+    """Make the same calls over TCP on the loopback interface, without Nagle's delay, as trio configures it."""
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with listener:
         ours = await trio.open_tcp_stream("127.0.0.1", listener.socket.getsockname()[1])

@@ -1,15 +1,15 @@
-"""The cost of a turn's tokens, however long the context is, and of text in between: re-tokenised ids that differ.
+"""The token cost of a turn at any context length, and the drift of text in between: re-tokenised ids that differ.
 
     python -m perf.peers setup renderers               # once: the peers' environment
     python -m perf.tokens [--quick] [--json FILE]
 
-Dialogues of an agent have grown turn by turn to so many tokens; their next turns are timed, interleaved. A turn of
-ours: prove that nothing has changed, record and parse the completion, render and encode the tool's result. Beside it,
-in the same run: rendering and encoding the whole dialogue each turn, by our own code (`rerender`) and by
-`transformers`, and extending it with `renderers`.
+Agent dialogues have grown turn by turn to a given number of tokens. Their next turns are timed, interleaved. Our turn
+proves that nothing has changed, records and parses the completion, and renders and encodes the tool's result. The same
+run measures rendering and encoding the whole dialogue each turn, by our own code (`rerender`) and by `transformers`,
+and extending it with `renderers`.
 
-The model is Qwen3's published tokenizer and template where the tests have fetched it (or PRORL_MODEL_DIR names it), a
-small one of the same family otherwise; other models of the cache folder are measured besides.
+The model is Qwen3's published tokenizer and template, if the tests have downloaded it (or PRORL_MODEL_DIR names it).
+Otherwise it is a small one of the same family. Other models of the cache folder are measured as well.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 CONTEXTS = (1_000, 4_000, 16_000, 32_000, 64_000, 100_000)
 ROUNDS = 6
-"""Rounds of turns at each length of context, for each set of dialogues."""
+"""Rounds of turns at each context length, for each set of dialogues."""
 QUICK_DIALOGUES, DIALOGUES = 8, 30
 QUICK_PEER_ROUNDS, PEER_ROUNDS = 3, 10
 DRIFT_DIALOGUES, DRIFT_TURNS = 20, 6
-"""Dialogues with the fake engine, and turns of each."""
+"""Number of dialogues with the fake engine, and of turns in each."""
 FAMILY: Final = "qwen3"
 WAYS = ("renderers", "transformers")
 FLATNESS = 1.5
@@ -59,7 +59,7 @@ US = 1e6
 
 SAID_WORDS, RESULT_WORDS = 30, 150
 TURN_TOKENS = 300
-"""Tokens that so many words make, about; three quarters are a tool's result."""
+"""Approximate tokens of a turn's words. Three quarters are a tool's result."""
 WORDS = (
     "the of parser error file return value line test index module class def import self None True raise assert list "
     "dict path open read write 0x7f3a 42 1307 src/lexer.py tests/test_lexer.py :: -> == += [] () {} # TODO "
@@ -82,19 +82,20 @@ TOOLS = (
 
 
 class DialogueTurn(NamedTuple):
-    """A text of the policy, with a tool call in it, and the tool's result."""
+    """A text of the policy with a tool call, and the tool's result."""
 
     said: str
     result: str
 
 
 class TurnTimes(NamedTuple):
-    """The times of a turn of ours, at a context of `context_tokens` before it, in this thread's own CPU time.
+    """The CPU times of our turn in this thread, after a context of `context_tokens` tokens.
 
-    That is all that it takes, and other programs do not add to it.
+    CPU time covers all of the turn's work, and other programs do not affect it.
 
-    `prompt_s`: the prompt's ids proven and made a list, for the engine. `record_s`: the completion proven, recorded and
-    parsed. `extend_s`: the tool's result rendered, encoded and recorded, what was there proven again.
+    `prompt_s`: the prompt's ids proven and converted to a list, for the engine. `record_s`: the completion proven,
+    recorded and parsed. `extend_s`: the tool's result rendered, encoded and recorded, with the earlier tokens proven
+    again.
     """
 
     context_tokens: int
@@ -107,7 +108,7 @@ Times = dict[int, list[TurnTimes]]
 
 
 def draw_turns(seed: int) -> Iterator[DialogueTurn]:
-    """The same turns for the same seed, without end."""
+    """Yield an endless sequence of turns, the same for the same seed."""
     rnd, vocabulary = random.Random(seed), WORDS.split()
     while True:
         words = rnd.choices(vocabulary, k=SAID_WORDS)
@@ -118,7 +119,7 @@ def draw_turns(seed: int) -> Iterator[DialogueTurn]:
 
 
 def sampled_ids(chat: ChatFormat, said: str) -> list[int]:
-    """Return the ids that a policy that says this samples, the end of its turn included."""
+    """Return the ids that a policy samples for this text, including the end of its turn."""
     return [*chat.codec.encode(chat.codec.mark(said, speech=True)), chat.end_of_turn_id]
 
 
@@ -128,7 +129,7 @@ def result_of(turn: DialogueTurn) -> ChatMessage:
 
 
 def whole_dialogue(turns: Iterable[DialogueTurn]) -> list[ChatMessage]:
-    """Every message so far."""
+    """Return every message so far."""
     messages = [*OPENING]
     for turn in turns:
         messages += [ChatMessage(role="assistant", content=turn.said), result_of(turn)]
@@ -136,7 +137,7 @@ def whole_dialogue(turns: Iterable[DialogueTurn]) -> list[ChatMessage]:
 
 
 class Dialogue:
-    """A dialogue that is held with our own code, and grows turn by turn. Blocks."""
+    """A dialogue in our own code that grows turn by turn. Blocks."""
 
     def __init__(self, chat: ChatFormat, seed: int) -> None:
         self._chat = chat
@@ -144,11 +145,11 @@ class Dialogue:
         self._conversation = Conversation(chat, OPENING, TOOLS)
 
     def __len__(self) -> int:
-        """Tokens of the next prompt."""
+        """Return the number of tokens of the next prompt."""
         return len(self._conversation)
 
     def turn(self) -> TurnTimes:
-        """The next one, timed."""
+        """Time the next turn."""
         turn = next(self._turns)
         ids, result = sampled_ids(self._chat, turn.said), [result_of(turn)]
         logprobs, context = [-0.5] * len(ids), len(self)
@@ -163,12 +164,12 @@ class Dialogue:
 
 
 def time_turns(chat: ChatFormat, seed: int, contexts: Sequence[int], rounds: int) -> Times:
-    """Turns at each length of context, interleaved: each round has one of each, another one first each time.
+    """Time turns at each context length, interleaved. Each round has one of each, starting with a different one.
 
-    So a slow spell of the machine meets short and long contexts alike. Before that, untimed, a dialogue grows to each
-    length, and somewhat less, so that what is timed lies around it.
+    A slow spell of the machine therefore affects short and long contexts alike. Before that, untimed, a dialogue grows
+    to slightly less than each length, so that the timed turns lie around it.
     """
-    # Each says other things: a tokenizer is faster with what it has seen (Gemma's, by the line).
+    # Each has different text, because a tokenizer is faster with known text (Gemma's, by the line).
     dialogues = {context: Dialogue(chat, seed * len(contexts) + n) for n, context in enumerate(contexts)}
     for context, dialogue in dialogues.items():
         while len(dialogue) < context - rounds * TURN_TOKENS // 2:
@@ -184,9 +185,9 @@ def time_turns(chat: ChatFormat, seed: int, contexts: Sequence[int], rounds: int
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """A turn of a trajectory: the prompt that the policy got, the ids it sampled, and the prompt of the next turn.
+    """A turn of a trajectory: the prompt for the policy, the sampled ids, and the prompt of the next turn.
 
-    The next prompt is as recorded; without it the turn was the last.
+    The next prompt is as recorded. It is missing for the last turn.
     """
 
     prompt_ids: list[int]
@@ -198,9 +199,9 @@ class Drift(msgspec.Struct, frozen=True):
     """Counts of drift, over `turns` with a turn after them.
 
     Attributes:
-        turns: that were looked at.
-        ours: those whose sampled ids, or anything before them, are others in the recorded next prompt.
-        retokenised: those whose sampled ids are others once they have been text.
+        turns: number of turns examined.
+        ours: turns whose sampled ids, or any earlier ids, differ in the recorded next prompt.
+        retokenised: turns whose sampled ids differ after a conversion to text and back.
     """
 
     turns: int
@@ -209,17 +210,20 @@ class Drift(msgspec.Struct, frozen=True):
 
     @property
     def ours_rate(self) -> float:
-        """Share of turns."""
+        """Return the share of turns."""
         return self.ours / max(1, self.turns)
 
     @property
     def retokenised_rate(self) -> float:
-        """Share of turns."""
+        """Return the share of turns."""
         return self.retokenised / max(1, self.turns)
 
 
 def drift_of(chat: ChatFormat, turns: Iterable[Sampled]) -> Drift:
-    """Count over recorded turns. A text is put where it stood: after its prompt's end, before what ends the turn."""
+    """Count drift over recorded turns.
+
+    A text is encoded in its place: after its prompt's end, before the end of the turn.
+    """
     counted = ours = retokenised = 0
     for turn in turns:
         if not turn.next_prompt_ids:
@@ -232,7 +236,7 @@ def drift_of(chat: ChatFormat, turns: Iterable[Sampled]) -> Drift:
 
 
 def sampled_at_random(chat: ChatFormat, seed: int) -> list[Sampled]:
-    """A dialogue with the fake engine's policy, which samples any token of the vocabulary alike."""
+    """Return a dialogue with the fake engine's policy, which samples all tokens of the vocabulary uniformly."""
     script = default_script(chat.vocab_size, chat.end_of_turn_id)
     dialogue = draw_turns(seed)
     conversation = Conversation(chat, [*OPENING, ChatMessage(role="user", content=next(dialogue).result)], TOOLS)
@@ -249,7 +253,7 @@ def sampled_at_random(chat: ChatFormat, seed: int) -> list[Sampled]:
 
 
 def _encoded_again(chat: ChatFormat, turn: Sampled) -> list[int]:
-    """The completion's ids after a round trip through text, which stands after what opens an assistant's turn."""
+    """Return the completion's ids after a round trip through text, placed after the start of an assistant's turn."""
     added = set(chat.codec.added_ids.values())
     start = max(index for index, token_id in enumerate(turn.prompt_ids) if token_id in added)
     opening = turn.prompt_ids[start:]
@@ -267,12 +271,12 @@ async def measure_peers(
 
     Args:
         chat: of a model of the family Qwen3, in a folder that transformers can read.
-        dialogues: turns by the length of context that they make.
-        rounds: at each length; what warms up is not counted.
-        folder: an empty one, for the peers' files.
+        dialogues: turns by the context length that they produce.
+        rounds: number at each length; the warm-up is not counted.
+        folder: an empty folder, for the peers' files.
 
     Returns:
-        CPU time by way and context, and a sentence for each prompt that is not ours.
+        CPU time by way and context, and a sentence for each prompt that differs from ours.
 
     Raises:
         PeerUnavailable: the peers are not installed, or failed.
@@ -296,7 +300,7 @@ async def measure_peers(
 
 
 def _state(chat: ChatFormat, turns: list[DialogueTurn]) -> dict[str, object]:
-    """The last turn is the one that the peers make a prompt of."""
+    """Return the peers' input. They make a prompt with the last turn."""
     *before, last = turns
     messages = [{"role": each.role, "content": each.content, "name": each.name} for each in whole_dialogue(before)]
     return {
@@ -339,10 +343,10 @@ async def tokens(options: Options) -> Report:
 
 
 def load_models(small: Path, quick: bool) -> tuple[ChatFormat, list[ChatFormat]]:
-    """Return the model that everything is measured with, and, not in quick runs, the others. Refused ones are left out.
+    """Return the main model and, except in quick runs, the others. Refused models are skipped.
 
-    They are in the folders that PRORL_MODEL_DIR names, or else in the cache folder. Without one of Qwen3's, a small
-    one of that family is made in `small`.
+    They are in the folders in PRORL_MODEL_DIR, or else in the cache folder. If Qwen3 is missing, a small model of that
+    family is made in `small`.
     """
     if configured := os.environ.get("PRORL_MODEL_DIR"):
         folders = [Path(part) for part in configured.split(":")]
@@ -363,7 +367,7 @@ def load_models(small: Path, quick: bool) -> tuple[ChatFormat, list[ChatFormat]]
 
 
 def _time_ours(chat: ChatFormat, dialogues: int) -> Times:
-    """Over dialogues of all seeds but the first, which warms up."""
+    """Time the dialogues of all seeds except the first, which warms up."""
     time_turns(chat, 0, CONTEXTS[:1], ROUNDS)
     times: Times = {context: [] for context in CONTEXTS}
     for seed in range(1, dialogues + 1):
@@ -373,7 +377,7 @@ def _time_ours(chat: ChatFormat, dialogues: int) -> Times:
 
 
 def flatness_of(chats: Sequence[ChatFormat], dialogues: int) -> dict[str, float]:
-    """Return the time of a turn at the longest context over that at the shortest, by the names of the models."""
+    """Return the time of a turn at the longest context over the time at the shortest, by model name."""
     flatness = {}
     for chat in chats:
         times = _time_ours(chat, dialogues)
@@ -386,7 +390,7 @@ def flatness_of(chats: Sequence[ChatFormat], dialogues: int) -> dict[str, float]
 
 
 def _turns_to(chat: ChatFormat, contexts: Sequence[int]) -> dict[int, list[DialogueTurn]]:
-    """The turns of one dialogue that make each context."""
+    """Return one dialogue's turns for each context."""
     turns: list[DialogueTurn] = []
     reached: dict[int, list[DialogueTurn]] = {}
     drawn = draw_turns(0)
@@ -400,7 +404,7 @@ def _turns_to(chat: ChatFormat, contexts: Sequence[int]) -> dict[int, list[Dialo
 
 
 def _rerender(chat: ChatFormat, turns: dict[int, list[DialogueTurn]], rounds: int) -> list[Series]:
-    """Our own code, as if it did as others do."""
+    """Time our own code with a complete re-rendering, as in other systems."""
     series = []
     for context, said in turns.items():
         samples = []

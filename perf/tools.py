@@ -1,6 +1,6 @@
 """The cost of the tool path: bash and IPython through a Unix socket and the real daemon.
 
-Measured beside a bare pty and a bare `run_cell`, interleaved in one run.
+The same run measures a bare pty and a bare `run_cell`, interleaved.
 
     python -m perf.tools [--quick] [--json FILE]
 """
@@ -49,7 +49,7 @@ OUTPUT_1MB = "head -c 1000000 /dev/zero | tr '\\0' x"
 
 
 async def benchmark(options: Options) -> Report:
-    """Every case, floors included, interleaved."""
+    """Measure every case, including floors, interleaved."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-perf-")))
         pty = stack.enter_context(open_bare_pty())
@@ -86,7 +86,7 @@ async def benchmark(options: Options) -> Report:
 
 
 def _tool_cases(daemon: RpcClient, pty: BarePty, bare_cell: Callable[[str], object]) -> list[Case]:
-    """Commands and cells through the daemon, each beside its floor: the same with nothing of ours around it."""
+    """Return commands and cells through the daemon, each with its floor: the same without our code."""
     bash, ipython = partial(_run_command, daemon), partial(_run_cell, daemon)
 
     async def bare_bash(command: str) -> None:
@@ -124,7 +124,7 @@ async def _run_cell(daemon: RpcClient, code: str) -> None:
 
 
 async def _rpc_cases(stack: AsyncExitStack) -> list[Case]:
-    """A trivial call of the RPC, over a Unix socket and over TCP, and its floor."""
+    """Return a trivial RPC call over a Unix socket and over TCP, and its floor."""
     bare_echo = await stack.enter_async_context(open_bare_echo())
     echo = await stack.enter_async_context(open_unix_echo())
     tcp_echo = await stack.enter_async_context(open_tcp_echo())
@@ -136,7 +136,7 @@ async def _rpc_cases(stack: AsyncExitStack) -> list[Case]:
 
 
 async def _peer_cases(stack: AsyncExitStack, folder: Path) -> list[Case]:
-    """A cell through jupyter_client. Raises PeerUnavailable."""
+    """Return a cell through jupyter_client. Raises PeerUnavailable."""
     peer_dir = folder / "peer"
     peer_dir.mkdir()
     env = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(peer_dir), "LANG": "C.UTF-8"}

@@ -5,9 +5,9 @@ The trace runs through ours, a bare pty, OpenHands' terminal on tmux and SWE-ReX
     python -m perf.peers setup                         # once: the peers' environments
     python -m perf.trace [--quick] [--json FILE]
 
-Every system has its own copy of the project and its own persistent shell. They run the trace side by side, each command
-on each system before the next, another one first each time. A command counts for a system only if its exit code and its
-output equal the bare pty's. Ours and the floor run several rounds, in new shells and new copies; peers run the first.
+Every system has its own copy of the project and its own persistent shell. Each command runs on every system before the
+next command, starting with a different system each time. A command counts for a system only if its exit code and output
+equal the bare pty's. Ours and the floor run several rounds, in new shells and new copies; peers run only the first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CLOCK = re.compile(r"\b\d+\.\d+s\b|\b\d\d:\d\d\b")
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of the recorded trace.
 
-    `kind` groups commands of one cost; `exit_code` is what it must end with.
+    `kind` groups commands of similar cost; `exit_code` is the required exit code.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """A system's answer to one step. `words` is its output as `words_of` has it."""
+    """A system's answer to one step. `words` is its output in the form of `words_of`."""
 
     elapsed_s: float
     exit_code: int | None
@@ -64,11 +64,11 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Timed(NamedTuple):
-    """The times of a system for a step that it and the floor answered right.
+    """The times of a system for a step that it and the floor answered correctly.
 
     Attributes:
         elapsed_s: the median over rounds.
-        first_s: in the first round, which all systems ran: for comparing times of systems with fewer rounds.
+        first_s: time in the first round, which all systems ran. It compares systems with different numbers of rounds.
         overhead_s: the time beyond the floor's in the same round, median over rounds. Below zero is noise.
     """
 
@@ -78,14 +78,14 @@ class Timed(NamedTuple):
 
 
 Figures = dict[int, Timed]
-"""By steps; one that is not in it was answered otherwise than by the floor or the record, or not at all."""
+"""Times by step. A missing step was answered differently than by the floor or the record, or not at all."""
 
 
 def words_of(output: str, *, root: str, command: str) -> tuple[str, ...]:
-    """The words of an output, sorted: equal for the same output on terminals of different widths and folders.
+    """Return the words of an output, sorted: equal for the same output on terminals of different widths and folders.
 
-    Left out is what differs with no fault of anyone: colours, rulers as wide as the terminal, clocks, the folder, and
-    the command itself where a terminal echoes it.
+    Harmless differences are removed: colours, rulers as wide as the terminal, clocks, the folder, and the command
+    itself if a terminal echoes it.
     """
     text = CLOCK.sub("TIME", RULER.sub(" ", ANSI.sub("", output).replace(root, "ROOT")))
     words, echo = text.split(), command.split()
@@ -95,7 +95,7 @@ def words_of(output: str, *, root: str, command: str) -> tuple[str, ...]:
 def figures_of(
     steps: Sequence[Step], rounds: Sequence[Sequence[Answered]], floors: Sequence[Sequence[Answered]]
 ) -> Figures:
-    """Compare a system with the floor, round by round. Rounds that the system did not finish are shorter."""
+    """Compare a system with the floor, round by round. Unfinished rounds are shorter."""
     figures: Figures = {}
     for index, step in enumerate(steps):
         pairs = [
@@ -123,7 +123,7 @@ MAX_OUTPUT_BYTES = 1024 * 1024
 
 
 class Workspace:
-    """The folders of one system in one round. All paths are of one length, so that layouts do not differ."""
+    """The folders of one system in one round. All paths have equal length, so that layouts do not differ."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -131,7 +131,7 @@ class Workspace:
 
     @property
     def env(self) -> dict[str, str]:
-        """The whole environment of the shell, the same for all but for these folders."""
+        """Return the whole environment of the shell, the same for all systems except for these folders."""
         return {
             "PATH": f"{Path(sys.executable).parent}:{TOOL_PATH}",
             "HOME": str(self.home),
@@ -147,7 +147,7 @@ class Workspace:
 
 
 def make_workspace(root: Path) -> Workspace:
-    """Make the folders, with the project in `work`. `root` must not exist."""
+    """Create the folders, with the project in `work`. `root` must not exist."""
     workspace = Workspace(root)
     for folder in (workspace.work, workspace.home, workspace.run):
         folder.mkdir(mode=0o700, parents=True)
@@ -157,10 +157,10 @@ def make_workspace(root: Path) -> Workspace:
 
 @asynccontextmanager
 async def open_system(name: str, workspace: Workspace) -> AsyncIterator[Run]:
-    """A persistent shell in `workspace.work`; it ends on leaving.
+    """Start a persistent shell in `workspace.work`; it ends on leaving.
 
     Raises:
-        PeerUnavailable: `name` is a peer that is not there; also what `Run` raises when a peer fails.
+        PeerUnavailable: the peer `name` is unavailable; also raised by `Run` when a peer fails.
     """
     if name == OURS:
         async with open_daemon(workspace.run, env=workspace.env, cwd=workspace.work) as daemon:
@@ -213,12 +213,12 @@ COLUMNS: Final[dict[str, Callable[[str], str] | str]] = {
 
 
 def load_trace() -> list[Step]:
-    """The recorded commands, in their order: each needs what those before it left."""
+    """Return the recorded commands in order. Each depends on the files of earlier ones."""
     return msgspec.json.Decoder(Step).decode_lines(TRACE_PATH.read_bytes())
 
 
 async def benchmark(options: Options) -> Report:
-    """Run the trace through all systems that there are."""
+    """Run the trace through all available systems."""
     if shutil.which("git") is None or importlib.util.find_spec("pytest") is None:
         raise RuntimeError("the trace runs git and pytest: install git, and this project's extra `perf`")
     steps = load_trace()[: QUICK_STEPS if options.quick else None]
@@ -235,7 +235,7 @@ async def benchmark(options: Options) -> Report:
 
 
 async def run_round(steps: Sequence[Step], names: Sequence[str], failures: dict[str, str]) -> dict[str, list[Answered]]:
-    """Every step on every system, interleaved. A peer that fails ends there, and `failures` gets its reason."""
+    """Run every step on every system, interleaved. A failed peer stops there, and `failures` gets its reason."""
     async with AsyncExitStack() as stack:
         base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prorl-trace-")))
         running: dict[str, tuple[Workspace, Run]] = {}
@@ -261,7 +261,7 @@ async def run_round(steps: Sequence[Step], names: Sequence[str], failures: dict[
 
 
 def report_of(steps: Sequence[Step], figures: dict[str, Figures], failures: dict[str, str]) -> Report:
-    """Ratios are over the steps that both sides answered right. Peers without a right answer are left out."""
+    """Return ratios over the steps that both sides answered correctly. Peers without a correct answer are omitted."""
     ours, floor = figures[OURS], figures[FLOOR]
     pairs = [(ours[index].elapsed_s, floor[index].elapsed_s) for index in ours.keys() & floor.keys()]
     ours_s, floor_s = zip(*pairs, strict=True)
@@ -296,7 +296,7 @@ def report_of(steps: Sequence[Step], figures: dict[str, Figures], failures: dict
 
 
 def series_of(name: str, figures: Figures) -> Series:
-    """Return a series with one sample a command."""
+    """Return a series with one sample per command."""
     case = Case(
         name=f"trace.{name}",
         floor=None if name == FLOOR else f"trace.{FLOOR}",
@@ -307,7 +307,7 @@ def series_of(name: str, figures: Figures) -> Series:
 
 
 def wrong_notes(steps: Sequence[Step], figures: dict[str, Figures]) -> list[str]:
-    """Return a sentence for each system that answered commands wrong, with the first few of them."""
+    """Return a sentence for each system with wrong answers, with the first few commands."""
     said = []
     for name, one in figures.items():
         if wrong := [step.command for index, step in enumerate(steps) if index not in one]:

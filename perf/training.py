@@ -1,8 +1,8 @@
-"""Trainings of DAPO, simulated and real: their work, and which of it is begun and cut.
+"""Trainings of DAPO, simulated and real: their work, and the selection of rollouts that are begun and cancelled.
 
-The sampler's state machine (`GroupSampler`) is the real one, and so are pipeline and backend pool. In a simulated
-training engines and sandboxes only take their time (`prorl_trio.simulation`). A rollout draws its work from its own
-place in the batch, so all policies meet the same tasks in the same order.
+The sampler's state machine (`GroupSampler`), pipeline and backend pool are real. In a simulated training, engines and
+sandboxes only consume time (`prorl_trio.simulation`). A rollout's random work depends only on its place in the batch,
+so all policies get the same tasks in the same order.
 """
 
 from __future__ import annotations
@@ -55,28 +55,27 @@ ResultT = TypeVar("ResultT")
 NameT = TypeVar("NameT")
 
 Policy = Literal["naive", "refill", "early", "carry"]
-"""`naive`: whole batches of `groups`, each awaited to its end. `refill`: workers are kept busy until there are enough
-informative groups; then all that runs is awaited. `early`: it is cancelled instead. `carry`: it goes on, and is trained
-on in the next step, at most one update later."""
+"""`naive`: whole batches of `groups`, each awaited to its end. `refill`: workers are kept busy until enough groups are
+informative, then the running rollouts are awaited. `early`: they are cancelled instead. `carry`: they continue, and are
+trained on in the next step, at most one update later."""
 
 PAPER_ACTION_S: Final = 0.42
 PAPER_TMUX_ACTION_S: Final = 0.78
-"""Table 3 of the paper: mean seconds of an action, with its command's own work, through its own bash and
-through tmux."""
+"""Table 3 of the paper: mean seconds of an action, including its command, through its own bash and through tmux."""
 LEVELS: Final = 20
-"""Hardness comes in so many levels, all equally likely."""
+"""Number of equally likely levels of hardness."""
 GRID: Final = (0.0, 1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 100.0)
 """Percentiles between which a distribution is linear."""
 ENDS: Final = (0.002, 0.998)
-"""Quantiles that stand for those of 0 % and 100 %."""
+"""Quantiles that replace 0 % and 100 %."""
 NO_LIMIT_S: Final = 1e6
-"""No rollout ends by a budget in a simulation; in longer runs than this something hangs."""
+"""Rollouts never reach a budget in a simulation. A run beyond this number of seconds hangs."""
 NO_BUDGETS: Final = BudgetConfig(
     init_s=NO_LIMIT_S, run_s=NO_LIMIT_S, eval_s=NO_LIMIT_S, total_s=NO_LIMIT_S, agent_s=NO_LIMIT_S
 )
 SPACING_S: Final = 1e-3
 ACTIONS: Final = "actions_s"
-"""The detail of an outcome that has the seconds of each of its actions."""
+"""The detail of an outcome with the seconds of each action."""
 ENGINE: Final = EngineModel(
     max_batch=256,
     kv_tokens=275_000 // TOKENS,
@@ -84,8 +83,9 @@ ENGINE: Final = EngineModel(
     tokens_per_s=Distribution(value=80 / TOKENS),
     max_tokens_per_s=1600 / TOKENS,
 )
-"""About a 14B policy in bf16 on one GPU of 80 GB: 160 KB of cache a token in what the weights leave, 28 GFLOP a token
-of prompt at 40 % of the peak, and at most 16 full-speed completions' worth of memory bandwidth over long contexts."""
+"""Roughly a 14B policy in bf16 on one GPU of 80 GB. The cache has 160 KB per token in the memory beyond the weights,
+and a prompt token costs 28 GFLOP at 40 % of the peak. The memory bandwidth suffices for at most 16 full-speed
+completions over long contexts."""
 ENGINE_OF_TWO: Final = msgspec.structs.replace(
     ENGINE,
     kv_tokens=725_000 // TOKENS,
@@ -93,7 +93,7 @@ ENGINE_OF_TWO: Final = msgspec.structs.replace(
     tokens_per_s=Distribution(value=130 / TOKENS),
     max_tokens_per_s=2600 / TOKENS,
 )
-"""The same policy on two such GPUs, with its weights once: what the two exchange is taken to cost a fifth of their
+"""The same policy on two such GPUs, with its weights once. Their communication is assumed to cost a fifth of their
 bandwidth, and a tenth of their arithmetic."""
 
 
@@ -101,7 +101,7 @@ bandwidth, and a tenth of their arithmetic."""
 
 
 def lognormal(p50: float, sigma: float, *, least: float = 0.0, most: float = math.inf) -> Distribution:
-    """Return a lognormal distribution by its percentiles, cut at both ends."""
+    """Return a lognormal distribution by its percentiles, truncated at both ends."""
     points = []
     for percent in GRID:
         quantile = min(max(percent / 100, ENDS[0]), ENDS[1])
@@ -110,18 +110,18 @@ def lognormal(p50: float, sigma: float, *, least: float = 0.0, most: float = mat
 
 
 def mean_of(distribution: Distribution) -> float:
-    """Return the mean of a distribution that is given by percentiles."""
+    """Return the mean of a distribution given by percentiles."""
     points = distribution.percentiles
     return sum((b[0] - a[0]) / 100 * (a[1] + b[1]) / 2 for a, b in pairwise(points))
 
 
 class DrawnWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The distributions that rollouts are drawn from; their shapes are those of `perf.batch.HEAVY`.
+    """The distributions of rollouts' work. Their shapes are those of `perf.batch.HEAVY`.
 
     Attributes:
         turns_p50, max_turns: turns of the median rollout of the median instance, and the agent loop's limit.
         instance_sigma: standard deviation of the logarithm of an instance's hardness, which its rollouts share.
-        prompt_tokens: of the first prompt. `completion_tokens`, `observation_tokens`: medians of a turn.
+        prompt_tokens: tokens of the first prompt. `completion_tokens`, `observation_tokens`: medians of a turn.
         action_s: mean time of an action, lognormal.
         sandbox_start_s, prepare_s, evaluation_s: times around RUN.
     """
@@ -138,7 +138,7 @@ class DrawnWork(msgspec.Struct, frozen=True, kw_only=True):
     evaluation_s: Distribution = Distribution(p50=20.0, p95=76.0)
 
     def model(self, hardness: float, tokens: int = 1) -> WorkModel:
-        """Return the work of rollouts of an instance so hard, with tokens counted in `tokens`."""
+        """Return the work of rollouts of an instance with this hardness, with tokens in units of `tokens`."""
         unscaled = mean_of(lognormal(1.0, HEAVY.tool_sigma))
         return WorkModel(
             turns=lognormal(self.turns_p50 * hardness, HEAVY.turns_sigma, least=1, most=self.max_turns),
@@ -152,17 +152,17 @@ class DrawnWork(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def hardness(self, level: int) -> float:
-        """Return by how much the rollouts of a level are longer than the median's."""
+        """Return the factor by which a level's rollouts are longer than the median's."""
         return math.exp(self.instance_sigma * NormalDist().inv_cdf((level + 0.5) / LEVELS))
 
 
 class TaskPayload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A task, and what is left out of the system that works on it.
+    """A task, and the parts that its system lacks.
 
     Attributes:
-        number, level: of the instance.
-        split: its rollouts have the engine of its number, and not the pool's choice.
-        extra_action_s: added to each action.
+        number, level: number and hardness level of the instance.
+        split: the engine follows from the number, instead of the pool's choice.
+        extra_action_s: seconds added to each action.
     """
 
     number: int
@@ -177,7 +177,7 @@ def payload_of(context: RolloutContext) -> TaskPayload:
 
 
 def instance_of(number: int, conditions: Conditions, *, handler: str) -> TaskInstance:
-    """Return the instance of that number: the same for all systems, but for what is left out of them."""
+    """Return the instance of that number: the same for all systems, except for their missing parts."""
     level = Random(f"{conditions.seed} instance {number}").randrange(LEVELS)
     split, extra_s = not conditions.balanced, conditions.extra_action_s
     payload = TaskPayload(number=number, level=level, split=split, extra_action_s=extra_s)
@@ -185,7 +185,7 @@ def instance_of(number: int, conditions: Conditions, *, handler: str) -> TaskIns
 
 
 class Rollouts(SimulatedHandler):
-    """The rollouts of one level: on the pool's engine, or with `split` on that of the instance's number."""
+    """The rollouts of one level, on the pool's engine, or with `split` on the engine of the instance's number."""
 
     def __init__(self, config: SimulationConfig, shares: Sequence[Backends]) -> None:
         super().__init__(config)
@@ -209,9 +209,10 @@ class Rollouts(SimulatedHandler):
 
 
 class GradedHandler(SimulatedHandler):
-    """Rollouts of instances of different hardness: the harder, the longer, and the more seldom right.
+    """Rollouts of instances of different hardness. Harder ones are longer and less often correct.
 
-    Of the median instance one rollout in five is right, as with the paper's models (15 to 24 % on SWE-Bench Verified).
+    One rollout in five of the median instance is correct, as with the paper's models (15 to 24 % on SWE-Bench
+    Verified).
     """
 
     def __init__(
@@ -231,11 +232,11 @@ class GradedHandler(SimulatedHandler):
         ]
 
     async def run(self, context: RolloutContext) -> None:
-        """Take the turns of the instance's level."""
+        """Run the turns of the instance's level."""
         await self._levels[payload_of(context).level].run(context)
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """Be right by chance, as often as the instance's level has it."""
+        """Grade as correct at random, with the probability of the instance's level."""
         await super().eval(context)
         chance = 1 / (1 + 4 * self._hardness[payload_of(context).level] ** 2)
         right = Random(f"{self._config.seed} right {self._place_of(context)}").random() < chance
@@ -253,17 +254,17 @@ class GradedHandler(SimulatedHandler):
 
 
 class Conditions(DrawnWork, frozen=True, kw_only=True):
-    """A training of DAPO, of the paper's size unless said otherwise.
+    """A training of DAPO, of the paper's size by default.
 
     Attributes:
         policy: which rollouts are submitted, cancelled and carried over.
-        balanced: rollouts go to the engine with the fewest in flight; else each engine gets the same number of
+        balanced: rollouts go to the engine with the fewest in flight; otherwise each engine gets the same number of
             instances, with all their rollouts.
-        extra_action_s: added to each action.
+        extra_action_s: seconds added to each action.
         groups, size: informative groups of a step, and rollouts of each.
-        steps: how many are simulated; the first begins with an idle node.
-        engines, engine_gpus, workers: LLM servers, GPUs of each (1 or 2), and rollouts that run at once.
-        ahead: jobs submitted beyond the workers, which start, wait, or are evaluated meanwhile.
+        steps: number of simulated steps; the first begins with an idle node.
+        engines, engine_gpus, workers: LLM servers, GPUs of each (1 or 2), and concurrent rollouts.
+        ahead: jobs submitted beyond the workers, which start, wait, or are evaluated in parallel.
     """
 
     policy: Policy = "early"
@@ -283,15 +284,15 @@ class Steps(msgspec.Struct, kw_only=True):
     """The result of steps.
 
     Attributes:
-        steps: how many.
-        wall_s: of all, each from its first submission until nothing of it runs.
-        trained: rollouts that were trained on. `ended`: that came to their own end, `uninformative` ones included.
-        cancelled: that were cut before it. `surplus`: that ended in an informative group, and were thrown away.
+        steps: number of steps.
+        wall_s: total seconds, for each step from its first submission until all its rollouts have stopped.
+        trained: rollouts that were trained on. `ended`: rollouts that finished, including `uninformative` ones.
+        cancelled: rollouts that were cancelled. `surplus`: finished rollouts of informative groups that were discarded.
         actions_s: the time of each action.
-        staleness: policy updates between each group's begin and its training.
+        staleness: policy updates between each group's start and its training.
         engine_busy: share of the time in which an engine had a completion to work on, mean over the engines.
-        decode_use: tokens sampled, over what the engines can sample; 0 where that is not known.
-        others_busy: share of the processors' time that went to processes which are none of the measurement's.
+        decode_use: sampled tokens, relative to the engines' capacity; 0 if unknown.
+        others_busy: share of the processors' time for processes that do not belong to the measurement.
     """
 
     steps: int = 0
@@ -319,22 +320,22 @@ class Steps(msgspec.Struct, kw_only=True):
 
     @property
     def trained_per_s(self) -> float:
-        """Return the rollouts trained on, a second."""
+        """Return the trained rollouts per second."""
         return self.trained / self.wall_s
 
     @property
     def ended_per_s(self) -> float:
-        """Return the rollouts that came to their own end, a second."""
+        """Return the finished rollouts per second."""
         return self.ended / self.wall_s
 
     @property
     def steps_per_h(self) -> float:
-        """Return the training steps an hour."""
+        """Return the training steps per hour."""
         return 3600 * self.steps / self.wall_s
 
     @property
     def wasted(self) -> float:
-        """Return the share of begun rollouts that taught nothing, though their group was not uninformative."""
+        """Return the share of begun rollouts that were not used, without the uninformative ones."""
         begun = self.trained + self.uninformative + self.cancelled + self.surplus
         return (self.cancelled + self.surplus) / begun if begun else 0.0
 
@@ -343,15 +344,15 @@ class Trainer:
     """Takes steps under conditions; a subclass sends the jobs, and calls `arrived` with their outcomes."""
 
     handler = SimulatedHandler.name
-    """Name of the handler that does the jobs."""
+    """Name of the jobs' handler."""
 
     def __init__(self, conditions: Conditions) -> None:
-        """Begin nothing."""
+        """Create the trainer without starting anything."""
         self._conditions, self._policy = conditions, conditions.policy
         self._at_once = conditions.workers + conditions.ahead
         self._live: dict[str, JobSpec] = {}
         self._outbox: deque[tuple[str, bool]] = deque()
-        """Ids of jobs to submit, or to cancel."""
+        """Ids of jobs to submit or to cancel."""
         self._cancelled = set[str]()
         self._more, self._changed = trio.Event(), trio.Event()
         self._feeding = False
@@ -359,15 +360,15 @@ class Trainer:
         self._sampler = self._begun("dapo", 0, 0)
 
     async def submit(self, spec: JobSpec) -> None:
-        """Have a job done."""
+        """Submit a job."""
         raise NotImplementedError
 
     async def cancel(self, job_id: str) -> None:
-        """Have a job end that is submitted."""
+        """Cancel a submitted job."""
         raise NotImplementedError
 
     async def send(self) -> None:
-        """Submit and cancel, for ever, one by one: no two rollouts begin at the very same moment."""
+        """Submit and cancel jobs one by one until cancelled, so that no two rollouts begin at the same moment."""
         while True:
             while self._outbox:
                 job_id, wanted = self._outbox.popleft()
@@ -379,7 +380,7 @@ class Trainer:
             await self._more.wait()
 
     def arrived(self, outcome: Outcome) -> None:
-        """Take an outcome.
+        """Receive an outcome.
 
         Raises:
             RuntimeError: the job failed.
@@ -395,10 +396,10 @@ class Trainer:
         self._changed.set()
 
     async def step(self, name: str, step: int, first_group: int | None = None) -> None:
-        """Sample the batch of a step, and take it. `name` begins the ids of its jobs; `first_group` is its first."""
+        """Sample a step's batch, and consume it. `name` is the prefix of job ids; `first_group` is its first group."""
         began_s, groups = trio.current_time(), self._conditions.groups
         if self._policy != "carry" or step == 0:
-            # So that a rollout has the same id, and work, whatever the policy.
+            # A rollout has the same id, and work, for all policies.
             next_group = (self._sampler.state.next_group if step else 0) if first_group is None else first_group
             self._sampler = self._begun(name, step, next_group)
         if self._policy == "naive":
@@ -424,7 +425,7 @@ class Trainer:
         else:
             self.taken.surplus += len(self._sampler.state.ready) * self._conditions.size
             self._apply(Finished())
-            await self._until(lambda: not self._live)  # what was cancelled is gone
+            await self._until(lambda: not self._live)  # cancelled rollouts are gone
         self.taken.steps += 1
         self.taken.wall_s += trio.current_time() - began_s
 
@@ -447,7 +448,7 @@ class Trainer:
             await self._changed.wait()
 
     def _feed(self) -> None:
-        """Have as many jobs as are to be submitted at once, in whole groups, as far as the sampler lets."""
+        """Submit jobs up to the limit, in whole groups, as far as the sampler allows."""
         while self._feeding and len(self._live) < self._at_once:
             state = self._sampler.state
             room = 2 * self._conditions.groups - len(state.ready) - len(state.running) - state.taken_at[-1]
@@ -484,7 +485,7 @@ class Trainer:
 
 
 class _SimulatedTrainer(Trainer):
-    """Drives the sampler straight over a simulated node's pipeline."""
+    """Drives the sampler directly over a simulated node's pipeline."""
 
     session_id = "dapo"
 
@@ -505,7 +506,7 @@ class _SimulatedTrainer(Trainer):
             self._node.pipeline.cancel_soon(self._jobs[job_id], "its batch is complete")
 
     def deliver(self, outcome: Outcome) -> None:
-        """Take an outcome, as a `JobSink`."""
+        """Receive an outcome, as a `JobSink`."""
         del self._jobs[outcome.job_id]
         if not self.over:
             self.arrived(outcome)
@@ -554,7 +555,7 @@ def _sources(node: SimulatedNode) -> list[UseSource]:
 
 
 def simulate_steps(conditions: Conditions) -> Steps:
-    """Simulate a training in a loop of its own. Blocks; the same conditions give the same figures."""
+    """Simulate a training in a separate loop. Blocks; the same conditions give the same figures."""
     width, engine = conditions.workers, ENGINE if conditions.engine_gpus == 1 else ENGINE_OF_TWO
     config = SimulationConfig(
         seed=conditions.seed,
@@ -573,7 +574,7 @@ async def simulate_all(
 ) -> dict[NameT, ResultT]:
     """Return the results of `simulate` for each of the conditions, by their names.
 
-    Each runs in a process of its own, which has no loop yet. A cancel waits for those that run.
+    Each runs in a separate process, without a loop. A cancel waits for running processes.
     """
     tell(f"{len(conditions)} simulated runs on {os.cpu_count()} processors")
     results = await trio.to_thread.run_sync(map_in_processes, simulate, conditions.values())
@@ -581,7 +582,7 @@ async def simulate_all(
 
 
 def map_in_processes(simulate: Callable[[ConditionsT], ResultT], conditions: Iterable[ConditionsT]) -> list[ResultT]:
-    """Return the results of `simulate` for each of the conditions, in their order. Blocks.
+    """Return the results of `simulate` for each of the conditions, in order. Blocks.
 
     The processes end with this one, however it ends.
     """
@@ -591,7 +592,7 @@ def map_in_processes(simulate: Callable[[ConditionsT], ResultT], conditions: Ite
 
 
 def _end_with_parent(parent_pid: int) -> None:
-    """Have the kernel end this process with the thread that started it, as the pool's own wait has no end."""
+    """Have the kernel end this process together with its parent thread, because the pool's own wait is unbounded."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it has ended before that
+    if os.getppid() != parent_pid:  # it has already ended
         os._exit(1)

@@ -1,7 +1,8 @@
-"""The viewer with 10,000 rollouts and with a rollout of 100,000 tokens: how long a person waits.
+"""The viewer's response times with 10,000 rollouts and with a rollout of 100,000 tokens.
 
-Of the server: to index a file, to list and filter, to search all texts. Of a page in a real Chromium, if there is one:
-from asking for a view until it shows, and the longest task on the way, in which the page does not react.
+On the server, it measures indexing a file, listing and filtering, and searching all texts. In a real Chromium, if
+installed, it measures the time until a view is visible. It also measures the longest task in between, during which the
+page does not react.
 
     python -m perf.viewer [--quick] [--json FILE]
 """
@@ -58,7 +59,7 @@ new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((ea
 
 
 async def viewer(options: Options) -> Report:
-    """Index, list, filter and search; then look at it in a browser."""
+    """Index, list, filter and search; then open the views in a browser."""
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -100,7 +101,7 @@ def _of_the_index(path: Path, rounds: int) -> list[Series]:
 
 def _of_the_pages(browser: str, url: str, rounds: int) -> list[Series]:
     """Open each view in a new page, `rounds` times. Blocks."""
-    from playwright.sync_api import sync_playwright  # a package of the checks'
+    from playwright.sync_api import sync_playwright  # a package of the checks
 
     views = {"many": ("#/run/many", "main tbody .reward"), "tokens": ("#/run/long/rollout/long/tokens", ".chunk .k-s")}
     shown: dict[str, list[float]] = {name: [] for name in views}
@@ -138,7 +139,7 @@ def _go(page: Any, route: str, selector: str) -> None:
 
 
 def _scroll(page: Any) -> None:
-    """Look at the middle and at the end."""
+    """Scroll to the middle and to the end."""
     for place in (LONG_TOKENS // 2, LONG_TOKENS - 1):
         page.fill("#jump", str(place))
         page.keyboard.press("Enter")

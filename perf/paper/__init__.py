@@ -1,1 +1,1 @@
-"""The paper's tables and figures measured anew, in one report."""
+"""The paper's tables and figures, measured again, in one report."""

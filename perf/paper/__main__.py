@@ -1,9 +1,9 @@
-"""All tables and figures of the paper measured on this machine, as one report in Markdown and HTML.
+"""All tables and figures of the paper, measured on this machine, as one report in Markdown and HTML.
 
     python -m perf.paper [--quick] [--only SECTION ...] [--out FOLDER]
 
-Each section runs in a process of its own, one after the other. A section that cannot run here says why in the report.
-The exit code is 1 if a section failed; one that this machine cannot run is no failure.
+Each section runs in a separate process, one after the other. If a section cannot run here, the report contains the
+reason. The exit code is 1 if a section failed. A section that this machine cannot run is not a failure.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ LAST_WORDS_BYTES: Final = 400
 
 
 async def measure_section(section: Section, *, quick: bool, limit_s: float) -> Measured:
-    """Measure `section` in a process of its own, within `limit_s`. Its standard error is passed on.
+    """Measure `section` in a separate process, within `limit_s` seconds. Its standard error is passed on.
 
-    It never raises for what the process does: the result says what happened. A cancel ends the process.
+    It never raises because of the process: the result contains its failure. A cancel ends the process.
     """
     machine, began_s = describe_machine(), time.monotonic()
     problem, failed, said = "", False, Said()
@@ -67,7 +67,7 @@ async def measure_section(section: Section, *, quick: bool, limit_s: float) -> M
 
 
 async def _run_child(name: str, file: Path, *, quick: bool, limit_s: float) -> tuple[int | None, str]:
-    """Return the exit code, None if the time was over, and the end of its standard error."""
+    """Return the exit code, None after a time-out, and the end of its standard error."""
     argv = [sys.executable, "-m", "perf.paper.sections", name, str(file), *(["--quick"] if quick else [])]
     heard = bytearray()
     with trio.move_on_after(limit_s):
@@ -87,7 +87,7 @@ async def _run_child(name: str, file: Path, *, quick: bool, limit_s: float) -> t
 
 
 QUICK_S = 28 * 60.0
-"""All sections of a quick run together; those that it does not suffice for are said to be missing."""
+"""Time limit in seconds for all sections of a quick run. Sections beyond it are reported as missing."""
 FULL_S = 6 * 3600.0
 REPORT_FOLDER = Path(__file__).parents[1] / "report"
 MARKDOWN, HTML = "report.md", "report.html"
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _measure_all(chosen: Sequence[Section], quick: bool) -> list[Measured]:
-    """Measure one section after the other, each with the time that is left."""
+    """Measure one section after the other, each within the remaining time."""
     ends_s = trio.current_time() + (QUICK_S if quick else FULL_S)
     measured = []
     for number, section in enumerate(chosen, start=1):

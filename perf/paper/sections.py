@@ -2,7 +2,7 @@
 
     python -m perf.paper.sections SECTION FILE [--quick]
 
-It writes what came out to FILE.
+It writes its results to FILE.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes:
         name: for `--only`, and the anchor in the page.
         title: its heading.
-        paper: which part of the paper it measures, and what the paper says.
-        benchmark: `MODULE:FUNCTION`, which returns a `Report`. Its tables and figures are shown, or what follows.
-        of: title of a table and a plot of the report's cases; empty: there is none.
-        shown: cases with their words and owners, in the order of the plot. The caption names those that are lacking.
-        beside_ms: numbers of the paper, or of the code that it was made with, by their words.
-        metrics: words of metrics that are no cases, by name; likewise.
+        paper: the part of the paper that it measures, and the paper's result.
+        benchmark: `MODULE:FUNCTION`, which returns a `Report`. Its tables and figures are shown, or the following.
+        of: title of a table and a plot of the report's cases; empty: none.
+        shown: cases with their labels and owners, in the order of the plot. The caption names missing ones.
+        beside_ms: numbers of the paper, or of the code that it was made with, by their labels.
+        metrics: labels of metrics other than cases, by name; likewise.
         caption: its paragraphs; the report's own notes follow them.
     """
 
@@ -51,14 +51,14 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     caption: list[str] = []
 
     async def measure(self, options: Options) -> Finding:
-        """Measure it. Raises `CannotRun` where this machine lacks something."""
+        """Measure the section. Raises `CannotRun` if this machine lacks a requirement."""
         module, _, function = self.benchmark.partition(":")
         report = await getattr(importlib.import_module(module), function)(options)
         assert isinstance(report, Report)
         return self.finding_of(report)
 
     def finding_of(self, report: Report) -> Finding:
-        """Return a table and a plot of the cases that are shown and the report has, on one scale of milliseconds."""
+        """Return a table and a plot of the shown cases in the report, on one scale of milliseconds."""
         metrics = report.metrics()
         if not self.of:
             return Finding(tables=report.tables, figures=report.figures, caption=report.notes, metrics=metrics)
@@ -103,7 +103,7 @@ SECTIONS: Final = msgspec.toml.decode(Path(__file__).with_suffix(".toml").read_b
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure one section into FILE. Returns the exit code, 0. What the section raises flies."""
+    """Measure one section into FILE. Return the exit code, 0. The section's exceptions pass."""
     parser = argparse.ArgumentParser(prog="python -m perf.paper.sections", description=__doc__)
     parser.add_argument("section", choices=[section.name for section in SECTIONS])
     parser.add_argument("file", type=Path)

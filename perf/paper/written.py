@@ -1,4 +1,4 @@
-"""The report on paper: one Markdown file and one HTML file, which needs no other file."""
+"""The written report: one Markdown file and one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a report that is shown, as plain values. `metrics`: as `--json` writes them."""
+    """The shown part of a report, as plain values. `metrics`: as `--json` writes them."""
 
     tables: list[Rows] = []
     figures: list[Figure] = []
@@ -28,16 +28,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """A section of the report as it came out.
+    """A section of the report with its result.
 
     Attributes:
         name, title: the section's.
         paper: the part of the paper that it measures.
-        machine: the machine as it was when the section began, with its load.
-        took_s: seconds that its process took.
-        finding: what was found; None where `problem` says why there is none.
-        problem: why it was not measured, and what to do; empty if it was.
-        failed: that is a failure, and not what this machine lacks.
+        machine: the machine at the beginning of the section, with its load.
+        took_s: duration of its process in seconds.
+        finding: the result; None if there is a `problem`.
+        problem: why it was not measured, and the remedy; empty if it was.
+        failed: the problem is a failure, rather than a missing requirement of this machine.
     """
 
     name: str
@@ -51,7 +51,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole report: `began` is the wall-clock time of its beginning, for people; `command` made it."""
+    """The whole report.
+
+    `began` is the wall-clock time of its start, for people; `command` is the command that made it.
+    """
 
     command: str
     began: str
@@ -61,7 +64,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def said(self) -> str:
-        """A sentence on how it was made."""
+        """Return a sentence about how it was made."""
         done = sum(section.finding is not None for section in self.sections)
         return (
             f"Made by `{self.command}` on {self.began}, in {self.took_s / 60:.1f} minutes: {done} of "
@@ -70,22 +73,25 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_markdown(run: Run, html_name: str) -> str:
-    """Return the report as Markdown. Figures are in the HTML file `html_name` beside it; their values stand here."""
+    """Return the report as Markdown.
+
+    Figures are in the HTML file `html_name` in the same folder; their values are here.
+    """
     return _TEMPLATES.get_template("report.md.jinja").render(run=run, html_name=html_name)
 
 
 def to_html(run: Run) -> str:
-    """Return the report as one page of HTML, with its figures in it."""
+    """Return the report as one page of HTML, including its figures."""
     return _TEMPLATES.get_template("report.html.jinja").render(run=run)
 
 
 def _code(words: str) -> Markup:
-    """Escape `words`, and set what stands in back quotes as code."""
+    """Escape `words`, and format text in back quotes as code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(words))))
 
 
 def _picture(figures: Sequence[Figure]) -> str:
-    """Return a plot as the address of an image; empty where there is no matplotlib."""
+    """Return a plot as the address of an image; empty without matplotlib."""
     with tempfile.TemporaryDirectory(prefix="prorl-figure-") as folder:
         path = Path(folder, "figure.svg")
         return (

@@ -1,4 +1,4 @@
-"""Peers: other people's tools, each in an environment of its own, measured beside ours in the same run.
+"""Peers: tools of other projects, in separate environments, measured in the same run as ours.
 
-`python -m perf.peers setup` makes the environments; a benchmark leaves out the peer that has none and says why.
+`python -m perf.peers setup` makes the environments. A benchmark skips a peer without one, and reports the reason.
 """

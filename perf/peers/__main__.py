@@ -1,7 +1,6 @@
-"""Install the peers that benchmarks measure beside ours.
+"""Install the peers that benchmarks measure for comparison.
 
-python -m perf.peers setup [PEER ...]     all of them by default; at once where it was done before
-python -m perf.peers status
+python -m perf.peers setup [PEER ...]     all peers by default; installed peers are skipped python -m perf.peers status
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from perf.peers.environments import PEERS, PeerUnavailable, install, peer_python
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 if a peer cannot be had."""
+    """Return the exit code: 0, or 1 if a peer is unavailable."""
     parser = argparse.ArgumentParser(
         prog="python -m perf.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

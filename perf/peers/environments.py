@@ -1,4 +1,4 @@
-"""The peers, what each needs, and the virtual environments that `python -m perf.peers setup` makes."""
+"""The peers, their requirements, and the virtual environments that `python -m perf.peers setup` makes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ COMPLETE = ".complete"
 
 
 class PeerUnavailable(Exception):
-    """A peer cannot be had, or failed; the message is what the report says."""
+    """A peer is unavailable, or failed. The message is printed in the report."""
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """A peer.
 
     Attributes:
-        name: of its environment, and of what `worker.py` does in it.
-        title: for people.
-        requirements: pinned, so that figures of different days tell of the same thing.
-        python: the least version its packages take.
-        programs: what must be on PATH besides.
-        clean_up: what ends processes that a killed peer leaves, in its environment variables.
+        name: the name of its environment, and of its part in `worker.py`.
+        title: its title, for people.
+        requirements: pinned, so that figures of different days are comparable.
+        python: the minimum version for its packages.
+        programs: further programs that must be on PATH.
+        clean_up: a command that ends the processes of a killed peer, by its environment variables.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     clean_up: tuple[str, ...] = ()
 
     def folder(self) -> Path:
-        """Its virtual environment. Other requirements are another folder."""
+        """Return its virtual environment. It depends on the requirements."""
         facts = [RECIPE, self.requirements, self.python]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         return cache_dir() / "peers" / f"{self.name}-{key}"
@@ -59,10 +59,10 @@ PEERS = _read_peers()
 
 
 def peer_python(peer: Peer) -> Path:
-    """The interpreter of its environment.
+    """Return the interpreter of its environment.
 
     Raises:
-        PeerUnavailable: it was not set up, or a program it needs is missing.
+        PeerUnavailable: it was not set up, or a required program is missing.
     """
     for program in peer.programs:
         if shutil.which(program) is None:
@@ -73,10 +73,10 @@ def peer_python(peer: Peer) -> Path:
 
 
 def install(peer: Peer) -> None:
-    """Make its environment. At once when there is one; one process at a time. Blocks, for minutes.
+    """Make its environment, one process at a time. An existing one is reused. Blocks for minutes.
 
     Raises:
-        PeerUnavailable: there is no Python for it, or pip failed; what was made of it is removed.
+        PeerUnavailable: a suitable Python is missing, or pip failed; the incomplete environment is removed.
     """
     folder = peer.folder()
     log_file, complete = folder.with_suffix(".log"), folder / COMPLETE

@@ -1,7 +1,7 @@
 """Serves agentlightning's LLM proxy: `python lightning.py PORT ENGINE_URL`. Its package and the standard library only.
 
-Its defaults, but for one process instead of two, which saves it a hop to its store: each call is a span of a rollout's
-attempt, kept in memory.
+It has its defaults, except for one process instead of two, which saves a hop to its store. Each call is a span of a
+rollout's attempt, kept in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ START_TIMEOUT_S = 80.0
 
 
 async def serve(port: int, engine: str) -> None:
-    """Serve until the process ends; calls need `LITELLM_MASTER_KEY` as their key."""
+    """Serve until the process ends. Calls need `LITELLM_MASTER_KEY` as their key."""
     proxy: Any = importlib.import_module("agentlightning.llm_proxy").LLMProxy
     store: Any = importlib.import_module("agentlightning.store").InMemoryLightningStore
     launch: Any = importlib.import_module("agentlightning.utils.server_launcher").PythonServerLauncherArgs

@@ -1,4 +1,4 @@
-"""A peer's process: commands go to it one at a time, and what it says of them comes back with its own timing."""
+"""A peer's process. It receives one command at a time, and returns the result with its own timing."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ async def open_peer_server(
 ) -> AsyncIterator[Supervised]:
     """Run the peer's Python with `arguments` in `folder`; yield when `GET` of `health` at `url` answers with 200.
 
-    Its whole tree has ended when the block has, however it is left. Its output is in `folder`, in a log named after the
-    peer.
+    Its whole process tree ends with the block, however it is left. Its output is in `folder`, in a log with the peer's
+    name.
 
     Raises:
-        PeerUnavailable: it is not installed, or does not get ready; the message has the end of its log.
+        PeerUnavailable: it is not installed, or does not become ready; the message has the end of its log.
     """
     log_file = folder / f"{peer.name}.log"
     command = ["env", f"--chdir={folder}", str(peer_python(peer)), *arguments]
@@ -55,9 +55,9 @@ async def open_peer_server(
 
 
 def free_port() -> int:
-    """Return a port that is free now.
+    """Return a port that is currently free.
 
-    Should another program take it before the peer does, the peer does not get ready.
+    If another program takes it first, the peer does not become ready.
     """
     return free_ports(1)
 
@@ -74,7 +74,7 @@ ERROR_BYTES = 400
 
 
 class PeerAnswer(msgspec.Struct, frozen=True):
-    """The result of a command, and how long the peer's call took. `exit_code` is None if the peer did not tell."""
+    """The result of a command, and the time of the peer's call. `exit_code` is None if the peer did not provide it."""
 
     output: str
     exit_code: int | None
@@ -82,7 +82,7 @@ class PeerAnswer(msgspec.Struct, frozen=True):
 
 
 class PeerProcess:
-    """Talks to `worker.py`. Not for two tasks at once."""
+    """A client of `worker.py`. Not for concurrent use."""
 
     def __init__(self, peer: Peer, process: trio.Process, log: Path) -> None:
         assert process.stdin is not None
@@ -94,7 +94,7 @@ class PeerProcess:
         self._answers = msgspec.json.Decoder(PeerAnswer)
 
     async def run(self, command: str, *, timeout_s: float | None = None) -> PeerAnswer:
-        """Run one command. After a cancel or an error the peer is of no more use.
+        """Run one command. After a cancel or an error the peer is unusable.
 
         Raises:
             PeerUnavailable: it ended, or did not answer within `timeout_s` (`COMMAND_TIMEOUT_S`).
@@ -107,10 +107,10 @@ class PeerProcess:
         return self._answers.decode(line)
 
     async def wait_ready(self) -> None:
-        """Wait for it to have started.
+        """Wait until it has started.
 
         Raises:
-            PeerUnavailable: it ended, or did not get ready within `START_TIMEOUT_S`.
+            PeerUnavailable: it ended, or was not ready within `START_TIMEOUT_S`.
         """
         await self._line(START_TIMEOUT_S, "its start")
 
@@ -131,7 +131,7 @@ class PeerProcess:
         return bytes(received)
 
     async def _ended(self, what: str) -> PeerUnavailable:
-        with trio.move_on_after(END_TIMEOUT_S):  # until then its last words may not be written
+        with trio.move_on_after(END_TIMEOUT_S):  # until then its last output may be missing
             await self._process.wait()
         return self._failed(f"ended at {what!r}")
 
@@ -144,11 +144,10 @@ class PeerProcess:
 async def open_peer(
     peer: Peer, *, env: dict[str, str], cwd: Path, log: Path, worker: Sequence[str] = ()
 ) -> AsyncIterator[PeerProcess]:
-    """Start `peer` in `cwd` with `env` and nothing else, and end it on leaving.
+    """Start `peer` in `cwd` with exactly `env`, and stop it on leaving.
 
-    It ends at the end of its input, else by SIGTERM, else by SIGKILL, and so does all of its process group. `log`
-    takes what it prints. `worker`: arguments of its Python in place of `worker.py` and its name; a program that speaks
-    as that does.
+    It ends at the end of its input, else by SIGTERM, else by SIGKILL, and so does its whole process group. `log` is the
+    file for its output. `worker` replaces the arguments `worker.py` and its name, for a program with the same protocol.
 
     Raises:
         PeerUnavailable: it is not installed, or does not start.
@@ -180,7 +179,7 @@ async def _end(process: trio.Process, peer: Peer, env: dict[str, str]) -> None:
     with trio.move_on_after(END_TIMEOUT_S):
         await process.wait()
     if process.returncode is None:
-        os.killpg(process.pid, signal.SIGTERM)  # what shares memory takes it back
+        os.killpg(process.pid, signal.SIGTERM)  # so that it releases shared memory
         with trio.move_on_after(KILL_TIMEOUT_S):
             await process.wait()
             while _has_members(process.pid):  # noqa: ASYNC110 - other processes are waited for by others

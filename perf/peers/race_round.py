@@ -1,6 +1,6 @@
-"""A round of `perf.race`: the tasks, the record of who ran them, and what all have to agree on. Standard library only.
+"""A round of `perf.race`: the tasks, the record of a run, and the common parameters. Standard library only.
 
-Read by `perf.race`, and by the workers of the peers in environments of their own.
+It is imported by `perf.race`, and by the peers' workers in their own environments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ISOLATION: Final = (
 )
 SYSTEM: Final = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 INTERPRETER: Final = ("-I", "-S", "-c")
-"""Without site-packages and environment, which halves its start."""
+"""Start without site-packages and environment, in half the time."""
 KILLED_TIMEOUT_S: Final = 5.0
 NO_OUTPUT: Final = "[no output]"
 
@@ -31,8 +31,8 @@ class Box:
 
     Args:
         bubblewrap: the program.
-        timeout_s: of a call.
-        max_chars: of what it printed; more is cut in the middle.
+        timeout_s: time limit of a call in seconds.
+        max_chars: maximum length of the output; longer output is cut in the middle.
     """
 
     def __init__(self, bubblewrap: str, *, timeout_s: float, max_chars: int) -> None:
@@ -41,7 +41,7 @@ class Box:
         self._max_chars = max_chars
 
     async def run(self, code: str) -> str:
-        """Return what a program printed, its traceback included. A cancel kills it."""
+        """Return a program's output, including its traceback. A cancel kills it."""
         process = await asyncio.create_subprocess_exec(
             *self._argv,
             *INTERPRETER,
@@ -68,7 +68,7 @@ class Box:
 
 
 def _mounts() -> list[str]:
-    """Return the options for a root that has the system's programs and this interpreter, and nothing of the user's."""
+    """Return the options for a root with the system's programs and this interpreter, but without the user's files."""
     argv = ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
     for path in SYSTEM:
         if os.path.islink(path):
@@ -88,7 +88,7 @@ BOX: Final = re.compile(r"\\boxed\{([^{}]*)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class RaceTask:
-    """A question, the answer that earns a reward of 1, and the system prompt before it."""
+    """A question, the answer for a reward of 1, and the system prompt before it."""
 
     task_id: str
     question: str
@@ -97,7 +97,7 @@ class RaceTask:
 
     @property
     def prompt(self) -> list[dict[str, str]]:
-        """Return the opening messages, the same for everybody."""
+        """Return the opening messages, which are the same for all entrants."""
         return [{"role": "system", "content": self.system_prompt}, {"role": "user", "content": self.question}]
 
 
@@ -106,11 +106,11 @@ class RaceRound:
     """The work of a round.
 
     Attributes:
-        url: origin of the engine. `model`: the folder of the policy, which is its name there, too.
-        rollouts: of each task, in groups. `slots`: rollouts at a time.
-        temperature, max_output_tokens: of each turn. No seed is sent by anybody.
-        max_turns: of each rollout.
-        tool_timeout_s: of a call. `max_observation_chars`: a longer result is cut in the middle.
+        url: origin of the engine. `model`: the folder of the policy, which is also its name there.
+        rollouts: number for each task, in groups. `slots`: concurrent rollouts.
+        temperature, max_output_tokens: for each turn. No entrant sends a seed.
+        max_turns: maximum for each rollout.
+        tool_timeout_s: time limit of a call. `max_observation_chars`: a longer result is cut in the middle.
         bubblewrap: the program.
     """
 
@@ -144,7 +144,7 @@ def read_round(path: Path) -> RaceRound:
 
 @dataclass(frozen=True, kw_only=True)
 class RaceRollout:
-    """A rollout as it was done. Seconds since the round began; `tokens`: sampled."""
+    """A finished rollout. Seconds since the round began; `tokens`: sampled."""
 
     start_s: float
     end_s: float
@@ -156,13 +156,14 @@ class RaceRollout:
 
 @dataclass(frozen=True, kw_only=True)
 class RaceRecord:
-    """A round as it was done.
+    """A finished round.
 
     Attributes:
-        rollouts: those that completed.
-        wall_s: from its beginning until the last rollout had its reward.
-        framework_cpu_s: seconds of CPU of the framework's own processes. `sandboxes_cpu_s`: of what they started.
-        machine_cpu_s: of all that ran on the machine meanwhile, the engine and strangers included.
+        rollouts: the completed rollouts.
+        wall_s: seconds from its beginning until the last rollout had its reward.
+        framework_cpu_s: CPU seconds of the framework's own processes. `sandboxes_cpu_s`: of their children.
+        machine_cpu_s: CPU seconds of all processes on the machine in that time, including the engine and unrelated
+            ones.
     """
 
     rollouts: list[RaceRollout]
@@ -183,7 +184,7 @@ def read_record(encoded: str) -> RaceRecord:
 
 
 class CpuClock:
-    """Seconds of CPU of this process, of children that it has waited for, and of the machine, since it was made."""
+    """CPU seconds of this process, of its ended children, and of the machine, since the clock was made."""
 
     def __init__(self) -> None:
         self._before = _cpu()
@@ -203,7 +204,7 @@ def _cpu() -> tuple[float, float, float]:
 
 
 def code_in(text: str) -> str | None:
-    """Return the program that a turn asks to run: its first ```python block; none beside an answer."""
+    """Return the program that a turn runs: its first ```python block; None next to an answer."""
     found = FENCE.search(text)
     if found is None or not found[1].strip() or answer_in(text) is not None:
         return None
@@ -211,7 +212,7 @@ def code_in(text: str) -> str | None:
 
 
 def answer_in(text: str) -> str | None:
-    """Return the last answer in a box."""
+    """Return the last boxed answer."""
     answers = BOX.findall(text)
     return answers[-1].strip() if answers else None
 

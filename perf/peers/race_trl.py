@@ -1,8 +1,8 @@
 """A round of `perf.race` through TRL, in its environment: `python -m perf.peers.race_trl`.
 
-Speaks as `worker.py` does: a command is the path of a round, the answer its record. The rollouts are those of
-`AsyncGRPOTrainer`'s own worker, which samples from a vLLM server and runs tools between turns, in a process of its own;
-this process takes the samples from it, as the trainer does.
+It has the protocol of `worker.py`: a command is the path of a round, the answer its record. The rollouts come from
+`AsyncGRPOTrainer`'s own worker, which samples from a vLLM server and runs tools between turns, in a separate process.
+This process takes the samples from it, as the trainer does.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from perf.peers.worker import Run
 
 ROUND: Final = "PRORL_RACE_ROUND"
-"""Variable with the path of the round, for the worker's process."""
+"""Environment variable with the path of the round, for the worker's process."""
 RECORD: Final = ".record"
-"""Suffix of the record's file, beside the round's."""
+"""Suffix of the record's file, which is next to the round's."""
 HEALTH_S: Final = 120.0
 POLL_S: Final = 0.05
 RESPONSE_TEMPLATE: Final = {
@@ -49,7 +49,7 @@ RESPONSE_TEMPLATE: Final = {
         "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
     },
 }
-"""The way TRL is told how a policy writes calls."""
+"""The policy's notation of calls, in TRL's format."""
 SAID: Final = "message['content']"
 CALLS: Final = (
     r"{% for call in message.tool_calls or [] %}{{ '```python\n' + (call.function.arguments.code or '') + '\n```' }}"
@@ -58,7 +58,7 @@ CALLS: Final = (
 
 
 def make_tokenizer(model: str) -> Any:
-    """Return the policy's tokenizer, with calls read from ```python blocks and written as such."""
+    """Return the policy's tokenizer, which reads and writes calls as ```python blocks."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = RESPONSE_TEMPLATE
     before, said, after = tokenizer.chat_template.partition(f"{SAID} + ")
@@ -84,12 +84,12 @@ async def python(code: str) -> str:
 
 
 def solved(completions: list[list[dict[str, Any]]], answer: list[str], **_: object) -> list[float]:
-    """Reward a right answer in the last turn."""
+    """Reward a correct answer in the last turn."""
     return [reward_of(said[-1]["content"], right) for said, right in zip(completions, answer, strict=True)]
 
 
 class RecordingLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[misc]  # trl has no types
-    """TRL's loop, with an end and a record. A trainer's data has none: what comes after the round waits unstarted."""
+    """TRL's loop, with an end and a record. A trainer's data has no end: rollouts after the round wait unstarted."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -141,7 +141,7 @@ class RecordingLoop(async_rollout_worker._AsyncRolloutLoop):  # type: ignore[mis
         return samples
 
     async def _post(self, path: str, payload: dict[str, Any], *args: Any, **options: Any) -> Any:
-        """Send no seed: vLLM's engine for CPUs ends at one."""
+        """Send no seed, because it makes vLLM's engine for CPUs exit."""
         return await super()._post(path, {key: payload[key] for key in payload if key != "seed"}, *args, **options)
 
 
@@ -152,7 +152,7 @@ class RecordingWorker(async_rollout_worker.AsyncRolloutWorker):  # type: ignore[
 
 
 def ride(path: Path) -> str:
-    """Do the round of a file; return its record."""
+    """Run the round in a file; return its record."""
     race = read_round(path)
     os.environ[ROUND] = str(path)
     tokenizer = make_tokenizer(race.model)
@@ -185,15 +185,15 @@ def ride(path: Path) -> str:
 
 
 def _with_cpu(record: str, more_s: float) -> str:
-    """Add seconds of CPU to a record's framework."""
+    """Add CPU seconds to the framework's in a record."""
     read = read_record(record)
     return replace(read, framework_cpu_s=read.framework_cpu_s + more_s).encoded()
 
 
 @contextmanager
 def open_trl() -> Iterator[Run]:
-    """Take rounds, each with a worker of its own."""
-    async_rollout_worker.is_vllm_available = lambda: True  # it is, in the server's environment
+    """Run rounds, each with a new worker."""
+    async_rollout_worker.is_vllm_available = lambda: True  # it is available in the server's environment
     PartialState()  # as its trainer would; its logging asks for it
     yield lambda path: (ride(Path(path)), 0)
 

@@ -1,8 +1,8 @@
 """A round of `perf.race` through verifiers, in its environment: `python -m perf.peers.race_verifiers`.
 
-Speaks as `worker.py` does: a command is the path of a round, the answer its record. The rollouts are those of
-`vf.ToolEnv`, each scored by itself, so that none waits for its group. The engine is asked for log-probabilities and
-token ids, as training needs them.
+It has the protocol of `worker.py`: a command is the path of a round, the answer its record. The rollouts come from
+`vf.ToolEnv`, each scored separately, so that none waits for its group. The engine returns log-probabilities and token
+ids, as training needs them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ TOOL: str = "python"
 
 
 class FencedToolEnv(vf.ToolEnv):  # type: ignore[misc]  # verifiers is in an environment of its own
-    """Its environment for tools, for a policy that writes calls as ```python blocks, which the engine does not read."""
+    """Its tool environment, for a policy that writes calls as ```python blocks. The engine does not parse them."""
 
     async def get_model_response(self, state: Any, prompt: Any, **options: Any) -> Any:
-        """Read the call out of the text."""
+        """Parse the call in the text."""
         response = await super().get_model_response(state, prompt, **options)
         code = code_in(response.message.content or "")
         if code is not None:
@@ -56,7 +56,7 @@ def make_environment(race: RaceRound) -> Any:
         return await box.run(code)
 
     async def solved(completion: Any, answer: str) -> float:
-        """Reward a right answer in the last turn."""
+        """Reward a correct answer in the last turn."""
         return reward_of(completion[-1].content or "", answer)
 
     rows = [{"prompt": task.prompt, "answer": task.answer} for task in race.tasks]
@@ -66,7 +66,7 @@ def make_environment(race: RaceRound) -> Any:
 
 
 async def ride(race: RaceRound) -> RaceRecord:
-    """Do a round.
+    """Run a round.
 
     Raises:
         RuntimeError: a rollout ended with an error.
@@ -76,7 +76,7 @@ async def ride(race: RaceRound) -> RaceRecord:
         "temperature": race.temperature,
         "max_tokens": race.max_output_tokens,
         "logprobs": True,
-        "tool_choice": "none",  # the policy was trained to call the tool without a description of it
+        "tool_choice": "none",  # the policy was trained to call the tool without its description
         "extra_body": {"return_token_ids": True},
     }
     clock, began_s, began_at = CpuClock(), time.monotonic(), time.time()
@@ -106,7 +106,7 @@ async def ride(race: RaceRound) -> RaceRecord:
 
 
 def _rollout(output: Any, began_at: float) -> RaceRollout:
-    """Return the record of one of its outputs. `began_at`: of the round, by the clock on the wall."""
+    """Return the record of one output. `began_at`: the round's start on the wall clock."""
     timing, metrics = output["timing"], output["metrics"]
     return RaceRollout(
         start_s=timing["generation"]["start"] - began_at,
@@ -120,7 +120,7 @@ def _rollout(output: Any, began_at: float) -> RaceRollout:
 
 @contextmanager
 def open_verifiers() -> Iterator[Run]:
-    """Take rounds, each in an event loop of its own."""
+    """Run rounds, each in a new event loop."""
     yield lambda path: (asyncio.run(ride(read_round(Path(path)))).encoded(), 0)
 
 

@@ -1,8 +1,8 @@
 """Drives one peer from inside its own environment: `python worker.py PEER`. Standard library and the peer only.
 
-Speaks JSON, a line each way: `{"ready": true}` once the peer is up; then for each `{"command": ...}` an answer
-`{"output", "exit_code", "elapsed_s"}`, where `elapsed_s` is the time of the peer's own call alone: neither this pipe
-nor JSON is charged to it. Ends at the end of its input. What the peer raises that is no answer ends it, too.
+The protocol is a line of JSON in each direction: first `{"ready": true}`. For each `{"command": ...}` the answer is
+`{"output", "exit_code", "elapsed_s"}`. `elapsed_s` is the time of the peer's own call, without this pipe and JSON. It
+ends at the end of its input. An unexpected exception of the peer ends it, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMMAND_TIMEOUT_S = 30
 
 @contextmanager
 def open_tmux() -> Iterator[Run]:
-    """OpenHands' terminal tool as its agent calls it: no timeout given, a pane of its pool."""
+    """Open OpenHands' terminal tool as its agent calls it: without a timeout, in a pane of its pool."""
     implementation: Any = importlib.import_module("openhands.tools.terminal.impl")
     action: Any = importlib.import_module("openhands.tools.terminal.definition").TerminalAction
     executor = implementation.TerminalExecutor(working_dir=os.getcwd(), terminal_type="tmux")
@@ -46,7 +46,7 @@ def open_tmux() -> Iterator[Run]:
 
 @contextmanager
 def open_swerex() -> Iterator[Run]:
-    """SWE-ReX's runtime in this process: without the HTTP server that its users have in between."""
+    """Open SWE-ReX's runtime in this process, without its usual HTTP server."""
     abstract: Any = importlib.import_module("swerex.runtime.abstract")
     refusal: Any = importlib.import_module("swerex.exceptions").SwerexException
     runtime = importlib.import_module("swerex.runtime.local").LocalRuntime()
@@ -71,7 +71,7 @@ def open_swerex() -> Iterator[Run]:
 def open_jupyter() -> Iterator[Run]:
     """Use ipykernel through jupyter_client's blocking client: a command is `tcp CODE` or `ipc CODE`.
 
-    `execute_interactive` returns when the answer and all output are there, as a tool needs them.
+    `execute_interactive` returns when the answer and all output have arrived, as a tool needs them.
     """
     manager_type: Any = importlib.import_module("jupyter_client.manager").KernelManager
     clients: dict[str, Any] = {}
@@ -107,12 +107,11 @@ def open_jupyter() -> Iterator[Run]:
 
 @contextmanager
 def open_renderers() -> Iterator[Run]:
-    """`renderers` for Qwen3 and transformers' chat template, over one dialogue at a time.
+    """Open `renderers` for Qwen3 and transformers' chat template, over one dialogue at a time.
 
-    Commands: `begin PATH`, of a JSON file with `model_dir`, `messages`, `said`, `completion_ids`, `new_messages` and
-    `tools`; `renderers`, which parses the completion and extends the prompt; `transformers`, which renders and encodes
-    all messages; `digest`, of the ids that the last of these two made. These two answer with the CPU time they took, in
-    seconds: other programs do not add to it.
+    `begin PATH` loads a JSON file with `model_dir`, `messages`, `said`, `completion_ids`, `new_messages` and `tools`.
+    `renderers` parses the completion and extends the prompt. `transformers` renders and encodes all messages. Both
+    answer with their CPU seconds, which other programs do not affect. `digest` returns the digest of the last ids.
     """
     fast_type: Any = importlib.import_module("transformers").PreTrainedTokenizerFast
     peer: Any = importlib.import_module("renderers")
@@ -159,7 +158,7 @@ OPENERS = {"tmux": open_tmux, "swerex": open_swerex, "jupyter": open_jupyter, "r
 
 
 def serve(opener: Callable[[], AbstractContextManager[Run]]) -> None:
-    """Answer until the input ends. What peers and their children print goes to standard error."""
+    """Answer until the input ends. Output of peers and their children goes to standard error."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         with opener() as run:
