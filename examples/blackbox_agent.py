@@ -56,7 +56,7 @@ def shown(agent: str, outcome: Outcome) -> list[str]:
 
 
 async def main(agents: list[str]) -> int:
-    """Run the same task with each agent, and print what the trainer receives."""
+    """Run the same task with each agent, and print the trainer's view."""
     instance = TaskInstance(instance_id="sum", handler="math", payload={"question": QUESTION, "answer": "42"})
     sampling = SamplingParams(max_output_tokens=2000)
     async with open_local_node(policy, context_tokens=1_000_000) as node, connect(node.url, node.token) as client:

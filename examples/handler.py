@@ -1,4 +1,4 @@
-"""A custom kind of task, `repair`, and one rollout of it with a made-up policy: `python examples/handler.py`.
+"""A custom kind of task, `repair`, and one rollout with a made-up policy: `python examples/handler.py`.
 
 The agent gets a module that fails its test, and repairs it with bash. The test runs in a fresh sandbox, which differs
 from the original only in the agent's module. To use the handler on a node, declare it in your package under the

@@ -68,7 +68,7 @@ async def main(folder: Path) -> None:
         open_groups(client, task, RULES, job=JOB) as groups,
     ):
         for step in range(1, STEPS + 1):
-            taken = await groups.take()  # exactly `groups_per_step` groups, all of them whole
+            taken = await groups.take()  # exactly `groups_per_step` groups, all complete
             said = await trio.to_thread.run_sync(train, taken, folder)
             sys.stdout.write(f"step {step}: {said}\n")
             # The engines pause, load the folder and resume. After an error in the block, every engine stays at the old

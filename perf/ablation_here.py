@@ -224,7 +224,7 @@ async def warm_up(client: RolloutClient, rollouts: int) -> None:
             raise RuntimeError(f"job {outcome.job_id} {outcome.status}: {outcome.error}")
 
 
-# ---------------------------------------------------------------- what tmux adds to an action
+# ---------------------------------------------------------------- the additional time of tmux
 
 TMUX: Final = "tmux"
 PAPER_EXTRA_S: Final = PAPER_TMUX_ACTION_S - PAPER_ACTION_S
@@ -337,7 +337,7 @@ def _others_busy(machine: MachineTime, own: ProcessTime) -> float:
     return max(0.0, now.busy_share_since(machine) - own_share)
 
 
-# ---------------------------------------------------------------- what came out
+# ---------------------------------------------------------------- results
 
 COLUMNS: Final[dict[str, Callable[[Variant], str] | str]] = {
     "system (in brackets: the paper)": system_of,

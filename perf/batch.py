@@ -326,7 +326,7 @@ def _task_id(instance: int, rollout: int) -> str:
     return f"{instance:03}.{rollout}"
 
 
-# ---------------------------------------------------------------- what came out
+# ---------------------------------------------------------------- results
 
 
 class BatchRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -113,7 +113,7 @@ QUICK: Final = Scale(dialogues=2, peer_dialogues=1, singles=40, sessions=10)
 FULL: Final = Scale(dialogues=20, peer_dialogues=5, singles=400, sessions=200)
 
 
-# ---------------------------------------------------------------- the process that is measured
+# ---------------------------------------------------------------- the measured process
 
 
 @asynccontextmanager
@@ -186,7 +186,7 @@ def _rss_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-# ---------------------------------------------------------------- its callers
+# ---------------------------------------------------------------- callers
 
 
 class Caller:
@@ -265,7 +265,7 @@ async def latencies(http: HttpClient, engine_url: str, session: int, rounds: int
 
 
 async def benchmark(options: Options) -> Report:
-    """Measure all of it."""
+    """Run all measurements."""
     scale = QUICK if options.quick else FULL
     with tempfile.TemporaryDirectory(prefix="perf-gateway-") as name:
         folder = Path(name)

@@ -152,7 +152,7 @@ def score(case: str, seed: int) -> Pass:
     return Pass(taken_s, len(payloads), agree)
 
 
-# ---------------------------------------------------------------- what is graded in sandboxes
+# ---------------------------------------------------------------- sandboxed grading
 
 CODE_CASES: Final[dict[str, tuple[str, CodeTests]]] = {
     "code.output": (

@@ -170,7 +170,7 @@ def rotated(items: Sequence[KeyT], number: int) -> list[KeyT]:
     return [*items[first:], *items[:first]]
 
 
-# ---------------------------------------------------------------- what is reported
+# ---------------------------------------------------------------- reports
 
 
 class Rows(msgspec.Struct, frozen=True, kw_only=True):

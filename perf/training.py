@@ -116,7 +116,7 @@ def mean_of(distribution: Distribution) -> float:
 
 
 class DrawnWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The distributions of rollouts' work. Their shapes are those of `perf.batch.HEAVY`.
+    """The distributions of rollouts' work. Their shapes equal `perf.batch.HEAVY`.
 
     Attributes:
         turns_p50, max_turns: turns of the median rollout of the median instance, and the agent loop's limit.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prorl_launch.shared_memory import FileId
 
 TRIAL_PREFIX = "prorl-try-"
-"""Prefix of short-lived folders that probe what is possible at a place."""
+"""Prefix of short-lived folders that probe the capabilities of a place."""
 _PREFIX = "prorl-engine-"
 _MARK = ".supervised"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"

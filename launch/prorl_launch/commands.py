@@ -1,4 +1,4 @@
-"""`prorl-trio doctor` and `setup`: report what is installed and what is missing, and install it."""
+"""`prorl-trio doctor` and `setup`: report installed and missing parts, and install them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def setup(parts: tuple[str, ...], engine: EngineKind) -> None:
 @click.option("--no-engine", is_flag=True, help="Backends run elsewhere: do not ask for an engine and a model here.")
 @click.option("--slurm", is_flag=True, help="Look as well at what a fleet by Slurm needs, here or in a job.")
 def doctor(as_json: bool, no_engine: bool, slurm: bool) -> None:
-    """Report what is installed and what is missing, and how to fix it.
+    """Report what is installed, what is missing, and how to fix it.
 
     Exit code 0 if a rollout can run on this machine, 1 otherwise.
     """

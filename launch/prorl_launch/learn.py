@@ -159,7 +159,7 @@ def learn(
     with dynamic sampling. vLLM samples, each rollout has a sandbox, and the weights change while rollouts run. On two
     cores this takes about an hour. The run's folder contains curve.png, curve.json and trajectories before and after.
 
-    With --agent, there are no demonstrations, and the policy learns to answer sums through a third-party program, in
+    With --agent, the policy gets no demonstrations. It learns to answer sums through a third-party program, in
     ten updates.
 
     Ctrl-C stops everything; --resume continues from the last checkpoint.

@@ -82,7 +82,7 @@ def plain_instructions(text: str, folder: Path) -> list[Instruction]:
         folder: the build context, with the sources of COPY.
 
     Raises:
-        SetupError: an instruction has no equivalent in a definition file; with its line.
+        SetupError: an instruction lacks an equivalent in a definition file; with its line.
     """
     instructions = read_instructions(text)
     if not instructions or instructions[0].name != "FROM":
@@ -223,7 +223,7 @@ def convert_recipe(path: Path) -> Recipe:
     """Return the Dockerfile at `path` as a definition file, or the reverse. Blocks; needs no network.
 
     Raises:
-        SetupError: it cannot be read, is neither, or an instruction has no equivalent; with its line.
+        SetupError: it cannot be read, is neither, or an instruction lacks an equivalent; with its line.
     """
     text = _read(path)
     if is_dockerfile(text):

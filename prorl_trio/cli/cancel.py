@@ -49,7 +49,7 @@ def cancel(
 
     Each cancelled job still produces an outcome, with status `cancelled` and without a reward. It goes to the trainer
     that submitted the job. Select jobs by id, by --group, --tag and --session, or with --all. If several filters are
-    given, a job must match all of them. --tag is repeatable. `prorl-trio top` lists live jobs. Jobs that had already
+    given, a job must match every filter. --tag is repeatable. `prorl-trio top` lists live jobs. Jobs that had already
     ended are reported and left unchanged.
 
     \b

@@ -57,7 +57,7 @@ def submit(
     model: str,
     out: Path,
 ) -> None:
-    """Submit rollouts to a node and record their outcomes. Wait for all of them and print a summary.
+    """Submit rollouts to a node and record their outcomes. Wait for all rollouts and print a summary.
 
     Before submitting, the command reads every row of the task file and grades each gold answer against itself. A file
     with unusable rows is refused as a whole, unless --skip-bad omits these rows. The node repeats the check for each

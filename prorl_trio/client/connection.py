@@ -78,7 +78,7 @@ async def connect(
         shared_memory: on the node's own host, map the node's token arrays instead of receiving them. The arrays of an
             outcome are then views of the node's memory. The node reuses this memory once the outcome is acknowledged,
             that is, when the next outcome is requested. Use the arrays before, or keep `outcome.detached()`. After
-            that, `outcome.check()` and `pad_batch` raise StaleReference. It has no effect elsewhere, or with a fleet.
+            that, `outcome.check()` and `pad_batch` raise StaleReference. It changes nothing elsewhere, or with a fleet.
         max_unacked_outcomes: number of outcomes that the node may send beyond the acknowledged ones. 0, or a number
             above the node's own limit: that limit.
         max_unacked_bytes: the same limit in bytes. A single outcome is sent whatever its size.
@@ -86,7 +86,7 @@ async def connect(
         observe_group: show the other sessions' jobs of this group in `observed`.
 
     Raises:
-        ConnectionLost: no connection within `connect_timeout_s`; or the fleet has no head.
+        ConnectionLost: no connection within `connect_timeout_s`; or the fleet lacks a head.
         Unauthorized: the token is wrong or malformed. Calls of the client raise it, too, when the node's token is
             replaced. A fleet's client without a `token` of its own reads the new token from the folder.
         ProtocolError: the other side is not a node, or is a node of another version; its certificate is not trusted; or

@@ -66,7 +66,7 @@ async def open_policy_update(
     timeout_s: float = 600.0,
     max_idle_s: float | None = None,
 ) -> AsyncIterator[PolicyUpdate]:
-    """Pause the backends of several nodes for the block. Resume all of them with `version`, or none.
+    """Pause the backends of several nodes for the block. Resume all nodes with `version`, or none.
 
         async with open_policy_update([client, other], "2") as update:
             await update.load_folder("/checkpoints/2")

@@ -248,7 +248,7 @@ class ClientState:
     def outstanding(self) -> bool:
         """Return True while an outcome may still arrive.
 
-        That is the case if an accepted job has no outcome, if a submit is in progress, or if the node's list of the
+        That is the case if an accepted job lacks an outcome, if a submit is in progress, or if the node's list of the
         session's jobs has not arrived. Outcomes that have arrived do not count.
         """
         return bool(self._awaited) or self._listed is not None or self._submitting > 0

@@ -169,7 +169,7 @@ def contain_errors(what: str) -> Iterator[None]:
 
 
 class App(Protocol):
-    """An ASGI application, and what the server needs to know about its paths."""
+    """An ASGI application, with information about its paths for the server."""
 
     def is_free(self, path: str) -> bool:
         """Return whether requests of a path need no token."""
@@ -276,7 +276,7 @@ class HttpConnection:
         self.broken = False
 
     async def _linger(self) -> None:
-        """Close our sending side, then discard what the client still sends."""
+        """Close our sending side, then discard further data from the client."""
         left_bytes = MAX_DISCARDED_BYTES
         with trio.move_on_after(DISCARD_TIMEOUT_S):  # noqa: ASYNC912 - it waits, where there is what to wait for
             try:

@@ -90,7 +90,7 @@ class Run:
         return {}
 
     def index(self) -> OutcomeIndex | None:
-        """Return the index of the run's outcomes, including the latest; None if it has no outcomes."""
+        """Return the index of the run's outcomes, including the latest; None without outcomes."""
         with self._lock:
             if self._index is None and (self.path / TRAJECTORIES).exists():
                 agent = self.json(EVALUATION).get("agent", "") or self.json(SETTINGS).get("agent", "")

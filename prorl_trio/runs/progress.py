@@ -66,7 +66,7 @@ class RolloutBar:
 
 @contextmanager
 def open_bar(total: int, *, done: int = 0, out: Console | None = None) -> Iterator[RolloutBar]:
-    """Show the progress of `total` rollouts, of which `done` are finished, on `out` or the commands' console."""
+    """Show the progress of `total` rollouts, `done` finished, on `out` or the commands' console."""
     columns = (
         TextColumn("rollouts"),
         BarColumn(),

@@ -37,7 +37,7 @@ SAMPLED, TEMPLATE, TOOL, MESSAGE, GIVEN, SHARED = b"stomg="
 
 
 class Vocabulary:
-    """The separate texts of a tokenizer's ids. Raises OSError or ValueError if the model has no usable tokenizer."""
+    """The separate texts of a tokenizer's ids. Raises OSError or ValueError if the model lacks a usable tokenizer."""
 
     def __init__(self, model: Path) -> None:
         self._tokenizer: Any = Tokenizer.from_buffer(read_regular(model / "tokenizer.json", MAX_FILE_BYTES))
@@ -77,7 +77,7 @@ class RolloutView:
 
     Args:
         outcome: the outcome to show.
-        vocabulary: the vocabulary of the model that sampled it; None: unknown, and tokens have no text.
+        vocabulary: the vocabulary of the model that sampled it; None: unknown, and tokens lack texts.
         head_chars: longer texts are truncated to this length at first; None: all texts are sent whole.
     """
 

@@ -65,7 +65,7 @@ def train(folder: Path) -> None:
     """Train until the run has its steps, or this process is killed. Blocks for up to an hour.
 
     Raises:
-        ConfigError: the run has no checkpoint to resume from.
+        ConfigError: the run lacks a checkpoint to resume from.
         ServiceError: the node is gone, or sampling is stuck. A later call resumes from the last checkpoint.
     """
     checkpoint = latest_checkpoint(folder / CHECKPOINTS)

@@ -71,7 +71,7 @@ def serves(lock: str, version: tuple[int, int], machine: tuple[str, str]) -> boo
 def locked_pip(name: LockName, requirements: Sequence[str]) -> list[str]:
     """Return arguments for Python that install `requirements` from the lock `name`, wheels only, without resolving.
 
-    Modules are not compiled, because pip would compile all of them on one core. If the lock does not cover this Python
+    Modules are not compiled, because pip would compile them all on one core. If the lock does not cover this Python
     or machine, a message is printed, and the arguments install the newest versions allowed by `requirements`.
 
     Raises:

@@ -85,7 +85,7 @@ def candidates_of(old: Release, new: Release, *, hunks: int = MAX_HUNKS) -> Iter
 
 
 def _with_old_tests(tree: Tree, old: Tree) -> Tree:
-    """Return a tree with the tests of the previous release, because the new tests would reveal what is missing."""
+    """Return a tree with the tests of the previous release, because the new tests would reveal the missing code."""
     kept = {path: entry for path, entry in tree.items() if file_kind(path) != "test"}
     return kept | {path: entry for path, entry in old.items() if file_kind(path) == "test"}
 

@@ -127,7 +127,7 @@ def address_of_machine(name: str) -> str:
     """Return the IPv4 address by which other machines know this one. Blocks on the name service.
 
     Raises:
-        ConfigError: the machine's own name has no address.
+        ConfigError: the machine's own name lacks an address.
     """
     try:
         return socket.gethostbyname(name)

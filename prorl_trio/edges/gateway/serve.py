@@ -51,7 +51,7 @@ async def open_gateway_port(
     On the node's port, the path contains an id, and the key is a secret. `sandbox` is None for an agent on any machine.
 
     Raises:
-        HandlerError: the sandbox has no network, and the node has no server.
+        HandlerError: the sandbox lacks a network, and the node lacks a server.
     """
     try:
         async with _open_port(gateway, sandbox, listen, table) as address:

@@ -69,13 +69,13 @@ def scored_data(group: Group, env_id: int) -> list[ScoredData]:
 
     The server packs batches out of groups of equal size, and a trainer compares the scores within one group. So each
     part has n rows and all n scores. Where a rollout has no further segment, its first row is repeated, fully masked,
-    so that it has no weight. A rollout that was spoilt before its first token repeats another rollout's first row,
+    for a weight of 0. A rollout that was spoilt before its first token repeats another rollout's first row,
     fully masked.
 
     Raises:
         ConfigError: the log-probabilities do not belong to the distribution that was sampled (raw log-probabilities
             with a temperature other than 1, `top_p` or `top_k`), or rows were sampled with different temperatures.
-        ValueError: a rollout has no reward, or the whole group has no tokens. The sampler never returns such a group.
+        ValueError: a rollout lacks a reward, or the whole group lacks tokens. The sampler never returns such a group.
         StaleReference: the outcomes' arrays were memory of the node, which has reused it.
     """
     segments = [_segments(outcome) for outcome in group.outcomes]

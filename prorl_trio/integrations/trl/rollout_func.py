@@ -38,7 +38,7 @@ class TaskLookup:
         instance_of: returns the instance of a row.
 
     Raises:
-        ConfigError: a row has no prompt, or two rows have the same prompt but different instances.
+        ConfigError: a row lacks a prompt, or two rows have the same prompt but different instances.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ def newest_version(client: BlockingClient) -> int:
     """Return the highest version of the node's engines; 0 if no version is a number.
 
     Raises:
-        ConfigError: the node has no engine.
+        ConfigError: the node lacks an engine.
     """
     backends = client.list_backends().pool["backends"]
     if not backends:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RolloutFailed(ProrlError):
-    """A rollout has no reward, through no fault of the policy.
+    """A rollout lacks a reward, through no fault of the policy.
 
     verl's V1 marks its prompt as failed, and samples another one if `sync_refill_failed_groups` is set accordingly.
     """
@@ -85,7 +85,7 @@ class NodeAgentLoop(AgentLoopBase):  # type: ignore[misc] # verl has no types
         A cancel cancels the job.
 
         Raises:
-            RolloutFailed: the rollout has no reward. Only V1 gets this error, because V0 would lose the batch. With V0,
+            RolloutFailed: the rollout lacks a reward. Only V1 gets this error: V0 would lose the batch. With V0,
                 the result is a fully masked row.
             ConfigError: verl cannot train on the tokens, because of their sampling or their versions.
             ServiceError: the node refused it, or is gone.
@@ -159,7 +159,7 @@ def check_sampling(rollout: Any) -> None:
 
     Raises:
         ConfigError: `calculate_log_probs` is used with `top_p` or `top_k`. The engine then samples from a part of the
-            distribution, while verl's trainer computes over all of it, so their ratio is not a ratio of two policies.
+            distribution, while verl's trainer computes over the whole. Their ratio is then not a ratio of two policies.
     """
     if rollout.calculate_log_probs and _trained_sampling(rollout).truncated:
         raise ConfigError(

@@ -62,7 +62,7 @@ class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Open a new session; see `prorl_trio.connect`.
 
         Raises:
-            ConfigError: there is no token, there are two different ones, or other users can read its file.
+            ConfigError: the token is missing, there are two different tokens, or other users can read its file.
         """
         return connect(self.url, self._token(), **self._options())
 
@@ -70,7 +70,7 @@ class NodeAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         """Open a new session, for blocking calls.
 
         Raises:
-            ConfigError: there is no token, there are two different ones, or other users can read its file.
+            ConfigError: the token is missing, there are two different tokens, or other users can read its file.
             ServiceError: see `prorl_trio.connect`.
         """
         return BlockingClient(self.url, self._token(), **self._options())

@@ -81,7 +81,7 @@ class NodeTrainer:
 
 
 def install() -> None:
-    """Replace each registered trainer of verl with one that keeps a node's engines in step. It is idempotent."""
+    """Replace each registered trainer of verl with a class that keeps a node's engines in step. It is idempotent."""
     for mode, trainer in list(TRAINER_REGISTRY.items()):
         if not issubclass(trainer, NodeTrainer):
             TRAINER_REGISTRY[mode] = type(f"Node{trainer.__name__}", (NodeTrainer, trainer), {})

@@ -106,7 +106,7 @@ class Regrading:
         )
 
     def _why_not(self, place: int, outcome: Outcome) -> str:
-        """Return why a rollout has no new evaluation; empty if it has one."""
+        """Return why a rollout lacks a new evaluation; empty if it has one."""
         if obstacle := self._obstacle(outcome):
             return obstacle
         job_id = self._job_id(place)

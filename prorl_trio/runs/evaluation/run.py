@@ -138,7 +138,7 @@ class Work(Protocol):
 async def do_missing(client: RolloutClient, work: Work, on_outcome: Callable[[Outcome], None]) -> bool:
     """Submit the unfinished jobs of `work`, and record their outcomes. Return False if interrupted.
 
-    The session of `client` must have no other jobs. Jobs that an earlier process left running there are awaited, not
+    The session of `client` must not have other jobs. Jobs that an earlier process left running there are awaited, not
     sampled again. `on_outcome` is called with each new outcome.
 
     SIGINT and SIGTERM (in the main thread), a cancel and an error stop it in order. Its jobs are cancelled on the node,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 Lost = Literal["failed", "timed_out", "cancelled", "rejected", "missing"]
-"""The reason why a rollout has no reward: `rejected` by the node, `missing` if it did not run, or else its status."""
+"""The reason why a rollout lacks a reward: `rejected` by the node, `missing` if it did not run, or else its status."""
 LOST: Final[tuple[Lost, ...]] = ("failed", "timed_out", "cancelled", "rejected", "missing")
 
 LEVEL: Final = 0.95
