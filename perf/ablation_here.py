@@ -130,7 +130,6 @@ class WorkedHandler(GradedHandler):
     name = "ablation"
 
     async def init(self, context: RolloutContext) -> None:
-        """Start the shell."""
         assert context.sandbox is not None
         with context.waiting("start of the shell", "sandbox"):
             await context.sandbox.bash("true", timeout_s=SHELL_TIMEOUT_S)
@@ -190,7 +189,6 @@ class _ClientTrainer(Trainer):
         await self._client.cancel([job_id], "its batch is complete")
 
     async def receive(self) -> None:
-        """Receive outcomes until cancelled."""
         async for outcome in self._client.results(follow=True):
             self.arrived(outcome)
 
@@ -241,7 +239,6 @@ class ExtraAction(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
     def __str__(self) -> str:
-        """Return it as text."""
         if not self.measured:
             return f"{self.seconds:.2f} s, the paper's difference ({self.why})"
         return (
@@ -382,7 +379,6 @@ def ablation_here_report(runs: Runs, work: Conditions, extra: ExtraAction) -> Re
 
 
 def _sums(steps: Sequence[Steps]) -> dict[str, float]:
-    """Return the combined figures of a system's steps."""
     wall_s = sum(run.wall_s for run in steps)
     return {
         "trained_per_s": sum(run.trained for run in steps) / wall_s,

@@ -102,7 +102,6 @@ class MortalEngine(SimulatedEngine):
         self._calls: set[trio.CancelScope] = set()
 
     def kill(self) -> None:
-        """Fail current and future requests."""
         self.dead = True
         for scope in self._calls:
             scope.cancel()

@@ -180,7 +180,6 @@ class ServedEngine(EngineClient):
         await self.ask("POST", f"/finish_session?session_id={quote(task_id)}")
 
     async def aclose(self) -> None:
-        """Close the connections."""
         self.http.close()
         await trio.lowlevel.checkpoint()
 

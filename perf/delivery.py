@@ -203,11 +203,9 @@ class Arrays:
         self._mask = np.zeros(load.tokens, np.uint8)
 
     def copy(self, token_ids: Any, logprobs: Any, loss_mask: Any) -> None:
-        """Copy one outcome's arrays or lists."""
         self._ids[:], self._logprobs[:], self._mask[:] = token_ids, logprobs, loss_mask
 
     def take(self, outcome: Outcome) -> None:
-        """Copy an outcome's arrays."""
         assert outcome.trajectory is not None
         segment = outcome.trajectory.segments[0]
         self.copy(segment.token_ids, segment.logprobs, segment.loss_mask)
@@ -229,7 +227,6 @@ class LinkTrainer:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes per token on the socket."""
         return self.wire_bytes / (self._cursor * self._load.tokens)
 
     def decode(self, message: bytes) -> Any:
@@ -238,13 +235,11 @@ class LinkTrainer:
         return self._decode(message)
 
     def attach(self, link: WebSocketLink[ServerFrame]) -> None:
-        """Receive over this link."""
         self._link = link
         if self._mapped is not None:
             link.post(AttachArena(reader_id=self._mapped.reader_id))
 
     def end(self) -> None:
-        """End the connection."""
         assert self._link is not None
         self._link.end(CloseCode.NORMAL, "")
 
@@ -295,7 +290,6 @@ class JsonTrainer:
 
     @property
     def bytes_per_token(self) -> float:
-        """Return the bytes per token on the socket."""
         return self.wire_bytes / (self._number * self._tokens)
 
     async def receive(self) -> float:

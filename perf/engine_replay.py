@@ -222,12 +222,10 @@ class EngineSeen(msgspec.Struct):
 
     @property
     def busy_share(self) -> float:
-        """Return the share of the time with a running request."""
         return self.busy / self.polls if self.polls else 0.0
 
     @property
     def mean_running(self) -> float:
-        """Return the mean number of running requests."""
         return self.running / self.polls if self.polls else 0.0
 
 

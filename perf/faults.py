@@ -47,7 +47,6 @@ class _Node:
         self.down_s = 0.0
 
     def kill(self) -> None:
-        """Have the node killed."""
         self._kill.set()
 
     async def serve(self) -> None:

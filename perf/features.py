@@ -63,7 +63,6 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def word(self) -> str:
-        """Return the cell."""
         if self.failed:
             return f"no: {self.failed} of {self.passed + self.failed} tests failed"
         if self.skipped or not self.passed:

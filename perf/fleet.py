@@ -202,7 +202,6 @@ def _jobs(name: str, turns: Sequence[int]) -> list[JobSpec]:
 
 
 async def _run(client: RolloutClient, jobs: Sequence[JobSpec], at_once: int) -> _Run:
-    """Run all jobs, with `at_once` of them in flight."""
     began_s = trio.current_time()
     await submit_all(client, jobs[:at_once])
     submitted, run = min(at_once, len(jobs)), _Run()

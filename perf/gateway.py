@@ -147,7 +147,6 @@ class SaysTheSame:
     """A replacement of a gateway: a dialogue without tokens."""
 
     async def ask(self, question: Question) -> Answer:
-        """Return the same answer to everything."""
         await trio.lowlevel.checkpoint()
         used = len(question.messages)
         key, text = f"t{used}", TURN_TEXT
@@ -198,12 +197,10 @@ class Caller:
         self.begin()
 
     def begin(self) -> None:
-        """Begin another dialogue."""
         self._dialogues += 1
         self._messages = [{"role": "user", "content": f"Task {self._dialogues}. {self._opening}"}]
 
     async def ask(self) -> None:
-        """Request the next turn, and reply to it."""
         body = msgspec.json.encode({"model": "m", "messages": self._messages})
         response = await self._http.request("POST", self._path, body=body, headers=HEADERS, timeout_s=CALL_TIMEOUT_S)
         if response.status != 200:

@@ -82,7 +82,6 @@ class ScriptedEngine:
         self.read: list[tuple[Tokens, Tokens]] = []
 
     async def complete(self, so_far: Any, **_how: Any) -> Completion:
-        """See `Lease.complete`."""
         await trio.lowlevel.checkpoint()
         self.turns += 1
         text = f"answer {self.turns}" if self.rng else "I have looked at it, and shall look at more of it."
@@ -100,7 +99,6 @@ class ScriptedEngine:
 
     @asynccontextmanager
     async def lease(self, *_args: object) -> AsyncIterator[ScriptedEngine]:
-        """See `Backends.lease`."""
         yield self
 
 

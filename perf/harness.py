@@ -135,7 +135,6 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
         return float(np.percentile(self.samples, percent))
 
     def percentiles_ms(self) -> list[float]:
-        """Return p50, p95 and p99 in milliseconds."""
         per_ms = PER_SECOND["ms"] / PER_SECOND[self.case.unit]
         return [self.percentile(percent) * per_ms for percent in PERCENTS]
 
@@ -185,7 +184,6 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{self.title}: a row has not {len(self.headings)} cells")
 
     def shown(self) -> Table:
-        """Return it for a terminal."""
         table = Table(title=self.title)
         for place, heading in enumerate(self.headings):
             table.add_column(heading, justify="right" if place else "left")
@@ -329,7 +327,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return missed
 
     def table(self) -> Rows:
-        """Return cases and metrics for people."""
         rows = []
         for series in self.series:
             case, ratio = series.case, self.ratio(series)

@@ -107,7 +107,6 @@ async def _finish(ledger: Ledger, number: int, per_task: int, outcome: bytes) ->
 
 
 def _write_bare(folder: Path, outcomes: int, outcome: bytes) -> float:
-    """Return the seconds."""
     path = folder / "floor"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -125,7 +124,6 @@ def _write_bare(folder: Path, outcomes: int, outcome: bytes) -> float:
 
 
 def _write_sqlite(folder: Path, outcomes: int, outcome: bytes) -> float:
-    """Return the seconds."""
     path = folder / "sqlite.db"
     db = sqlite3.connect(path, isolation_level=None)
     try:

@@ -91,7 +91,6 @@ async def _listen(path: Path) -> trio.SocketListener:
 
 
 async def _serve_daemon(token: str, stream: trio.SocketStream) -> None:
-    """Serve a sandbox's connection."""
     try:
         await serve_rpc(stream, _answer, token=token, handshake_timeout_s=HANDSHAKE_TIMEOUT_S)
     except IpcError as exc:

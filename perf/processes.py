@@ -49,11 +49,9 @@ class ProcessTime(NamedTuple):
 
     @property
     def all_s(self) -> float:
-        """Return the sum of both."""
         return self.own_s + self.ended_s
 
     def since(self, before: ProcessTime) -> ProcessTime:
-        """Return the seconds since `before`."""
         return ProcessTime(self.own_s - before.own_s, self.ended_s - before.ended_s)
 
 
@@ -64,7 +62,6 @@ class MachineTime(msgspec.Struct, frozen=True):
     all_s: float
 
     def busy_share_since(self, before: MachineTime) -> float:
-        """Return the processors' busy share of the time since `before`."""
         return (self.busy_s - before.busy_s) / max(TICK_S, self.all_s - before.all_s)
 
 
@@ -123,7 +120,6 @@ class Child:
         return process_time(self._pid).own_s
 
     def rss_bytes(self) -> int:
-        """Return its resident memory."""
         lines = Path("/proc", str(self._pid), "status").read_text().splitlines()
         return KIB * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 

@@ -46,7 +46,6 @@ class Lap(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Return the sampled tokens."""
         return sum(rollout.tokens for rollout in self.record.rollouts)
 
     @property
@@ -71,12 +70,10 @@ class Lap(msgspec.Struct, frozen=True, kw_only=True):
         return max(0.0, self.record.machine_cpu_s - known_s) / self.record.wall_s
 
     def mean(self, figure: str) -> float:
-        """Return the mean of a figure of `RaceRollout`."""
         return statistics.fmean(getattr(rollout, figure) for rollout in self.record.rollouts)
 
     @property
     def rollout_s(self) -> float:
-        """Return the median seconds of a rollout."""
         return statistics.median(rollout.end_s - rollout.start_s for rollout in self.record.rollouts)
 
 

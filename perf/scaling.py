@@ -156,7 +156,6 @@ class _Node:
         self.in_flight = 0
 
     def submit(self, number: int) -> None:
-        """Submit a job to the node."""
         job_id = f"job-{number}"
         instance = TaskInstance(instance_id=job_id, handler=self._handler.name, payload={"number": number})
         self.in_flight += 1

@@ -145,11 +145,9 @@ class Dialogue:
         self._conversation = Conversation(chat, OPENING, TOOLS)
 
     def __len__(self) -> int:
-        """Return the number of tokens of the next prompt."""
         return len(self._conversation)
 
     def turn(self) -> TurnTimes:
-        """Time the next turn."""
         turn = next(self._turns)
         ids, result = sampled_ids(self._chat, turn.said), [result_of(turn)]
         logprobs, context = [-0.5] * len(ids), len(self)
@@ -210,12 +208,10 @@ class Drift(msgspec.Struct, frozen=True):
 
     @property
     def ours_rate(self) -> float:
-        """Return the share of turns."""
         return self.ours / max(1, self.turns)
 
     @property
     def retokenised_rate(self) -> float:
-        """Return the share of turns."""
         return self.retokenised / max(1, self.turns)
 
 

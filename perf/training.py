@@ -243,7 +243,6 @@ class GradedHandler(SimulatedHandler):
         return Evaluation(reward=float(right), details={})
 
     def final_result(self, context: RolloutContext, outcome: Outcome) -> Outcome:
-        """Add the times of the actions."""
         return msgspec.structs.replace(outcome, details={**outcome.details, ACTIONS: context.handler_state or []})
 
     def _place_of(self, context: RolloutContext) -> str:
@@ -310,27 +309,22 @@ class Steps(msgspec.Struct, kw_only=True):
 
     @property
     def action_s(self) -> float:
-        """Return the mean time of an action."""
         return fmean(self.actions_s or [0.0])
 
     @property
     def mean_staleness(self) -> float:
-        """Return the mean staleness of a group."""
         return fmean(self.staleness or [0])
 
     @property
     def trained_per_s(self) -> float:
-        """Return the trained rollouts per second."""
         return self.trained / self.wall_s
 
     @property
     def ended_per_s(self) -> float:
-        """Return the finished rollouts per second."""
         return self.ended / self.wall_s
 
     @property
     def steps_per_h(self) -> float:
-        """Return the training steps per hour."""
         return 3600 * self.steps / self.wall_s
 
     @property
@@ -347,7 +341,6 @@ class Trainer:
     """Name of the jobs' handler."""
 
     def __init__(self, conditions: Conditions) -> None:
-        """Create the trainer without starting anything."""
         self._conditions, self._policy = conditions, conditions.policy
         self._at_once = conditions.workers + conditions.ahead
         self._live: dict[str, JobSpec] = {}
@@ -360,11 +353,9 @@ class Trainer:
         self._sampler = self._begun("dapo", 0, 0)
 
     async def submit(self, spec: JobSpec) -> None:
-        """Submit a job."""
         raise NotImplementedError
 
     async def cancel(self, job_id: str) -> None:
-        """Cancel a submitted job."""
         raise NotImplementedError
 
     async def send(self) -> None:

@@ -139,7 +139,6 @@ def _go(page: Any, route: str, selector: str) -> None:
 
 
 def _scroll(page: Any) -> None:
-    """Scroll to the middle and to the end."""
     for place in (LONG_TOKENS // 2, LONG_TOKENS - 1):
         page.fill("#jump", str(place))
         page.keyboard.press("Enter")

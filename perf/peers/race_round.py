@@ -128,11 +128,9 @@ class RaceRound:
 
     @property
     def total(self) -> int:
-        """Return the number of rollouts."""
         return len(self.tasks) * self.rollouts
 
     def write(self, path: Path) -> None:
-        """Write it for `read_round`."""
         path.write_text(json.dumps(asdict(self)))
 
 
@@ -173,7 +171,6 @@ class RaceRecord:
     machine_cpu_s: float
 
     def encoded(self) -> str:
-        """Return it as JSON."""
         return json.dumps(asdict(self))
 
 

@@ -57,7 +57,6 @@ def view(
 
 
 async def _serve(book: RunBook, listen: ListenConfig, follow: bool) -> None:
-    """Serve until SIGINT or SIGTERM."""
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with open_single_nursery() as nursery:
             host, port = await nursery.start(partial(serve_runs, book, listen, follow=follow))

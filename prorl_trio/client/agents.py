@@ -26,17 +26,11 @@ CANCEL_S: Final = 10.0
 class AgentClient(Protocol):
     """The methods of a client that an agent needs."""
 
-    async def submit(self, specs: Sequence[JobSpec]) -> list[Accepted | Rejected]:
-        """See `RolloutClient.submit`."""
-        ...
+    async def submit(self, specs: Sequence[JobSpec]) -> list[Accepted | Rejected]: ...
 
-    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
-        """See `RolloutClient.operate`."""
-        ...
+    async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT: ...
 
-    async def cancel(self, job_ids: Sequence[str] = (), reason: str = "") -> object:
-        """See `RolloutClient.cancel`."""
-        ...
+    async def cancel(self, job_ids: Sequence[str] = (), reason: str = "") -> object: ...
 
 
 class OpenedAgent:
@@ -79,7 +73,6 @@ class OpenedAgent:
 
     @property
     def instruction(self) -> str:
-        """Return the task as one text."""
         return "\n\n".join(message.content for message in self.messages)
 
 

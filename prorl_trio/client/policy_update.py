@@ -269,7 +269,6 @@ class PolicyUpdate:
         await self.end_transfer()
 
     async def begin_transfer(self) -> None:
-        """Begin the block of `transfer`."""
         self._replaced, self._written = True, None
         await self._step(ExpectTransfer(self._timeout_s, self._holder))
 

@@ -56,11 +56,9 @@ class Call(Generic[FrameT]):
 
     @property
     def complete(self) -> bool:
-        """Return True once the answer has arrived."""
         return self.answer is not None
 
     def frame(self, request_id: int) -> RequestFrame:
-        """Return the frame to send."""
         return self._build(request_id)
 
     def take(self, answer: Answer) -> bool:
@@ -95,11 +93,9 @@ class SubmitCall:
 
     @property
     def complete(self) -> bool:
-        """Return True once all answers have arrived."""
         return not self._missing
 
     def frame(self, request_id: int) -> Submit:
-        """Return the frame to send, with the jobs not answered yet."""
         self._sent = [position for position, answer in enumerate(self.answers) if answer is None]
         names = [self._jobs[position][0] for position in self._sent] if self._attempts else []
         return Submit(

@@ -177,7 +177,6 @@ class Inbox:
         return found[::-1]
 
     def job_ids(self) -> set[str]:
-        """Return the jobs of all frames."""
         return {frame.job_id for frame in self._frames}
 
     def frames(self, limit: int) -> list[OutcomeFrame | OutcomeRefFrame]:
@@ -241,7 +240,6 @@ class ClientState:
 
     @property
     def connected(self) -> bool:
-        """Return True while there is a link."""
         return self.link is not None
 
     @property
@@ -402,7 +400,6 @@ class ClientState:
             self._notify()
 
     def raise_failure(self) -> NoReturn:
-        """Raise the failure that ended the client."""
         assert self.failure is not None
         raise self.failure.with_traceback(None)
 

@@ -43,7 +43,6 @@ class Door:
 
     @property
     def token(self) -> bytes:
-        """Return the current token."""
         return self._token
 
     def admits(self, offered: str | bytes) -> bool:
@@ -55,7 +54,6 @@ class Door:
         self._listeners.append(listener)
 
     async def wait_replaced(self) -> None:
-        """Wait until the token is replaced."""
         await self._replaced.wait()
 
     def replace_token(self, token: bytes) -> bool:

@@ -35,6 +35,5 @@ class Response:
             self.headers.append((b"content-type", media_type.encode()))
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        """Send the answer."""
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
         await send({"type": "http.response.body", "body": self.body})

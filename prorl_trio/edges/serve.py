@@ -150,7 +150,6 @@ class Server:
 
 
 def _named(listener: trio.SocketListener) -> str:
-    """Return a readable address of a listener."""
     name = listener.socket.getsockname()
     return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else str(name)
 

@@ -100,7 +100,6 @@ class Run:
             return self._index
 
     def close(self) -> None:
-        """Close the run's files."""
         if self._index is not None:
             self._index.close()
 
@@ -182,7 +181,6 @@ class RunBook:
         return self._vocabularies[folder]
 
     def close(self) -> None:
-        """Close all files."""
         for run in self._runs.values():
             run.close()
 

@@ -142,7 +142,6 @@ class SearchText:
         return found
 
     def close(self) -> None:
-        """Free the disk space."""
         self._file.close()
 
 

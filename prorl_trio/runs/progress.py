@@ -47,7 +47,6 @@ class RolloutBar:
         self._said_s = trio.current_time()
 
     def expect(self, total: int) -> None:
-        """Set the expected total number of rollouts."""
         self._total = total
         self._progress.update(self._bar, total=total)
 

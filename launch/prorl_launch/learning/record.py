@@ -265,6 +265,5 @@ class EventLog:
         self._path = path
 
     def write(self, event: Event) -> None:
-        """Append `event`."""
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(event) + b"\n")

@@ -232,7 +232,6 @@ class Run:
         return self._before[0] + time.monotonic() - self._began[0]
 
     def save(self) -> None:
-        """Write `curve.json`."""
         self.record.wall_s = self.wall_s()
         self.record.cpu_s = self._before[1] + time.process_time() - self._began[1]
         self.record.summary = summary_of(self.record)
@@ -288,7 +287,6 @@ def _mean_reward(outcomes: Sequence[Outcome]) -> float:
 
 
 def _mean_length(outcomes: Sequence[Outcome]) -> float:
-    """Return the mean number of sampled tokens per rollout."""
     sampled = [
         sum(int(segment.loss_mask.sum()) for segment in outcome.trajectory.segments)
         for outcome in outcomes
@@ -298,7 +296,6 @@ def _mean_length(outcomes: Sequence[Outcome]) -> float:
 
 
 def _tool_share(outcomes: Sequence[Outcome]) -> float:
-    """Return the share of rollouts that called a tool."""
     called = [
         any(turn.tool_calls for turn in outcome.trajectory.turns)
         for outcome in outcomes

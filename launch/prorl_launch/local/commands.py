@@ -93,7 +93,6 @@ def find_claim(fleet: Path) -> Claim | None:
 
 
 def _take(handle: int, kind: int) -> bool:
-    """Return True if the lock was acquired."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:

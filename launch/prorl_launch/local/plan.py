@@ -190,12 +190,10 @@ class NodeFolder(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def config_file(self) -> Path:
-        """Return the path of the node's node.toml."""
         return self.path / "node.toml"
 
     @property
     def log_file(self) -> Path:
-        """Return the file for the node's output."""
         return self.path / "node.log"
 
 

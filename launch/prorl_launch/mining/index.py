@@ -138,7 +138,6 @@ class _Page(HTMLParser):
         self.links: list[tuple[str, str, str]] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect the link of an anchor."""
         found = dict(attrs)
         if tag == "a" and (link := found.get("href")) and "data-yanked" not in found:
             address, _, fragment = link.partition("#")

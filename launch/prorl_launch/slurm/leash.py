@@ -120,7 +120,6 @@ class _Tree:
                 self.send(number)
 
     def send(self, number: int) -> None:
-        """Send a signal to the command, if it has not ended."""
         if self._command is not None and reaper.is_alive(self._command):
             os.kill(self._command.pid, number)
 

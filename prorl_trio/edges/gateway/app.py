@@ -139,7 +139,6 @@ class GatewayTable:
         self._over: dict[str, None] = {}
 
     def add(self, session: str, gateway: Gateway, secret: str) -> None:
-        """Serve a gateway until `remove`."""
         self._served[session] = _Served(gateway, secret)
 
     def remove(self, session: str) -> None:
@@ -176,15 +175,12 @@ class BesideRest:
         return self._gateway if PREFIX.fullmatch(path) else self._rest
 
     def is_free(self, path: str) -> bool:
-        """See `http1.App`."""
         return self._of(path).is_free(path)
 
     def error_body(self, path: str, detail: ErrorDetail) -> bytes:
-        """See `http1.App`."""
         return self._of(path).error_body(path, detail)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         await self._of(scope["path"])(scope, receive, send)
 
 
@@ -201,13 +197,11 @@ class GatewayApp:
         return not isinstance(self._gateways, GatewayTable) or PREFIX.fullmatch(path) is not None
 
     def error_body(self, path: str, detail: ErrorDetail) -> bytes:
-        """See `http1.App`."""
         dialect = next((each.dialect for each in _ROUTES if each.pattern.fullmatch(_inner(path))), chat)
         kind: ProblemKind = "too_large" if "large" in detail.code else "bad_request"
         return msgspec.json.encode(dialect.problem(Problem(kind, detail.message))[1])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         path = _inner(scope["path"])
         dialect: ModuleType = chat
         try:
@@ -365,7 +359,6 @@ def _route(method: str, path: str) -> tuple[_Route, str]:
 
 
 async def _body(receive: Receive) -> bytes:
-    """Return the body. Raises Problem."""
     received = bytearray()
     more = True
     while more:
@@ -380,8 +373,6 @@ async def _body(receive: Receive) -> bytes:
 
 
 async def _read(dialect: ModuleType, body: bytes, headers: Mapping[str, str], model: str) -> Asked:
-    """Return the request in a body. Raises Problem."""
-
     def read() -> Asked:
         try:
             fields = msgspec.json.decode(_unpacked(body, headers.get("content-encoding", "identity")))

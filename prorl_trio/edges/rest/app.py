@@ -211,7 +211,6 @@ class RestApp:
         return msgspec.json.encode(ErrorBody(error=detail))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         try:
             response = await self._answer(scope, receive)
         except ApiError as exc:

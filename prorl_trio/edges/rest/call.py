@@ -194,7 +194,6 @@ class Call:
         raise self.unknown(job_id)
 
     def unknown(self, job_id: str) -> UnknownJob:
-        """Return the error for an unknown job."""
         where = "in any session" if self.named_session is None else f"in session {self.named_session!r}"
         return UnknownJob(f"job {job_id!r} is not known {where}: never submitted, or its outcome was forgotten")
 

@@ -87,7 +87,6 @@ class EventFeed:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Remove a listener."""
         self._subscriptions.remove(subscription)
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:

@@ -132,7 +132,6 @@ class Connection:
         self._link.end(CloseCode.POLICY_VIOLATION, reason)
 
     def wake(self) -> None:
-        """Ask for the next frame. See `Listener`."""
         self._link.wake()
 
     def event(self, event: JobEvent) -> None:

@@ -109,11 +109,9 @@ class RolloutBuffer:
         return self._rows.popleft()
 
     def put_nowait(self, row: Any) -> None:
-        """Append a row to the buffered ones."""
         self._rows.append(row)
 
     def qsize(self) -> int:
-        """Return the number of buffered rows."""
         return len(self._rows)
 
 

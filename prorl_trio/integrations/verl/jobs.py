@@ -36,7 +36,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def truncated(self) -> bool:
-        """Return whether the sampling truncates the distribution."""
         return self.top_p < 1.0 or self.top_k > 0
 
     def tells(self, span: PolicySpan) -> bool:

@@ -49,7 +49,6 @@ class Row:
 
     @property
     def sampled(self) -> int:
-        """Return the number of sampled tokens."""
         return int(self.response_mask.sum())
 
 

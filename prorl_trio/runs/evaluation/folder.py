@@ -107,7 +107,6 @@ class EvaluationFolder:
         return jobs
 
     def tallies(self) -> list[TaskTally]:
-        """Return the counts of every task's rollouts."""
         tallies = [TaskTally(family=instance.family or instance.handler) for instance in self.instances]
         for rollout in self.plan.rollouts_of(self.instances):
             self._count(tallies[rollout.place], rollout)

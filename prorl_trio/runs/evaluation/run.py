@@ -84,7 +84,6 @@ class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = ""
 
     def rollouts_of(self, instances: Sequence[TaskInstance]) -> Iterator[Rollout]:
-        """Yield every rollout, grouped by task."""
         return (Rollout(place, number) for place in range(len(instances)) for number in range(self.rollouts))
 
     def last_try(self, instance: TaskInstance, rollout: Rollout, outcomes: Mapping[str, Outcome]) -> Try:
@@ -214,7 +213,6 @@ async def _submit(
 
 
 async def _take(client: RolloutClient, work: Work, on_outcome: Callable[[Outcome], None]) -> None:
-    """Record outcomes until none is outstanding."""
     async for outcome in client.results():
         if work.record(outcome):
             on_outcome(outcome)
