@@ -231,4 +231,4 @@ def test_help_shows_the_benchmarks_own_words(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as exit_info:
         run_benchmark(tools.benchmark, ["--help"])
     assert exit_info.value.code == 0
-    assert "beside a bare pty" in capsys.readouterr().out
+    assert "measures a bare pty" in capsys.readouterr().out
