@@ -1,6 +1,6 @@
 """A custom sandbox provider, and a check of its contract: `python examples/provider.py [CHECK ...]`.
 
-`unshare` of util-linux gives each sandbox processes, System V memory and a network of its own. The files are this
+`unshare` of util-linux gives each sandbox processes, System V memory and its own network. The files are this
 machine's, so it isolates less than bubblewrap, and reports that (`isolated = False`).
 
 To use it on a node, declare it in your package under the entry-point group `prorl_trio.providers` (`unshare =

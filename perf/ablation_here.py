@@ -95,7 +95,7 @@ QUICK_ROUNDS, ROUNDS = 1, 4
 """Rounds of one step for each system."""
 
 
-# ---------------------------------------------------------------- the node, in a process of its own
+# ---------------------------------------------------------------- the node, in its own process
 
 
 class _RealRollouts(Rollouts):

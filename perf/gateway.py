@@ -189,7 +189,7 @@ def _rss_bytes() -> int:
 
 
 class Caller:
-    """A program with a session of its own."""
+    """A program with its own session."""
 
     def __init__(self, http: HttpClient, prefix: str, opening: str) -> None:
         self._http, self._path, self._opening = http, f"{prefix}/v1/chat/completions", opening

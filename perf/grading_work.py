@@ -178,7 +178,7 @@ CODE_CASES: Final[dict[str, tuple[str, CodeTests]]] = {
     ),
 }
 SANDBOXED_CASES: Final = (*CODE_CASES, "swe.pytest", "shell")
-"""Cases graded in sandboxes of their own."""
+"""Cases graded in their own sandboxes."""
 _MODULE: Final = "def add(a, b):\n    return a - b\n"
 _PATCH: Final = (
     "diff --git a/calc/__init__.py b/calc/__init__.py\n--- a/calc/__init__.py\n+++ b/calc/__init__.py\n"

@@ -36,7 +36,7 @@ def setup(parts: tuple[str, ...], engine: EngineKind) -> None:
     """Install an engine, trainers or Apptainer.
 
     \b
-    engine     vLLM in an environment of its own, and the demo's model: 3 minutes, 2.7 GB
+    engine     vLLM in its own environment, and the demo's model: 3 minutes, 2.7 GB
     runtime    the Python of sandboxes in images other than `host`: 10 seconds, 100 MB
     trainers   the environment in which `prorl-trio learn` and TRL train: 2 minutes, 2.5 GB
     apptainer  the system package, on Debian and Ubuntu, by root or sudo

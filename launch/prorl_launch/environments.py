@@ -36,7 +36,7 @@ _MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 """Packages that vLLM requires but a text model does not use. Builds that do not match torch's break `import vllm`."""
 
 _NEITHER_LOCKED = ("torch", "triton", *_MEDIA_PACKAGES)
-"""Packages that a lock with torch's CPU build leaves out. That build has a step of its own: its version is exact, but
+"""Packages that a lock with torch's CPU build leaves out. That build has its own step: its version is exact, but
 its source, and so its file's hash, depends on the user. triton (1 GB) compiles for GPUs."""
 
 TORCH_NEEDS = (
@@ -56,7 +56,7 @@ _EDITABLE_BUILD = ["editables~=0.3"]
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A set of packages with a virtual environment of its own in the cache folder.
+    """A set of packages with its own virtual environment in the cache folder.
 
     The environments do not contain the project itself, because checkouts share them. Programs find it by path
     (`PYTHONPATH`, or `python -m` in the checkout).

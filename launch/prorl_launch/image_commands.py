@@ -117,7 +117,7 @@ def _host(reference: str) -> str:
 
 
 async def _pull_layers(orders: Sequence[PullOrder], jobs: int) -> int:
-    """Pull images, each in a process of its own, so that Ctrl-C ends them at once. Return the number of failures."""
+    """Pull images, each in its own process, so that Ctrl-C ends them at once. Return the number of failures."""
     places, failed = trio.CapacityLimiter(jobs), 0
 
     async def pull_one(order: PullOrder) -> None:

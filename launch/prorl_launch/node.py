@@ -61,7 +61,7 @@ class NodeLost(ServiceError):
 
 
 class NodeProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A listening node in a process of its own."""
+    """A listening node in its own process."""
 
     url: str
     token: str

@@ -46,7 +46,7 @@ class Supervised:
 async def open_supervised(
     command: Sequence[str], *, env: Mapping[str, str], log_file: Path, grace_s: float
 ) -> AsyncIterator[Supervised]:
-    """Run `command` in a session of its own, with a private temporary folder. Stop its whole tree on leaving.
+    """Run `command` in its own session, with a private temporary folder. Stop its whole tree on leaving.
 
     When the block is left, whether by return, error or cancellation, the tree is gone: SIGTERM to the group, `grace_s`
     seconds, SIGKILL to all. Its files in /dev/shm are removed as well. Leaving takes at most `grace_s` + 6 s. If this

@@ -55,7 +55,7 @@ EXIT_SURVIVORS = 70
 
 
 def main(grace_s: float, command: list[str], owner: str = "") -> int:
-    """Run `command` on the leash; see the module. Call it in a process of its own with a single thread.
+    """Run `command` on the leash; see the module. Call it in its own process with a single thread.
 
     `owner` labels the folder for processes that wait for our end.
     """

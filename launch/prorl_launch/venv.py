@@ -5,7 +5,7 @@ with the key for which the environment was made. An environment with a matching 
 environment with `.installing` was interrupted and may contain partial packages, so it is emptied. Any other is updated
 in place.
 
-uv runs the steps of pip, in seconds instead of minutes. If uv fails, pip runs them. uv has an environment of its own in
+uv runs the steps of pip, in seconds instead of minutes. If uv fails, pip runs them. uv has its own environment in
 the cache folder.
 """
 

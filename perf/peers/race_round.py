@@ -27,7 +27,7 @@ NO_OUTPUT: Final = "[no output]"
 
 
 class Box:
-    """Runs programs, each in a sandbox of its own.
+    """Runs programs, each in its own sandbox.
 
     Args:
         bubblewrap: the program.

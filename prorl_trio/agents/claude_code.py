@@ -1,7 +1,4 @@
-"""Anthropic's claude-code, over Messages.
-
-It compacts its history when the context is full, and identifies sub-agents.
-"""
+"""Anthropic's claude-code, over Messages. It compacts a full history, and marks the kind of each request."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def fleet(folder: Path | None, config_path: Path | None, ledger: Path | None, po
 
     \b
     Exit codes:
-        0   every job has an outcome of its own
+        0   every job has its own outcome
         1   the head could not start, or its configuration is wrong
         3   jobs were cancelled, or remain for the next start
         70  the head stopped because of a bug in prorl-trio

@@ -105,7 +105,7 @@ def serve(
 
     \b
     Exit codes:
-        0   every job has an outcome of its own
+        0   every job has its own outcome
         1   the node could not start, or its configuration is wrong
         3   jobs were cut short: they end as `cancelled`, or run again at the next
            start if fleet.restart_within_s is set

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 JOIN_TIMEOUT_S: Final = 10.0
-"""Maximum time in seconds that `close` waits for the client's thread. Closing the connection takes less."""
+"""Maximum seconds that `close` waits for the client's thread. Closing the connection takes less."""
 R = TypeVar("R")
 P = ParamSpec("P")
 
@@ -48,7 +48,7 @@ class _Abandoned(Exception):
 
 
 class HostedBlock(Generic[T]):
-    """A block that a task of its own enters. It holds no reference to the client whose loop it runs in.
+    """A block that runs in its own task. It holds no reference to the client whose loop it runs in.
 
     Attributes:
         value: the block's value; it is set once the block is entered.

@@ -70,7 +70,7 @@ BATCH_JOBS: Final = 1_000
 FRAME_OVERHEAD_BYTES: Final = 64
 """Upper bound of the bytes that `Submit` adds to its jobs."""
 ADMISSION_PATIENCE_S: Final = 600.0
-"""Maximum time in seconds that `submit` retries on a full node."""
+"""Maximum seconds that `submit` retries on a full node."""
 MIN_RETRY_S: Final = 0.02
 CLEAR_TIMEOUT_S: Final = 30.0
 """Time limit in seconds for removing the folders of weights when the client is closed."""
@@ -371,7 +371,7 @@ class RolloutClient(ResultCalls, BackendCalls):
             mode: the handling of completions in flight: `wait` for them; `abort` them and continue them later from the
                 received tokens; or `keep` them and continue with the new weights.
             timeout_s: limit in seconds for the pause, for each load, and for the rollback to the old version.
-            max_idle_s: maximum time in seconds between two steps of the block, such as for training in it; None:
+            max_idle_s: maximum seconds between two steps of the block, such as for training in it; None:
                 `timeout_s`.
 
         Raises:

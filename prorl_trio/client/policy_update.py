@@ -205,7 +205,7 @@ class PolicyUpdate:
     ) -> StagedWeights:
         """Create the folder for `load_state_dict`.
 
-        The caller fills it with `StagedWeights.write` in a thread of its own.
+        The caller fills it with `StagedWeights.write` in its own thread.
 
         Raises:
             WeightsRefused: see `load_state_dict`.

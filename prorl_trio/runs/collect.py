@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import TaskInstance
 
 CANCEL_TIMEOUT_S: Final = 5.0
-"""Maximum time in seconds that an interrupted run waits for the node to cancel its remaining jobs."""
+"""Maximum seconds that an interrupted run waits for the node to cancel its remaining jobs."""
 
 
 def make_jobs(

@@ -38,7 +38,7 @@ class HeldOut(NamedTuple):
 def solve_held_out(client: BlockingClient, settings: Settings, name: str) -> HeldOut:
     """Solve the held-out problems with the current policy, once greedily and once at temperature 1.
 
-    These rollouts precede the training rollouts. `client` has a session of its own; `name` is part of the job ids.
+    These rollouts precede the training rollouts. `client` has its own session; `name` is part of the job ids.
 
     Raises:
         TimeoutError: no outcome came for `RESULT_TIMEOUT_S`.

@@ -62,7 +62,7 @@ def warm_up(run: Path) -> None:
         set_learning_rate(trainer, rate)
         loss = trainer.imitate(rows[step * each : (step + 1) * each])
         events.write(Shown(step=step + 1, of=settings.demonstration_steps, loss=loss))
-    fresh = Trainer(trainer.model, recipe_of(settings))  # with an optimizer of its own
+    fresh = Trainer(trainer.model, recipe_of(settings))  # with its own optimizer
     save_checkpoint(run / CHECKPOINTS, fresh, 0, {})
 
 

@@ -160,7 +160,7 @@ def up(fleet_dir: Path, config_file: Path, head_file: Path | None, nodes: int) -
 
     \b
     Exit codes:
-        0  every job has an outcome of its own, or the fleet was already running
+        0  every job has its own outcome, or the fleet was already running
         1  a node did not start, or stopped unexpectedly
         3  jobs were cut short
     """

@@ -228,7 +228,7 @@ def check_config(config_file: Path) -> None:
 
 
 def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
-    """Write the node.toml of each of `count` nodes, in a folder of its own in the fleet's folder. Blocks.
+    """Write the node.toml of each of `count` nodes, in its own folder in the fleet's folder. Blocks.
 
     The names are the same at the next start, so that each node finds its ledger: `local-0`, `local-1` and so on. If
     `config_file` sets `node_id`, it replaces `local`.
@@ -250,7 +250,7 @@ def write_plan(config_file: Path, fleet: Path, count: int) -> list[NodeFolder]:
 
 
 def write_head(config_file: Path, head_file: Path | None, fleet: Path) -> NodeFolder:
-    """Write the configuration of the fleet's head, in a folder of its own in the fleet's folder. Blocks.
+    """Write the configuration of the fleet's head, in its own folder in the fleet's folder. Blocks.
 
     Args:
         config_file: the node.toml of all nodes.

@@ -2,7 +2,7 @@
 
 `python -m prorl_launch.relock NAME ...` updates only these locks.
 
-The resolver has an environment of its own in the cache folder. uv uses its configured index (`UV_*`, by default PyPI).
+The resolver has its own environment in the cache folder. uv uses its configured index (`UV_*`, by default PyPI).
 Standard library only.
 """
 

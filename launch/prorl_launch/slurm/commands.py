@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 1.0
 _BEGIN_S = 10.0
-"""Maximum time in seconds that `up` waits for the log of a running job."""
+"""Maximum seconds that `up` waits for the log of a running job."""
 _LOOK_S = 0.3
 _TAIL_LINES = 5
 _SCRIPT = "job.sh"
@@ -410,7 +410,7 @@ def pulse(
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: one that is free.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def engine(folder: Path, port: int, command: tuple[str, ...]) -> None:
-    """Exec an engine on the port in PRORL_ENGINE_PORT, which is reserved for it on this machine."""
+    """Replace this process by an engine at the port in PRORL_ENGINE_PORT, which is reserved on this machine."""
     machine = _of_slurm("SLURMD_NODENAME")
     try:
         taken, holder = take_port(port)
@@ -434,7 +434,7 @@ def engine(folder: Path, port: int, command: tuple[str, ...]) -> None:
 def node(
     fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_ports: Path | None, drain_s: float | None
 ) -> None:
-    """Exec the node of this task's machine."""
+    """Replace this process by the node of this task's machine."""
     shared = (
         [] if not engines else engines_of_node(engines.split(","), machines.split(","), _of_slurm("SLURMD_NODENAME"))
     )
@@ -459,7 +459,7 @@ def node(
 @_CONFIG
 @_HEAD_CONFIG
 def head(fleet_dir: Path, config_file: Path, head_file: Path | None) -> None:
-    """Exec the head of the fleet on this task's machine."""
+    """Replace this process by the head of the fleet, on this task's machine."""
     facts = MachineFacts(
         fleet_dir=str(fleet_dir), address=address_of_machine(socket.gethostname()), folder=_of_slurm("TMPDIR")
     )

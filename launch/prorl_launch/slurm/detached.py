@@ -1,4 +1,4 @@
-"""Starts `prorl_launch.supervisor` outside of Slurm's view: as a child of init, in a session of its own.
+"""Starts `prorl_launch.supervisor` outside of Slurm's view: as a child of init, in its own session.
 
 Run as a script by `prorl_launch.slurm.leash`: `python detached.py GRACE_S COMMAND...`. Standard library only. It forks
 and exits; the child continues. Standard input is the leash. Standard output receives the supervisor's line (pid,

@@ -381,7 +381,7 @@ async def open_environment(
         weight: the share of this environment among others.
         min_batch_allocation: the minimum share of each batch.
         max_batches_ahead: maximum number of steps' worth of groups in the server's queue.
-        patience_s: maximum time in seconds to wait for the server, and for its trainer to request a first batch. Until
+        patience_s: maximum seconds to wait for the server, and for its trainer to request a first batch. Until
             then the server registers no environment.
 
     Raises:

@@ -172,13 +172,13 @@ class RolloutFunction:
     trains as if on-policy.
 
     Args:
-        client: a session of its own, in each process of the trainer.
+        client: its own session, in each process of the trainer.
         instance_of: maps a prompt, as TRL passes it, to the task instance; see `TaskLookup`.
         job: the fields of each rollout's job, or a function of the instance. The trainer's `max_completion_length`
             bounds the tokens of a row after its prompt.
         details: names in `Outcome.details` that are passed to the reward functions, each as a list.
         max_tries: maximum number of rollouts for one row.
-        stall_s: maximum time in seconds without a finished rollout.
+        stall_s: maximum seconds without a finished rollout.
         transfer: the transfer of weights to the engines; None: `WeightTransfer(client)`.
     """
 

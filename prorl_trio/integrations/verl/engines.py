@@ -31,7 +31,7 @@ class NodeEngines:
     All methods block, and belong to one thread. Other backends of the node are removed, because a node has one policy.
 
     Args:
-        client: a session of its own. It is closed together with this object.
+        client: its own session. It is closed together with this object.
         timeout_s: limit for a pause, in seconds.
         check_interval_s: see `CHECK_INTERVAL_S`.
     """

@@ -1,6 +1,6 @@
 """Rollouts on a node, awaited in asyncio: one session for all coroutines of a process.
 
-The client runs in a trio loop in a thread of its own. Rollouts are passed to this thread and their outcomes passed
+The client runs in a trio loop in its own thread. Rollouts are passed to this thread and their outcomes passed
 back; a rollout needs no thread. Nothing is kept after the process, because its waiting coroutines have ended with it.
 """
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from prorl_trio.types.models import JobSpec, Outcome
 
 CANCEL_GRACE_S: Final = 10.0
-"""Maximum time in seconds that a cancelled rollout waits until its job has left the node."""
+"""Maximum seconds that a cancelled rollout waits until its job has left the node."""
 ADMISSION_PATIENCE_S: Final = 86_400.0
-"""Maximum time in seconds that rollouts wait for a full node. Their trainer has already decided to run them."""
+"""Maximum seconds that rollouts wait for a full node. Their trainer has already decided to run them."""
 DRAIN_RETRY_S: Final = 1.0
 """Pause in seconds before resubmitting to a node that is draining for a restart."""
 JOIN_TIMEOUT_S: Final = 10.0

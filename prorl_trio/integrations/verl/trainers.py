@@ -2,7 +2,7 @@
 
     python -m prorl_trio.integrations.verl.main_ppo ...     # instead of: python -m verl.trainer.main_ppo ...
 
-Each trainer of verl (`trainer.v1.trainer_mode`) gets a class of its own, which wraps verl's own hooks. After
+Each trainer of verl (`trainer.v1.trainer_mode`) gets its own class, which wraps verl's own hooks. After
 initialisation, it registers the rollout servers with the node that the agent loop's configuration names. It pauses the
 servers when verl puts them to sleep or transfers weights to them. They resume under `str(global_steps)`.
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 SUBMIT_PATIENCE_S: Final = 30 * 24 * 3600.0
-"""Maximum time in seconds that jobs wait for a full node. Finished jobs make room."""
+"""Maximum seconds that jobs wait for a full node. Finished jobs make room."""
 END_TIMEOUT_S: Final = 15.0
-"""Maximum time in seconds that an interrupted command waits for the node to cancel its jobs and to deliver outcomes."""
+"""Maximum seconds that an interrupted command waits for the node to cancel its jobs and to deliver outcomes."""
 
 MAX_NAME_CHARS: Final = 100
 """Maximum number of characters of an instance id that are used in job ids."""
