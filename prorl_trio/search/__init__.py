@@ -1,1 +1,2 @@
-"""Search for agents: backends behind one interface, and the service that bounds, retries and judges their failures."""
+"""Search for agents: backends with one interface, and the service that bounds, retries and classifies their failures.
+"""
