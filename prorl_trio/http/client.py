@@ -57,9 +57,7 @@ class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot. `opened_total` counts connections since the start; `stale_total` counts reused connections found
-    dead.
-    """
+    """A snapshot. `opened_total` counts connections since the start; `stale_total` counts reused ones found dead."""
 
     busy: int
     idle: int

@@ -131,9 +131,7 @@ async def _prepare(tcp: trio.SocketStream, host: str, ssl_context: ssl.SSLContex
 
 
 class HttpConnection:
-    """A connection and its parser. One task at a time may use it; `close` is synchronous and may be called from any
-    task.
-    """
+    """A connection and its parser. One task at a time may use it; any task may call `close`, which is synchronous."""
 
     def __init__(self, stream: trio.abc.Stream, tcp: trio.SocketStream, limits: HttpLimits) -> None:
         self._stream = stream

@@ -51,9 +51,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class UpdateFigures:
-    """Statistics of an update: its tokens, tokens with a ratio out of bounds, and tokens with a capped importance
-    weight.
-    """
+    """Statistics of an update: its tokens, tokens with a ratio out of bounds, and tokens with a capped weight."""
 
     loss: float = 0.0
     gradient_norm: float = 0.0
@@ -64,8 +62,7 @@ class UpdateFigures:
 
 @dataclass
 class Trainer:
-    """A `transformers` causal language model in training, on its device; `reference` is a frozen model for `kl_weight`.
-    """
+    """A `transformers` causal language model in training, on its device; `reference`: a frozen one for `kl_weight`."""
 
     model: Any
     recipe: Recipe

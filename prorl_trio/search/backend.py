@@ -21,8 +21,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchFailed(ProrlError):
-    """A backend did not answer. If `retryable`, the same call may succeed later, after `retry_after_s` at the earliest.
-    """
+    """A backend did not answer. If `retryable`, the same call may succeed later, but not before `retry_after_s`."""
 
     def __init__(self, message: str, *, retryable: bool, retry_after_s: float = 0.0) -> None:
         super().__init__(message)

@@ -1,6 +1,4 @@
-"""BM25 over the operator's corpus, in the node's process. The index is memory-mapped; the texts stay in the corpus
-file.
-"""
+"""BM25 over the operator's corpus, in the node's process. The index is memory-mapped; the texts stay in their file."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class IndexFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IndexReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The folder of the index and its facts, or the reason why it is missing. `made` is true if this call created the
-    index.
-    """
+    """The folder of the index and its facts, or the reason why it is missing. `made`: this call created the index."""
 
     folder: str = ""
     facts: IndexFacts | None = None

@@ -1,5 +1,4 @@
-"""A node's search: bounded and retried. It distinguishes a failing backend from a query that the backend cannot handle.
-"""
+"""A node's search: bounded and retried. It distinguishes a failing backend from a query that makes it fail."""
 
 from __future__ import annotations
 

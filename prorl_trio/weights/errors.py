@@ -6,8 +6,7 @@ from prorl_trio.types.errors import ServiceError
 
 
 class WeightsRefused(ServiceError):
-    """The weights are incomplete, damaged, or of another model than the engines serve. No engine was asked to load
-    them.
+    """The weights are incomplete, damaged, or of another model than the engines serve. No engine loaded them.
 
     Attributes:
         tensor: name of the first tensor at fault; empty if a file or a field of `config.json` is at fault.

@@ -36,8 +36,7 @@ class ModelFolder(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> ModelFolder:
-        """Read the headers of the safetensors files, the index and the configuration. Blocks; call it in a worker
-        thread.
+        """Read the headers of the safetensors files, the index and the configuration. Blocks; for worker threads.
 
         Raises:
             WeightsRefused: a file is unreadable, damaged or missing, or a tensor appears in two files.

@@ -229,9 +229,7 @@ class TensorFile:
         return len(_encode({name: self._entry(kind)})) <= self._left
 
     def add(self, name: str, kind: TensorType, flat: ndarray) -> None:
-        """Write a tensor for which `fits` is true; `flat` is its bytes, uint8, row-major. Raises OSError if the disk is
-        full.
-        """
+        """Write a tensor that `fits`; `flat` is its bytes, uint8, row-major. Raises OSError if the disk is full."""
         assert flat.nbytes == kind.size_bytes, (name, kind, flat.nbytes)
         self._entries[name] = self._entry(kind)
         self._left -= len(_encode({name: self._entries[name]}))

@@ -189,8 +189,7 @@ class _Writer:
 
 
 def check_adapter(path: Path, bases: Sequence[ModelFolder], check: Literal["values", "headers"] = "values") -> None:
-    """Check that a folder holds a complete LoRA adapter for the model in each of `bases`. Blocks; call it in a worker
-    thread.
+    """Check that a folder holds a complete LoRA adapter for the model in each of `bases`. Blocks; for worker threads.
 
     Every module has `lora_A` of shape [r, inputs] and `lora_B` of shape [outputs, r]. If the model has a matrix for
     that module, its shape must be [outputs, inputs]. Other modules are not compared, because engines merge some
@@ -235,8 +234,7 @@ def _check_pair(path: Path, base: ModelFolder, matrix: str, name: str, shapes: d
 
 
 class StagedWeights(NamedTuple):
-    """An empty folder for weights, and the models that the weights must match; files are copied from the first model.
-    """
+    """An empty folder for weights, and the models that the weights must match; files are copied from the first."""
 
     path: Path
     bases: tuple[ModelFolder, ...]
