@@ -1,4 +1,4 @@
-"""Handlers by name: those the installed packages declare under the entry-point group `prorl_trio.handlers`."""
+"""Handlers by name, as declared by installed packages under the entry-point group `prorl_trio.handlers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GROUP = "prorl_trio.handlers"
 
 
 class HandlerRegistry:
-    """Immutable after the node's start."""
+    """The handlers by name. Immutable after the node's start."""
 
     def __init__(self, handlers: Iterable[AgentHandler]) -> None:
         self._handlers: dict[str, AgentHandler] = {}
@@ -26,10 +26,10 @@ class HandlerRegistry:
 
     @classmethod
     def from_entry_points(cls) -> HandlerRegistry:
-        """Load every declared handler class and make one instance of each.
+        """Load every declared handler class and create one instance of each.
 
         Raises:
-            ConfigError: see `load_plugins`; or two have one name.
+            ConfigError: see `load_plugins`; or two handlers have the same name.
         """
         return cls(handler() for handler in load_plugins(GROUP, AgentHandler).values())
 
@@ -42,7 +42,7 @@ class HandlerRegistry:
         """Return the handler called `name`.
 
         Raises:
-            UnknownHandler: there is none; the message lists those there are.
+            UnknownHandler: the name is unknown; the message lists the known names.
         """
         try:
             return self._handlers[name]
