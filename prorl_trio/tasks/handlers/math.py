@@ -137,9 +137,7 @@ class MathHandler(AgentHandler):
         await run_agent(context, messages, tools, _style(payload, tools))
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 if the final answer equals a gold answer, else 0.0; also 0.0 without answer, or if the scorer fails at
-        it.
-        """
+        """Return 1.0 if the final answer equals a gold answer, else 0.0. A failure of the scorer also gets 0.0."""
         payload = _payload(context.spec.instance.payload)
         counts = _counts(context, payload)
         if context.answer is None:
