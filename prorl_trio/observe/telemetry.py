@@ -1,7 +1,7 @@
-"""OpenTelemetry spans: one a job, below it one a stage, below RUN one a turn with its inference and its tools.
+"""OpenTelemetry spans: one per job, below it one per stage, below RUN one per turn with its inference and its tools.
 
-Needs the extra `otel`. When `telemetry.otlp_endpoint` is empty nothing is imported and nothing is done. Spans are sent
-by a thread of the SDK's from a bounded queue; what does not fit is dropped.
+Needs the extra `otel`. If `telemetry.otlp_endpoint` is empty, nothing is imported or executed. A thread of the SDK
+sends spans from a bounded queue; spans beyond its limit are dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S: Final = 5.0
-"""Longest the end of a node waits for spans to be sent."""
+"""Longest wait at the end of a node for spans to be sent."""
 _STAGES: Final = ("queued", "init", "ready", "run", "ran", "eval")
 
 
@@ -41,7 +41,7 @@ class _JobTrace:
 
 
 class JobSpans:
-    """Makes the spans. An `observer.Observer`. Neither tokens nor texts are attributes."""
+    """Creates the spans. An `observer.Observer`. Neither tokens nor texts are attributes."""
 
     def __init__(self, tracer: Tracer) -> None:
         from opentelemetry import trace
@@ -125,9 +125,9 @@ class JobSpans:
 async def open_telemetry(
     config: TelemetryConfig, node_id: str, *, exporter: SpanExporter | None = None
 ) -> AsyncIterator[JobSpans | None]:
-    """Send spans to `config.otlp_endpoint`, or through `exporter`. None if telemetry is off.
+    """Send spans to `config.otlp_endpoint`, or through `exporter`. Yields None if telemetry is off.
 
-    On leaving, what is queued is sent, for `FLUSH_TIMEOUT_S` at most.
+    At the end, queued spans are sent, for at most `FLUSH_TIMEOUT_S`.
 
     Raises:
         ConfigError: the extra `otel` is not installed.
