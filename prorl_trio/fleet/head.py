@@ -458,7 +458,6 @@ class Fleet:
     # ------------------------------------------------------------ members
 
     def joined(self, member: Member) -> None:
-        """See `MemberListener.joined`."""
         self._next_starts.pop(member.node_id, None)
         # Outcomes that arrived before the node's list of jobs are not in it.
         holds = frozenset(member.state.awaited() | member.state.inbox.job_ids())
@@ -473,7 +472,6 @@ class Fleet:
         await self._pools.owners.give_back()
 
     def lost(self, member: Member, why: str) -> None:
-        """See `MemberListener.lost`."""
         node_id, version = member.node_id, self._pools.version_of(member)
         for key in [key for key in self._arrived if key[0] == node_id]:
             del self._arrived[key]
@@ -497,7 +495,6 @@ class Fleet:
         await self._pools.node_lost(member, version)
 
     def arrived(self, member: Member, frame: OutcomeFrame | OutcomeRefFrame) -> None:
-        """See `MemberListener.arrived`."""
         assert isinstance(frame, OutcomeFrame), "the head maps no arena"
         live = self._live.get(frame.job_id)
         outcome = _read(frame, 1 if live is None else live.attempt)
@@ -509,7 +506,6 @@ class Fleet:
         self._arrived.pop(key, None)
 
     def progressed(self, member: Member, event: JobEvent) -> None:
-        """See `MemberListener.progressed`."""
         live = self._live.get(event.job_id)
         if live is None or not self.dispatch.has(member.node_id, event.job_id):
             return
@@ -520,7 +516,6 @@ class Fleet:
             self.apply(on.Progress(member.node_id, event.job_id, status))
 
     async def serve(self, member: Member) -> None:
-        """See `MemberListener.serve`."""
         async with open_single_nursery() as nursery:
             nursery.start_soon(service_task(self._ask_status, f"status of {member.node_id}"), member)
             nursery.start_soon(service_task(self._ask_room, f"room of {member.node_id}"), member)

@@ -66,7 +66,6 @@ class JobLog:
         self._logger = logging.getLogger("prorl_trio.jobs")
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:
-        """See `Observer`."""
         if status in ("init", "run", "eval"):
             _job.set(_JobContext(job.job_id, job.session_id, status))
         elif status != "queued":
@@ -85,7 +84,6 @@ class JobLog:
         )
 
     def job_ended(self, job: JobView, outcome: Outcome) -> None:
-        """See `Observer`."""
         timing = msgspec.structs.asdict(outcome.timing)
         own_words = outcome.cause in _OWN_WORDS
         fields: dict[str, Any] = {

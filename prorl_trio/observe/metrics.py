@@ -275,12 +275,10 @@ class Metrics:
     # ------------------------------------------------------------ observer.Observer
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:
-        """See `Observer`."""
         if status == "queued":
             self._accepted(job.handler, job.priority).inc()
 
     def turn_done(self, job: JobView, turn: Turn) -> None:
-        """See `Observer`."""
         sampled = turn.completion_end - turn.completion_start
         self._turns_total += 1
         self._tokens_total += sampled
@@ -296,7 +294,6 @@ class Metrics:
                 self._tool_calls("" if result.outcome in _NO_TOOL else call.name, result.outcome).inc()
 
     def job_ended(self, job: JobView, outcome: Outcome) -> None:
-        """See `Observer`."""
         self._ended_total += 1
         self._outcomes(job.handler, outcome.status, outcome.cause or "").inc()
         self._job(outcome.status).observe(job.age_s)

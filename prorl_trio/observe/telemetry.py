@@ -51,7 +51,6 @@ class JobSpans:
         self._live: dict[str, _JobTrace] = {}
 
     def job_moved(self, job: JobView, status: Status, detail: str) -> None:
-        """See `Observer`."""
         live = self._live.get(job.job_id)
         if live is None:
             live = self._live[job.job_id] = _JobTrace(self._begin(job))
@@ -62,7 +61,6 @@ class JobSpans:
             live.stage = self._child(live.job, status, time.time_ns(), {"prorl.attempt": job.attempt})
 
     def turn_done(self, job: JobView, turn: Turn) -> None:
-        """See `Observer`."""
         live = self._live.get(job.job_id)
         if live is None or live.stage is None:
             return
@@ -86,7 +84,6 @@ class JobSpans:
         span.end(end_ns)
 
     def job_ended(self, job: JobView, outcome: Outcome) -> None:
-        """See `Observer`."""
         live = self._live.pop(job.job_id, None)
         if live is None:
             return

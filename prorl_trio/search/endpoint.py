@@ -59,7 +59,6 @@ class EndpointBackend(SearchBackend):
         return f"<{type(self).__name__} {self._client.origin}{self._path}>"
 
     async def search(self, query: str, *, max_results: int, timeout_s: float) -> list[Document]:
-        """See `SearchBackend.search`."""
         headers = [("Content-Type", "application/json"), ("Accept", "application/json")]
         if self._key:
             headers.append(("Authorization", f"Bearer {self._key}"))

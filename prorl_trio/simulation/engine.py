@@ -186,7 +186,6 @@ class SimulatedEngine(EngineClient):
         )
 
     async def load(self, *, timeout_s: float) -> LoadReport:
-        """See `EngineClient.load`."""
         del timeout_s
         await self._take_time()
         read = self.prompt_tokens - self.prefix_hits_tokens

@@ -432,7 +432,6 @@ class _Trainer:
         return STEADY[0] * self._jobs <= len(self.outcomes) < STEADY[1] * self._jobs
 
     def deliver(self, outcome: Outcome) -> None:
-        """See `JobSink`."""
         self.outcomes.append(outcome)
         self.ended_s.append(trio.current_time() - self._began_s)
         self.in_status[self._status.pop(outcome.job_id)] -= 1
@@ -440,7 +439,6 @@ class _Trainer:
             self.all_over.set()
 
     def report(self, job_id: str, status: Status, detail: str) -> None:
-        """See `JobSink`."""
         del detail
         if job_id in self._status:
             self.in_status[self._status[job_id]] -= 1

@@ -370,7 +370,6 @@ class Streamed:
         self._enough = enough
 
     def take(self, token_ids: list[int], logprobs: list[float]) -> int | None:
-        """See `TokenSink`."""
         before = len(self.token_ids)
         self.token_ids += token_ids
         self.logprobs += logprobs

@@ -104,7 +104,6 @@ class WeightStores:
         return bool(self._stores)
 
     def new_folder(self, parent: Path) -> Path:
-        """See `WeightStore.new_folder`."""
         return self._stores.setdefault(parent, WeightStore(parent)).new_folder()
 
     def use(self, folder: Path | None) -> None:

@@ -219,7 +219,6 @@ class HttpEngineClient(EngineClient):
         return await self._control(call.path, timeout_s, call.body)
 
     async def resume(self, *, timeout_s: float) -> None:
-        """See `EngineClient.resume`."""
         if self.resume_call is None:
             return await super().resume(timeout_s=timeout_s)
         await self._control(self.resume_call.path, timeout_s, self.resume_call.body)
@@ -243,7 +242,6 @@ class HttpEngineClient(EngineClient):
         return True
 
     async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
-        """See `EngineClient.unload_adapter`."""
         if self.adapter_calls is None:
             return await super().unload_adapter(name, timeout_s=timeout_s)
         try:
@@ -252,7 +250,6 @@ class HttpEngineClient(EngineClient):
             await trio.lowlevel.checkpoint()
 
     def use_adapter(self, name: str) -> None:
-        """See `EngineClient.use_adapter`."""
         self._adapter = name
 
     async def aclose(self) -> None:

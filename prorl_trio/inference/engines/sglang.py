@@ -154,19 +154,16 @@ class SglangClient(HttpEngineClient):
         return None if answer is None else answer.tokens
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float) -> str | None:
-        """See `EngineClient.detokenize`."""
         asked: dict[str, object] = {"tokens": list(token_ids), "skip_special_tokens": False}
         answer = await self._ask_tokenizer("/detokenize", asked, Detokenized, timeout_s)
         return None if answer is None else answer.text
 
     async def label_weights(self, policy_version: str, *, timeout_s: float) -> bool:
-        """See `EngineClient.label_weights`."""
         # By default the server aborts all requests here.
         body = {"new_version": policy_version, "abort_all_requests": False}
         return await self._control("/update_weight_version", timeout_s, body)
 
     async def read_label(self, *, timeout_s: float) -> str:
-        """See `EngineClient.read_label`."""
         model = await self._first(MODEL_INFO, ModelInfo, timeout_s)
         return label_of(model.weight_version if model else None)
 

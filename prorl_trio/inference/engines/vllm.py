@@ -50,13 +50,11 @@ class VllmClient(HttpEngineClient):
         return served_model(await self._get_json("/v1/models", ModelList, timeout_s)) is not None
 
     async def tokenize(self, text: str, *, timeout_s: float) -> list[int] | None:
-        """See `EngineClient.tokenize`."""
         asked: dict[str, object] = {"prompt": text, "add_special_tokens": False}
         answer = await self._ask_tokenizer("/tokenize", asked, Tokenized, timeout_s)
         return None if answer is None else answer.tokens
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float) -> str | None:
-        """See `EngineClient.detokenize`."""
         answer = await self._ask_tokenizer("/detokenize", {"tokens": list(token_ids)}, Detokenized, timeout_s)
         return None if answer is None else answer.prompt
 

@@ -382,7 +382,6 @@ class Backends:
         return self.versions.current
 
     def fresh(self, max_staleness: int) -> list[Backend]:
-        """See `LoadBalancer.fresh`."""
         return self._balancer.fresh(max_staleness)
 
     async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:

@@ -80,7 +80,6 @@ class CodeHandler(AgentHandler):
     name = "code"
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`."""
         _payload(payload)
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:

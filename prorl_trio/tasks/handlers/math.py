@@ -96,7 +96,6 @@ class MathHandler(AgentHandler):
         await resources.scorers.prewarm(SCORER)
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`."""
         _payload(payload)
         check_backslashes(payload)
 

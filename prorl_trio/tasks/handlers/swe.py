@@ -131,7 +131,6 @@ class SweHandler(AgentHandler):
     name = "swe"
 
     def validate(self, payload: Mapping[str, Any]) -> None:
-        """See `AgentHandler.validate`."""
         _payload(payload)
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:

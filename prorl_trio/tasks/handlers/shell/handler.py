@@ -588,6 +588,5 @@ class _StepEndTool(FinishTool):
     }
 
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
-        """See `FinishTool.call`."""
         ended = await super().call(arguments, sandbox, timeout_s=timeout_s)
         return ended.with_text("This step has ended.")
