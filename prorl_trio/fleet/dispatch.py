@@ -1,8 +1,8 @@
 """The head's jobs and their members. Pure state: `apply(event)` returns the effects to carry out.
 
-A job is `queued` in the head, starts its next attempt (`begins`, while that is stored), is `sent` to a member, and is
-`there` until its outcome arrives. The number of a member's jobs before EVAL is limited to its RUN workers plus a small
-read-ahead. Messages from a member that no longer has the job are dropped.
+A job is first `queued` in the head. It starts its next attempt (`begins`, while that is stored), is `sent` to a member,
+and is `there` until its outcome arrives. The number of a member's jobs before EVAL is limited to its RUN workers plus a
+small read-ahead. Messages from a member that no longer has the job are dropped.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Members:
         options: Mapping[str, Any],
         model: str = "",
     ) -> None:
-        """Create it without joining any node. `options` are those of `connect_node` for each node."""
+        """Create it without joining any node. `options` are the options of `connect_node` for each node."""
         self.all: dict[str, Member] = {}
         self.model = model
         self.view: FleetView | None = None

@@ -9,7 +9,7 @@ micro-batches.
     Dr. GRPO arXiv 2503.20783: r - mean, without std; sum over tokens, divided by the same constant for all
     DAPO     arXiv 2503.14476: GRPO's advantage; clip-higher; sum over all tokens, divided by their number
     RLOO     arXiv 2402.14740: r - mean of the others; REINFORCE on the whole rollout, nothing clipped
-    PPO      arXiv 1707.06347: the clipped surrogate, by rollout; in place of a critic, r - mean over the group
+    PPO      arXiv 1707.06347: the clipped surrogate, by rollout; instead of a critic, r - mean over the group
 """
 
 from __future__ import annotations

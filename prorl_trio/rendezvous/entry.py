@@ -112,7 +112,7 @@ class NodeEntry(msgspec.Struct, frozen=True, kw_only=True):
         format: see `ENTRY_FORMAT`.
         node_id: the name of the file without `.json`.
         url: of its server, as trainers on other machines reach it: `ws://HOST:PORT`.
-        unix_url: of the Unix socket, for clients on this machine; empty if there is no socket.
+        unix_url: of the Unix socket, for clients on this machine; empty without a socket.
         rest_url: REST URL of the same server: `http://HOST:PORT`.
         token: the password for trainers.
         host: the machine's name.

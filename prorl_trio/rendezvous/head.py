@@ -30,7 +30,7 @@ class HeadEntry(msgspec.Struct, frozen=True, kw_only=True):
         format: see `HEAD_FORMAT`.
         node_id: the head's name.
         url: of its server, as trainers on other machines reach it: `ws://HOST:PORT`.
-        unix_url: of the Unix socket, for clients on this machine; empty if there is no socket.
+        unix_url: of the Unix socket, for clients on this machine; empty without a socket.
         rest_url: REST URL of the same server: `http://HOST:PORT`.
         token: the password for trainers.
         host: the machine's name.
@@ -60,7 +60,7 @@ def read_head(folder: str | PathLike[str]) -> HeadEntry:
     """Return the entry of the head of the fleet in a folder.
 
     Raises:
-        FileNotFoundError: the fleet has no head.
+        FileNotFoundError: the fleet lacks a head.
         ConfigError: the folder or the file cannot be used.
     """
     return _read(require_folder(folder))[0]
@@ -70,7 +70,7 @@ def find_head(folder: Path) -> tuple[HeadEntry, Literal["live", "stale", "ended"
     """Return the entry of a head, its liveness, and the seconds since its last heartbeat by the disk's clock.
 
     Raises:
-        FileNotFoundError: the fleet has no head.
+        FileNotFoundError: the fleet lacks a head.
         ConfigError: the file cannot be used.
     """
     entry, beat_ns = _read(folder)

@@ -1,13 +1,14 @@
 """The arithmetic of admission: how many groups may start, and which complete ones to take, so that none gets stale.
 
 A group submitted at version s may be trained on at the versions s to s + max_staleness, so it has a deadline. A version
-trains on B groups. Let t groups be taken so far at version v. A schedule that meets all deadlines exists if and only
-if, for each d >= v, the number of live groups (running or complete) with a deadline up to d is at most
+trains on B groups. Let t groups be taken so far at version v. Let L(d) be the number of live groups (running or
+complete) with a deadline up to d. A schedule that meets all deadlines exists if and only if, for each d >= v, L(d) is
+at most
 
     B * (d - v + 1) - t                                                                                        (1)
 
 Admission ensures it for the last deadline, d = v + max_staleness. That is the capacity of AReaL (arXiv:2505.24298,
-section 5.1), (max_staleness + v + 1) * B - accepted - running, where accepted = v * B + t + the complete groups. This
+section 5.1), (max_staleness + v + 1) * B - accepted - running. There, accepted is v * B + t + the complete groups. This
 alone does not bound staleness, because fast groups may repeatedly take the places of slow ones. So a batch takes the
 earliest deadlines first. It takes a group with a later deadline only if (1) then holds for all others (earliest
 deadline first, Jackson's rule). So no group is overtaken too often or discarded.

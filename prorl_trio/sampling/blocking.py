@@ -71,7 +71,7 @@ class BlockingGroups:
     def take(self, k: int | None = None, *, timeout_s: float | None = None) -> Batch:
         """Return exactly `k` complete groups; see `Groups.take`.
 
-        Raises TimeoutError after `timeout_s`, with a message about what is missing. Nothing is lost, and it may be
+        Raises TimeoutError after `timeout_s`, with a message about the missing groups. Nothing is lost, and it may be
         called again.
         """
         batch = self._hosted.call(_take_within, self._groups, self._received, k, timeout_s)

@@ -1,8 +1,8 @@
 """A sandbox provider in memory: no process and no socket, so tests with trio's autojump clock can use it.
 
-It fulfils the contract of the real providers (`sandbox_contract.CORE_CHECKS`) with a shell of a few commands and a
-Python of a few expressions, and fails on request. Uploads and downloads read and write this machine's files in a
-thread, like the real providers.
+It fulfils the contract of the real providers (`sandbox_contract.CORE_CHECKS`), and fails on request. Its shell knows a
+few commands, and its Python a few expressions. Uploads and downloads read and write this machine's files in a thread,
+like the real providers.
 """
 
 from __future__ import annotations

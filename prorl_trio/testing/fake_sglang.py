@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class FakeSglang(FakeEngine):
-    """The running server. Sampling, holding, aborting and counting are those of the fake engine.
+    """The running server. Sampling, holding, aborting and counting come from the fake engine.
 
     Attributes:
         weight_version: the last value from `/update_weight_version`. It is in each answer and event.

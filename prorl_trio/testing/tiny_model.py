@@ -1,6 +1,6 @@
 """A model folder for tests, created in milliseconds: a byte-level tokenizer without merges and a ChatML template.
 
-One byte of text is one token (ids 0 to 255, in the order of the byte-level alphabet), so tests can count tokens and
+One byte of text is one token (ids 0 to 255, in the order of the byte-level alphabet). So tests can count tokens and
 script completions by hand. It contains only a tokenizer and a template, without weights: use it with
 `testing.fake_engine`.
 """

@@ -22,7 +22,7 @@ PREFIX: Final = "prorl-weights-"
 STOP_TIMEOUT_S: Final = 10.0
 
 _WATCHDOG: Final = 'cat >/dev/null; sleep "$1"; rm -rf -- "$2"'
-"""Waits until the trainer's end of the pipe closes, for whatever reason, and then removes the folder."""
+"""Waits until the trainer's end of the pipe closes, for whatever reason, and removes the folder after a delay."""
 
 
 class WeightStore:

@@ -31,7 +31,7 @@ HOT_TOLERANCE = 0.15
 MAX_ERROR_CHARS = 1000
 
 REFUSED_STATUSES = frozenset({400, 413, 422})
-"""The request is invalid; these statuses say nothing about the engine's health."""
+"""The request is invalid; these statuses are unrelated to the engine's health."""
 
 UNNAMED = "0"
 """The version of unnamed weights. vLLM and SGLang call it `default`."""

@@ -83,7 +83,7 @@ class EngineRegistry:
         """Return a function that creates clients for engines of this kind.
 
         For `auto` each server is asked for its kind, installed kinds first. An unrecognised server is treated as vLLM,
-        whose probe then reports what is missing.
+        whose probe then reports the missing features.
 
         Raises:
             ConfigError: the kind is unknown; the message lists the known kinds.

@@ -1,6 +1,6 @@
 """A trainer's own engine with the API of the ProRL Agent server: only `POST /generate` with `prompt_ids`.
 
-It reports neither its model nor its context length nor finish reasons. The client checks what an answer contains; the
+It reports neither its model nor its context length nor finish reasons. The client checks the contents of an answer; the
 rest comes from the node's configuration.
 """
 

@@ -23,7 +23,7 @@ PAUSED = "backends paused"
 """Displayed as the reason why a job waits for admission."""
 
 Waiting = Callable[[str], AbstractContextManager[None]]
-"""A context entered during a wait; its argument names what is awaited."""
+"""A context entered during a wait; its argument names the awaited event."""
 
 logger = logging.getLogger(__name__)
 

@@ -97,7 +97,7 @@ class WaitingLine:
             waiter.woken.set()
 
     def tell_news(self) -> None:
-        """Wake all waiters, so that they check what they wait for."""
+        """Wake all waiters, so that they check their conditions."""
         for waiting in self._classes.values():
             for waiter in waiting.values():
                 waiter.woken.set()
@@ -152,13 +152,13 @@ class LoadBalancer:
         self._line.tell_news()
 
     def tell_news(self) -> None:
-        """Make all waiters check what they wait for."""
+        """Make all waiters check their conditions."""
         self._line.tell_news()
 
     # ------------------------------------------------------------ tasks
 
     async def acquire(self, task_id: str, priority: int, waiting: Waiting, shortage: Callable[[], str]) -> Assignment:
-        """Place a task in its turn: see `Backends.lease`. `shortage` returns what it waits for."""
+        """Place a task in its turn: see `Backends.lease`. `shortage` returns the reason of the wait."""
         if task_id in self._line:
             raise ValueError(f"task {task_id!r} waits for a backend already")
         self._placement.check_free(task_id)
@@ -196,7 +196,7 @@ class LoadBalancer:
     def changed(self) -> None:
         """Handle a backend that was added, removed, or changed its state.
 
-        Waiters get free places; the others update what they wait for.
+        Waiters get free places; the others update their reasons for waiting.
         """
         self.serve()
         self._line.tell_news()

@@ -214,7 +214,7 @@ def version_name(label: str, before: EngineInfo, after: EngineInfo) -> str:
 
     `before` and `after` are the known facts at the beginning and end of the attempt: the label of its weights, and the
     pool's version for them. A label that matches neither belongs to weights announced only to the engine, and stands
-    for itself. If the engine was not told a label, the version is that of `before`.
+    for itself. If no label was sent to the engine, the version is that of `before`.
     """
     if label == before.label:
         return before.policy_version

@@ -78,7 +78,7 @@ class Placement:
         self._ranks: list[Rank] = []
 
     def add(self, backend: Backend) -> None:
-        """Accept tasks for a new registration. Its URL must be new."""
+        """Accept tasks for a new registration. Its URL must not be registered."""
         self._backends[backend.url] = backend
         self._places[backend] = _Place()
         self._enter(backend)

@@ -303,7 +303,7 @@ class PolicyUpdates:
         return {backend: how for backend, how in told.items() if how[0] == "failed"}
 
     async def _let_go(self, told: dict[Backend, Told], *, paused: bool) -> None:
-        """End the hold and resume the engines; during an operator's pause, only activate their weights."""
+        """End the hold and resume the engines; during an operator's pause, only restore their weights."""
         if paused:
             async with open_single_nursery() as nursery:
                 for backend in self._placement.backends():

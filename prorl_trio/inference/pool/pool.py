@@ -359,7 +359,7 @@ class Backends:
         """Lease the least loaded backend for the duration of the block; it is always released at the end.
 
         Waits while no backend accepts tasks and has room. The wait is bounded only by the caller's deadline, and
-        `waiting` is entered with a description of what is missing. Among waiting tasks the lowest `priority` goes
+        `waiting` is entered with a description of the shortage. Among waiting tasks the lowest `priority` goes
         first, then FIFO; no task starves (see `balancer.WaitingLine`).
 
         Raises:
@@ -484,7 +484,7 @@ class Backends:
         return any(backend.accepting for backend in self._placement.backends())
 
     def shortage(self) -> str:
-        """Return what a task that waits for a backend waits for."""
+        """Return the reason why a task waits for a backend."""
         if self.accepting:
             return "backend room"
         if self._expected:
@@ -497,7 +497,7 @@ class Backends:
         return tuple(backend.info for backend in self._listed())
 
     def urls(self) -> tuple[str, ...]:
-        """Return the URLs of all registered backends, followed by those that are down."""
+        """Return the URLs of all registered backends, followed by backends that are down."""
         return (*(backend.url for backend in self._listed()), *self._expected.urls())
 
     # ------------------------------------------------------------ inside

@@ -49,7 +49,7 @@ MAX_LINE_BYTES: Final = 16 * 1024 * 1024
 """Longest line accepted from a program."""
 MAX_STDERR_CHARS: Final = 2000
 END_TIMEOUT_S: Final = 30.0
-"""Time limit for a process to exit after it has exited or closed its pipes."""
+"""Time limit for the end of a process that no longer reads or writes: it has exited or closed its pipes."""
 
 
 class CandidateEnded(Exception):
@@ -133,8 +133,8 @@ class CandidateProcess:
 
         Raises:
             CandidateEnded: the process exited without an answer.
-            SandboxLost: the cause lies outside the sandbox. There is no verdict.
-            EvaluationError: Python is missing, or there is no CPU. There is no verdict.
+            SandboxLost: the cause lies outside the sandbox. No verdict is possible.
+            EvaluationError: Python is missing, or there is no CPU. No verdict is possible.
             ProgramKilled: see `Verifier.check_end`.
         """
         self.is_late &= goes_on
@@ -236,7 +236,7 @@ async def grade_code(
     failure stops the grading.
 
     Raises:
-        EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+        EvaluationError, SandboxUnavailable, SandboxLost: no verdict is possible.
         ProgramKilled: it is not the last try. See `again_if_killed`.
     """
     test_ids = await _collected(context, tests, spec, last_try=last_try) if isinstance(tests, UnitTests) else []
@@ -458,7 +458,7 @@ class _Checker:
         """Return the next message; None if it is missing because of the values that the candidate gave the test.
 
         Raises:
-            EvaluationError: it is missing, and the candidate is not the cause. There is no verdict.
+            EvaluationError: it is missing, and the candidate is not the cause. No verdict is possible.
         """
         with trio.move_on_after(backstop_s(limit_s)):  # noqa: ASYNC912 - each way through it waits for the program
             try:

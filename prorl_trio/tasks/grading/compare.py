@@ -1,8 +1,8 @@
 """Comparison of a program's output with the expected output, on the evaluator's side. Pure.
 
 Lines and tokens are compared as in LiveCodeBench. Both texts are stripped and compared line by line. A line is correct
-if it equals the expected line, or if both consist of the same number of tokens that are equal as exact decimals.
-Numbers use the digits 0 to 9, without underscores. A tolerance applies only if the task specifies it.
+if it equals the expected line, or if both are rows of numbers that are equal as exact decimals. Numbers use the digits
+0 to 9, without underscores. A tolerance applies only if the task specifies it.
 """
 
 from __future__ import annotations

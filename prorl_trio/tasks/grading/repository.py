@@ -205,7 +205,7 @@ async def grade_repository(
         last_try: a killed program is attributed to the patch. See `again_if_killed`.
 
     Raises:
-        EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+        EvaluationError, SandboxUnavailable, SandboxLost: no verdict is possible.
         ProgramKilled: it is not the last try.
     """
     run = await run_suite(bench, patch, suite, last_try=last_try)

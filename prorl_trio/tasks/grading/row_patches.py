@@ -1,6 +1,6 @@
 """Patches in a row, checked before any rollout: hunks, the last line, and line endings. Pure.
 
-A patch that was truncated or stripped on its way into a data set is detected when the row is loaded or submitted, not
+A data set may contain truncated or stripped patches. They are detected when the row is loaded or submitted, instead of
 by `git apply` during an evaluation. Two defects can be repaired without guessing: a last line without newline, and
 empty context lines stripped off the end.
 """

@@ -9,9 +9,9 @@ memory. The answer is then graded once more in fresh sandboxes; a second kill co
 
 The machine's load is not attributed to the candidate either. A program is judged by its own time, which excludes
 waiting for a CPU (`prorl_daemon.exec`). Its wall time is a backstop, `BACKSTOP_FACTOR` times as long; a program that
-reaches it lacked CPU, and there is no verdict. In two cases a slow program is graded once more: if it was idle for most
-of its time, or if it was right but late on a shared CPU. If its CPU time alone shows that it is too slow, there is no
-second try. Only one such second try runs at a time.
+reaches it lacked CPU, and no verdict is possible. In two cases a slow program is graded once more: if it was idle for
+most of its time, or if it was right but late on a shared CPU. If its CPU time alone shows that it is too slow, there is
+no second try. Only one such second try runs at a time.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Verifier:
         """Write files by absolute path, before any code of the candidate runs.
 
         Raises:
-            EvaluationError, SandboxLost: the files cannot be written. There is no verdict.
+            EvaluationError, SandboxLost: the files cannot be written. No verdict is possible.
         """
         try:
             with self._bench.waiting("files of the evaluation", "evaluator"):
@@ -149,8 +149,8 @@ class Verifier:
         """Run a candidate's program, which may use `timeout_s` of its own time.
 
         Raises:
-            SandboxLost: the cause lies outside the sandbox. There is no verdict.
-            EvaluationError: the first program is missing, or the machine had no CPU for it. There is no verdict.
+            SandboxLost: the cause lies outside the sandbox. No verdict is possible.
+            EvaluationError: the first program is missing, or the machine had no CPU for it. No verdict is possible.
             ProgramKilled: it was killed, or may have been slowed down by the machine's load, and another try is left.
         """
         started_s = trio.current_time()
@@ -215,7 +215,7 @@ class Verifier:
         """Return a file written by the candidate's programs; None if it is missing or too long.
 
         Raises:
-            SandboxLost: the cause lies outside the sandbox. There is no verdict.
+            SandboxLost: the cause lies outside the sandbox. No verdict is possible.
         """
         try:
             return await self.sandbox.read_file(path, max_bytes=max_bytes)
@@ -283,7 +283,7 @@ async def open_verifier(bench: Bench, spec: SandboxSpec, *, last_try: bool = Tru
     """Open a sandbox for the evaluation of an answer.
 
     Raises:
-        SandboxUnavailable: it does not start. There is no verdict.
+        SandboxUnavailable: it does not start. No verdict is possible.
     """
     async with bench.open_sandbox(spec) as sandbox:
         yield Verifier(bench, sandbox, last_try=last_try)

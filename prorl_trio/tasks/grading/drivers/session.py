@@ -5,8 +5,8 @@ the paths changed and added by the patch, and further data for the pytest driver
 from the environment; the repository is added to Python's path afterwards.
 
 A skip or an expected failure counts only if the row requested it. Then every frame between the test and the exception
-is code of the row or of the environment, and the raising frame names its action. Code is not the row's if the patch
-changed or added it, if it was generated at run time, or if its file was written since the start of the run.
+is code of the row or of the environment, and the raising frame names its action. Three kinds of code are not the row's:
+code changed or added by the patch, code generated at run time, and files written since the start of the run.
 
 Runs in sandboxes, in the tests' own process: it uses only the syntax and the standard library of Python 3.5.
 """

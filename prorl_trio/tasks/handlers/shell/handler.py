@@ -57,14 +57,14 @@ NUDGE: Final = "Go on with the tools. When the task is done, call finish."
 # The verifier of a task in a shell is the task's own script. It runs in the agent's sandbox, or in a fresh one.
 #
 # If the script leaves no reward, the task or the agent may be at fault. A control run decides: the same script in a
-# fresh sandbox without any of the agent's files. If that leaves no reward either, there is no verdict. Otherwise the
+# fresh sandbox without any of the agent's files. If that leaves no reward either, no verdict is possible. Otherwise the
 # agent prevented its verdict, and the reward is 0.
 #
 # If the script is killed (SIGKILL) without reaching a limit, the cause is unknown as well: it is run once more.
 #
 # The script's limit applies to its own time (`prorl_daemon.exec`). It does not advance while the script waits for a
-# CPU, so the script may take up to twice as long. Wall time is a backstop; a script that reaches it lacked CPU, and
-# there is no verdict.
+# CPU, so the script may take up to twice as long. Wall time is a backstop; a script that reaches it lacked CPU, and no
+# verdict is possible.
 #
 # A script that runs the agent's programs may leave a reward written by those programs. Signs of that are processes that
 # outlive the script (they are killed before the reward is read) or write the reward after its end, a signal that ended
@@ -163,7 +163,7 @@ async def verify(context: RolloutContext, case: Case, record: StepRecord) -> Non
     If artefacts are recorded, they replace the agent's sandbox.
 
     Raises:
-        EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict.
+        EvaluationError, SandboxUnavailable, SandboxLost: no verdict is possible.
     """
 
     async def grade(*, last_try: bool) -> _Verdict:
@@ -235,7 +235,7 @@ async def _signs_of_control(context: RolloutContext, case: Case) -> frozenset[st
     """Return the signs of a run without any of the agent's files; empty for a run without a reward.
 
     Raises:
-        SandboxUnavailable, SandboxLost: its sandbox does not start. There is no verdict.
+        SandboxUnavailable, SandboxLost: its sandbox does not start. No verdict is possible.
     """
     with context.waiting("the verifier's control run", "evaluator"):
         async with context.open_sandbox(case.own if case.verifier.separate else case.agents) as sandbox:
@@ -250,8 +250,8 @@ async def _control(context: RolloutContext, case: Case, problem: str) -> None:
     """Run the verifier without any of the agent's files.
 
     Raises:
-        EvaluationError: it leaves no reward there either. There is no verdict.
-        SandboxUnavailable, SandboxLost: its sandbox does not start, or is lost. There is no verdict.
+        EvaluationError: it leaves no reward there either. No verdict is possible.
+        SandboxUnavailable, SandboxLost: its sandbox does not start, or is lost. No verdict is possible.
     """
     with context.waiting("the verifier's control run", "evaluator"):
         try:
@@ -489,7 +489,7 @@ class ShellHandler(AgentHandler):
         """Grade the finished step and begin the next one; None if it was the last.
 
         Raises:
-            EvaluationError, SandboxUnavailable, SandboxLost: there is no verdict, or the next step cannot begin, and
+            EvaluationError, SandboxUnavailable, SandboxLost: no verdict is possible, or the next step cannot begin, and
                 the agent is not the cause.
         """
         progress: Progress = context.handler_state

@@ -226,6 +226,6 @@ def _loosest(text: str) -> str:
 
 
 STRICT: Final = 4
-"""Number of forms that keep articles: `A Green` may be the letter A."""
+"""Number of forms in `_FORMS` that keep articles: `A Green` may be the letter A."""
 _FORMS: Final = (_exact, _undressed, _cased, _folded, _loosest)
 """From the exact text to its loosest form."""
