@@ -1,7 +1,8 @@
 """The process of a fleet's head from start to exit: sessions, members, edges, its entry in the folder.
 
-serve_fleet() └─ sessions             the ledger                                             ends last └─ head nursery
-sessions on the members, what is asked of them         second
+serve_fleet()
+└─ sessions             the ledger                                             ends last
+   └─ head nursery      sessions on the members, requests to the members       second
       └─ accept nursery listeners of the server, their connections             first
 """
 

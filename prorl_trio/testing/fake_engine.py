@@ -4,8 +4,9 @@ It offers the endpoints that `VllmClient` uses, and aborts a completion when its
 passes the same contract suite as the real server.
 
 Example:
-    async with open_fake_engine(script=lambda prompt: ([17, 2], [-0.1, -0.2], "stop")) as engine: client =
-        VllmClient(engine.url) await client.probe(timeout_s=5)
+    async with open_fake_engine(script=lambda prompt: ([17, 2], [-0.1, -0.2], "stop")) as engine:
+        client = VllmClient(engine.url)
+        await client.probe(timeout_s=5)
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """An SGLang look-alike for tests: the fake engine behind SGLang's documented API. Not checked against a real server.
 
 Example:
-    async with open_fake_sglang() as engine: client = SglangClient(engine.url) await client.probe(timeout_s=5)
+    async with open_fake_sglang() as engine:
+        client = SglangClient(engine.url)
+        await client.probe(timeout_s=5)
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A trainer's own engine for tests, with the API of a ProRL Agent server: the fake engine behind `/generate`.
 
 Example:
-    async with open_fake_trainer_engine() as engine: client = TrainerEngineClient(engine.url, context_tokens=2048) await
-        client.probe(timeout_s=5)
+    async with open_fake_trainer_engine() as engine:
+        client = TrainerEngineClient(engine.url, context_tokens=2048)
+        await client.probe(timeout_s=5)
 """
 
 from __future__ import annotations
