@@ -358,7 +358,7 @@ class Fleet:
     async def _recover(self, timeout_s: float) -> None:
         with trio.move_on_after(timeout_s):
             await trio.lowlevel.checkpoint()
-            while not self.members.settled:  # noqa: ASYNC110 - the time is one of the reasons for a change
+            while not self.members.settled:  # noqa: ASYNC110 - the state also changes with time
                 await trio.sleep(RECOVERY_POLL_S)
         self.apply(on.Recovered())
 

@@ -86,7 +86,7 @@ async def checked_sandbox(contract: Contract, spec: SandboxSpec | None = None) -
 
 
 class Traces(NamedTuple):
-    """The traces of sandboxes: processes below this one, mounts on this machine, files in `base`."""
+    """The traces of sandboxes: processes below this one, mounts on this machine, files in `base`, open fds."""
 
     processes: frozenset[str]
     mounts: frozenset[str]

@@ -460,7 +460,7 @@ class _Checker:
         Raises:
             EvaluationError: it is missing, and the candidate is not the cause. No verdict is possible.
         """
-        with trio.move_on_after(backstop_s(limit_s)):  # noqa: ASYNC912 - each way through it waits for the program
+        with trio.move_on_after(backstop_s(limit_s)):  # noqa: ASYNC912 - every path waits for the program
             try:
                 if line := await self._lines.receive():
                     return decode_line(line)

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001 - a colon as Chinese has it
+# ruff: noqa: RUF001 - a Chinese colon
 """Find the final answer in a text. Pure, and linear in the text, because it also runs on the node's event loop."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An answer in mathematics as plain text, independent of its markup. Pure."""
 
-# ruff: noqa: RUF001 - signs that look alike are what this is about
+# ruff: noqa: RUF001 - look-alike signs are the subject of this module
 from __future__ import annotations
 
 import re

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable  # noqa: TC003 - msgspec and readers look the annotation up
+from collections.abc import Callable  # noqa: TC003 - evaluated by msgspec and readers
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple

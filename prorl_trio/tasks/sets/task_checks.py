@@ -155,7 +155,7 @@ def _in_thread(work: Callable[[], Awaitable[T]]) -> T:
     def run() -> None:
         try:
             trio.run(main)
-        except BaseException as exc:  # noqa: ASYNC103 - raised again by the thread that waits for this one
+        except BaseException as exc:  # noqa: ASYNC103 - re-raised by the waiting thread
             errors.append(exc)
 
     thread = threading.Thread(target=run, name="gold checks")

@@ -139,7 +139,7 @@ def _watch_skips(session: Any) -> None:
         Exception.__init__(self, *arguments)
         session.skips.append(session.objection(session.callers()))
 
-    setattr(unittest.SkipTest, "__init__", note)  # noqa: B010 - by type it has none of its own
+    setattr(unittest.SkipTest, "__init__", note)  # noqa: B010 - the type declares no such attribute
 
 
 def main() -> None:
@@ -160,7 +160,7 @@ def main() -> None:
         return Reporter(session, float(test_timeout_s), *given, **options)
 
     # A function may replace the class, because callers only call it to create a result.
-    setattr(unittest.TextTestRunner, "resultclass", staticmethod(make_result))  # noqa: B010 - by type it is a class
+    setattr(unittest.TextTestRunner, "resultclass", staticmethod(make_result))  # noqa: B010 - declared as a class
     tests = os.path.join(os.getcwd(), "tests")
     script = os.path.join(tests, "runtests.py")
     session.add_repository(tests)

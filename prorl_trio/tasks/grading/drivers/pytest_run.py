@@ -94,7 +94,7 @@ class Reporter:
 
     # Equivalent to pytest.hookimpl; pytest is imported late.
     for hook in (pytest_runtest_protocol, pytest_runtest_makereport):
-        setattr(hook, "pytest_impl", {"hookwrapper": True, "tryfirst": True})  # noqa: B010 - it is no attribute by type
+        setattr(hook, "pytest_impl", {"hookwrapper": True, "tryfirst": True})  # noqa: B010 - the type lacks the attribute
 
     def _objection(self, item: Any, exception: BaseException, *, expected: bool) -> str:
         """Return why a raised exception may not skip a test or make it fail as expected; empty if it may."""
@@ -165,7 +165,7 @@ class _Finder:
         os.write(self._stdout, f"\n{json.dumps(found)}\n".encode())
         os._exit(0)
 
-    setattr(pytest_load_initial_conftests, "pytest_impl", {"tryfirst": True})  # noqa: B010 - it is no attribute by type
+    setattr(pytest_load_initial_conftests, "pytest_impl", {"tryfirst": True})  # noqa: B010 - the type lacks the attribute
 
 
 _RANK = {"missing": 0, "passed": 1, "xpassed": 2, "xfailed": 3, "skipped": 4, "timed_out": 5, "failed": 6, "error": 7}
@@ -222,7 +222,7 @@ def _limit_plugins(allowed: frozenset[str]) -> None:
             for source, original in zip(sources, originals):  # noqa: B905 - Python 3.8
                 source.distributions = original
 
-    setattr(pluggy.PluginManager, "load_setuptools_entrypoints", load_allowed)  # noqa: B010 - by type it is no variable
+    setattr(pluggy.PluginManager, "load_setuptools_entrypoints", load_allowed)  # noqa: B010 - not declared as a variable
 
 
 def _watch_marks(session: Session) -> None:

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001, RUF002 - signs of many kinds are what this file is about
+# ruff: noqa: RUF001, RUF002 - unusual signs are the subject of this module
 """Convert LaTeX, markdown and Unicode to plain text, so that texts that look the same are equal. Pure, in linear time.
 
 Gold answers, units, choices and the policy's answers all pass through `plain`.

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001 - signs of many kinds are what this file is about
+# ruff: noqa: RUF001 - unusual signs are the subject of this module
 """Parse a number with its unit in an answer: the number, and the text of its unit. Needs no other package."""
 
 from __future__ import annotations

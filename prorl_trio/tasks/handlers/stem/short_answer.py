@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001 - signs of many kinds are what this file is about
+# ruff: noqa: RUF001 - unusual signs are the subject of this module
 """Short answers in words: normalised exact match, and F1 over words."""
 
 from __future__ import annotations

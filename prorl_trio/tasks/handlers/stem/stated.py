@@ -9,7 +9,7 @@ from prorl_trio.tasks.handlers.final_answer import extract_boxed
 
 MAX_BETWEEN_CHARS: Final = 24
 _ANCHOR: Final = re.compile(
-    r"(?:答案\s*(?:是|为|[:：])|(?<![A-Za-z])(?:answer|choice|option)"  # noqa: RUF001 - as Chinese has it
+    r"(?:答案\s*(?:是|为|[:：])|(?<![A-Za-z])(?:answer|choice|option)"  # noqa: RUF001 - Chinese punctuation
     r"(?:\s+(?:is|equals|should be|must be|would be)(?![A-Za-z])\s*:?"
     r"|[\"']?\s{0,3}[:=])|####(?!#)|(?m:^)[#*_ ]{0,8}(?:(?:final|correct|my)\s)?answer[*_ ]{0,4}\n)"
     r"(?:[*_]{1,3}(?=\s))?\s*",
@@ -34,7 +34,7 @@ _SENTENCE_END: Final = re.compile(r"(?<=[^\s.])(?<![^\w][A-Za-z])[.!?](?=\s+(?:[
 HEDGES: Final = re.compile(
     r"(?<![A-Za-z])(?:or|nor|either|neither|but|however|maybe|perhaps|possibly|alternatively|alternative|instead|wait|"
     r"actually|correction|unless|except|rather|not|no|never|wrong|incorrect|false|might|could|may|unsure|if|otherwise)"
-    r"(?![A-Za-z])|n['’]t(?![A-Za-z])",  # noqa: RUF001 - as people type it
+    r"(?![A-Za-z])|n['’]t(?![A-Za-z])",  # noqa: RUF001 - typed by people
     re.IGNORECASE,
 )
 """Words after an answer that may revoke it or add another one."""

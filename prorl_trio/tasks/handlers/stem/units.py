@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001 - signs of many kinds are what this file is about
+# ruff: noqa: RUF001 - unusual signs are the subject of this module
 """Parse units as people write them, and convert them with pint. Gold and answer share one table of spellings.
 
 A text is a unit only if all of it is understood. Pint is imported on first use.
