@@ -128,7 +128,6 @@ class Member:
 
     @property
     def node_id(self) -> str:
-        """Return the node's id."""
         return self.entry.node_id
 
     @property
@@ -209,7 +208,6 @@ class Members:
 
     @property
     def folder(self) -> Path:
-        """Return the fleet's folder."""
         return self._watch.path
 
     @property

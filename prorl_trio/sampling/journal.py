@@ -94,7 +94,6 @@ class SamplerJournal:
 
     @property
     def manifest_path(self) -> Path:
-        """Return the path of the manifest."""
         return self._folder / MANIFEST
 
     @property

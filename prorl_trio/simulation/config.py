@@ -50,7 +50,6 @@ class Distribution(Table, frozen=True):
             _check_percentiles(self.percentiles)
 
     def draw(self, random: Random) -> float:
-        """Draw a sample."""
         if self.value is not None:
             return self.value
         if self.p50 is not None and self.p95 is not None:

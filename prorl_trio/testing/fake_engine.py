@@ -129,7 +129,6 @@ class FakeEngine:
 
     @property
     def stats(self) -> FakeEngineStatistics:
-        """A snapshot."""
         return FakeEngineStatistics(
             running=self._running,
             running_peak=self._running_peak,

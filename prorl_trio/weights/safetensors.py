@@ -157,7 +157,6 @@ class TensorType(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:

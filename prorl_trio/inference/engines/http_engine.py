@@ -130,7 +130,6 @@ class HttpEngineClient(EngineClient):
 
     @property
     def http(self) -> HttpClient:
-        """The underlying HTTP client."""
         return self._http
 
     @abc.abstractmethod

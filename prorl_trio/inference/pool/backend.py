@@ -372,7 +372,6 @@ class Backend:
         self.weight = weight
 
     def limit_tasks(self, max_tasks: int) -> None:
-        """Change its task limit."""
         self.max_tasks = max_tasks
 
     def suspend(self, *, suspended: bool) -> None:

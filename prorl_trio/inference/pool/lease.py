@@ -167,12 +167,10 @@ class Lease:
 
     @property
     def task_id(self) -> str:
-        """Return the id of the task that holds the lease."""
         return self._assignment.task_id
 
     @property
     def url(self) -> str:
-        """Return the URL of the current backend."""
         return self._assignment.backend.url
 
     @property

@@ -41,7 +41,6 @@ class Choice(_Graded, frozen=True, tag="choice"):
 
     @property
     def letters(self) -> str:
-        """The letters of the choices, in order."""
         return LETTERS[: len(self.choices)]
 
 
