@@ -18,11 +18,11 @@ PYTHON ?= $(shell for name in python3 python3.14 python3.13 python3.12 python3.1
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$name"; break; }; done)
 
 .NOTPARALLEL:
-.PHONY: help setup setup-dev engine trainers lock agents check-beside-downloads apptainer apptainer-if-possible slurm-if-possible demo learn doctor check quick hosted test e2e soak mutants docs format clean clean-cache
+.PHONY: help setup setup-dev engine trainers lock agents check-beside-downloads apptainer apptainer-if-possible slurm-if-possible chromium-if-possible demo learn doctor check quick hosted test e2e soak mutants docs format clean clean-cache
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, WORKERS=2 (of tests), APPTAINER=no SLURM=no (install nothing for tests),"
+	@echo "Settings: PYTHON=..., ENGINE=cpu|gpu, WORKERS=2 (of tests), APPTAINER=no SLURM=no CHROMIUM=no (install nothing for tests),"
 	@echo "  ALL=1 (e2e: every case, not a part of some; check: async rules for tests too), PRORL_CACHE_DIR=... (default ~/.cache/prorl-trio)"
 
 setup: python ## everything: .venv, the engine's environment and the model (once; then a quick no-op)
@@ -64,6 +64,9 @@ apptainer-if-possible:
 
 slurm-if-possible:
 	@[ "$(SLURM)" = no ] || launch/prorl_launch/slurm/cluster.sh install --if-possible
+
+chromium-if-possible:
+	@[ "$(CHROMIUM)" = no ] || launch/prorl_launch/chromium.sh --if-possible
 
 learn: setup trainers ## a real policy learns to use a tool: an hour on two cores (QUICK=1: three minutes; AGENT=pydantic-ai: through a program)
 	@$(VENV)/prorl-trio learn $(if $(QUICK),--quick) $(if $(AGENT),--agent $(AGENT)) $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) \
@@ -114,7 +117,7 @@ hosted: setup-dev ## the unit and component tests, as hosted CI runs them: no en
 test: apptainer-if-possible check-beside-downloads setup ## check, then the whole suite but for the slow marks
 	$(call pytest,not slow and not soak)
 
-e2e: setup trainers agents apptainer-if-possible slurm-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
+e2e: setup trainers agents apptainer-if-possible slurm-if-possible chromium-if-possible ## the slow suite: the real engine, the real sandboxes, end to end
 	$(call pytest,slow and not soak)
 
 soak: setup apptainer-if-possible slurm-if-possible ## a thousand sandboxes in a row, thousands of jobs under kill -9 (hours)
@@ -129,4 +132,4 @@ clean: ## remove what was made in the checkout
 
 clean-cache: python ## remove what was made in the cache folder: engine and trainer environments, the model, tokenizers, peers, images, logs
 	cd "$$($(SOURCES) $(PYTHON) -c 'from prorl_launch.paths import cache_dir; print(cache_dir())')" && \
-		rm -rf agents uv uv-* engine-* train-* verl-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs
+		rm -rf agents import-paths uv uv-* engine-* train-* verl-* models tokenizers peers apptainer host-pythons runtimes images test-images test-tools lock-tools logs

@@ -19,6 +19,7 @@ from typing import Any
 REST = os.environ["PRORL_REST"]
 HEADERS = {"Authorization": f"Bearer {os.environ['PRORL_TOKEN']}", "X-Session-Id": "rest-example"}
 FULL = 429
+RUN = f"{time.time_ns()}"  # in the ids: a node takes the id of a job that has ended for that one's
 PATIENCE_S = 300.0
 
 
@@ -59,11 +60,11 @@ def error_of_node(error: urllib.error.HTTPError) -> dict[str, Any]:
 
 
 def submit(questions: list[tuple[int, int]]) -> int:
-    """Submit two rollouts a question; return how many were taken. Submitting the same again does no harm."""
+    """Submit two rollouts a question; return how many were taken. Submitting them again while they run does no harm."""
     jobs = [
         {
-            "job_id": f"{a}x{b}-{n}",
-            "group_id": f"{a}x{b}",
+            "job_id": f"{RUN}-{a}x{b}-{n}",
+            "group_id": f"{RUN}-{a}x{b}",
             "instance": {
                 "instance_id": f"{a}x{b}",
                 "handler": "math",

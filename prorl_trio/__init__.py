@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from prorl_ipc.limits import SandboxLimits
     from prorl_ipc.session import Accepted, Rejected
     from prorl_trio.agent.context import Resources, RolloutContext
-    from prorl_trio.agent.loop import AgentEnd, NewDialogue, run_agent, run_sub_agent
+    from prorl_trio.agent.loop import AgentEnd, NewDialogue, asking_service, run_agent, run_sub_agent
     from prorl_trio.agent.style import AgentStyle
     from prorl_trio.chat.conversation import ParsedTurn
     from prorl_trio.client import BlockingClient, RolloutClient, connect
@@ -107,6 +107,7 @@ __all__ = [
     "TransferOptions",
     "TransferReport",
     "Turn",
+    "asking_service",
     "connect",
     "open_groups",
     "pad_batch",
@@ -118,7 +119,7 @@ _HOMES = {
     "prorl_ipc.limits": "SandboxLimits",
     "prorl_ipc.session": "Accepted Rejected",
     "prorl_trio.agent.context": "Resources RolloutContext",
-    "prorl_trio.agent.loop": "AgentEnd NewDialogue run_agent run_sub_agent",
+    "prorl_trio.agent.loop": "AgentEnd NewDialogue asking_service run_agent run_sub_agent",
     "prorl_trio.agent.style": "AgentStyle",
     "prorl_trio.chat.conversation": "ParsedTurn",
     "prorl_trio.client": "BlockingClient RolloutClient connect",

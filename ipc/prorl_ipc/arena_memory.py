@@ -40,7 +40,7 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, 
 
 
 class ArenaRef(_Frame, frozen=True):
-    """A reference to the tokens of one segment. `offset` in bytes; `capacity` and `length` in tokens."""
+    """A reference to the tokens of one segment. `offset` is in bytes, `capacity` and `length` in tokens."""
 
     arena_id: str
     offset: int
@@ -50,16 +50,16 @@ class ArenaRef(_Frame, frozen=True):
 
 
 class ArenaHello(_Frame, frozen=True):
-    """First frame of a reader. `token` is that of the trainer session."""
+    """First frame of a reader. `token` is the token of the trainer session."""
 
     version: int
     token: str
 
 
 class ArenaOffer(_Frame, frozen=True):
-    """The arena; its descriptor, read-only, comes with the first byte.
+    """The arena. Its read-only descriptor is sent with the first byte.
 
-    The reader is `reader_id` while the connection lasts.
+    `reader_id` identifies the reader during the connection.
     """
 
     version: int
@@ -71,7 +71,7 @@ class ArenaOffer(_Frame, frozen=True):
 class ArenaRefused(_Frame, frozen=True):
     """The node refuses the reader and closes the connection.
 
-    `user`: it runs as another user; `admission`: there are too many.
+    `user`: the reader runs as another user. `admission`: too many readers are connected.
     """
 
     code: Literal["version", "user", "token", "protocol", "admission"]

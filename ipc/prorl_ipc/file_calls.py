@@ -23,7 +23,7 @@ class FileRead(_Wire, frozen=True):
 
 
 class FileData(_Wire, frozen=True):
-    """Answer to `FileRead`. `size_bytes` is the whole file's; `eof`: the piece ends the file."""
+    """Answer to `FileRead`. `size_bytes` is the size of the whole file; `eof`: the piece ends the file."""
 
     data: bytes
     size_bytes: int
@@ -31,7 +31,7 @@ class FileData(_Wire, frozen=True):
 
 
 class FileWrite(_Wire, frozen=True):
-    """Write `data` to the absolute `path` (parents are made). `append` adds to the end; 420 is the mode 0644."""
+    """Write `data` to the absolute `path`, creating parents. `append` adds to the end; 420 is the mode 0644."""
 
     path: str
     data: bytes
@@ -40,7 +40,7 @@ class FileWrite(_Wire, frozen=True):
 
 
 class FileWritten(_Wire, frozen=True):
-    """Answer to `FileWrite`. `size_bytes` is the whole file's afterwards."""
+    """Answer to `FileWrite`. `size_bytes` is the size of the whole file afterwards."""
 
     size_bytes: int
 
@@ -49,12 +49,13 @@ class FileWritten(_Wire, frozen=True):
 
 
 class TreeEntry(_Wire, frozen=True):
-    """A member of a tree. A folder comes before what is in it; a file's content follows it.
+    """A member of a tree. A folder precedes its members; a file's content follows it.
 
     Attributes:
-        path: relative, `/` between names, empty for the root, which comes first.
-        mode: permission bits only.
-        target: a symbolic link's text, or the path of the file in the tree of which a hard link is a second name.
+        path: relative path with `/` between names; empty for the root, which comes first.
+        kind: type of the member.
+        mode: permission bits.
+        target: text of a symbolic link, or the path in the tree of a hard link's file.
     """
 
     path: bytes
@@ -64,7 +65,7 @@ class TreeEntry(_Wire, frozen=True):
 
 
 class TreeContent(_Wire, frozen=True):
-    """The next bytes, at least one, of the file whose entry came last."""
+    """The next bytes, at least one, of the file of the last entry."""
 
     data: bytes
 
@@ -73,10 +74,10 @@ TreePart = TreeEntry | TreeContent
 
 
 class UploadBegin(_Wire, frozen=True):
-    """Begin to make the file or folder at the absolute `path`, which must lie below one of `roots` (`~`: the home).
+    """Begin an upload to the absolute `path`, which must lie below one of `roots` (`~`: the home).
 
-    Without `overwrite` nothing may be there. It appears with `UploadEnd`, whole. The caller chooses `transfer_id`. It
-    must differ from those of the transfers that are open. At most four may be open.
+    Without `overwrite`, the path must not exist. The whole tree appears with `UploadEnd`. The caller chooses
+    `transfer_id`, which must be unique among open transfers. At most four may be open.
     """
 
     transfer_id: int
@@ -88,7 +89,7 @@ class UploadBegin(_Wire, frozen=True):
 
 
 class DownloadBegin(_Wire, frozen=True):
-    """Begin to read the file or folder at the absolute `path`, which must lie below one of `roots` or be one."""
+    """Begin a download of the file or folder at the absolute `path`, which is in `roots` or below one."""
 
     transfer_id: int
     path: str
@@ -109,21 +110,21 @@ class UploadParts(_Wire, frozen=True):
 
 
 class UploadTaken(_Wire, frozen=True):
-    """Answer to `UploadParts`: they are written."""
+    """Answer to `UploadParts`: the parts are written."""
 
 
 class UploadEnd(_Wire, frozen=True):
-    """The tree is complete: give it its name."""
+    """The tree is complete: move it to its path."""
 
     transfer_id: int
 
 
 class UploadEnded(_Wire, frozen=True):
-    """Answer to `UploadEnd`: the tree is there."""
+    """Answer to `UploadEnd`: the tree is at its path."""
 
 
 class DownloadParts(_Wire, frozen=True):
-    """Ask for the next parts of a download."""
+    """Request the next parts of a download."""
 
     transfer_id: int
 
@@ -131,8 +132,8 @@ class DownloadParts(_Wire, frozen=True):
 class TreeParts(_Wire, frozen=True):
     """Answer to `DownloadParts`: at least one part, unless `done`, which ends the transfer.
 
-    With `done`, `left_out` names the first 100 of what was left out, and `left_out_total` counts all of it: links that
-    lead out of the tree, devices, pipes, sockets, what vanished meanwhile.
+    With `done`, `left_out` names the first 100 omitted members, and `left_out_total` counts all: links that lead out of
+    the tree, devices, pipes, sockets, and members that vanished.
     """
 
     parts: list[TreePart]
@@ -142,7 +143,7 @@ class TreeParts(_Wire, frozen=True):
 
 
 class TransferAbort(_Wire, frozen=True):
-    """Forget a transfer; nothing of it is left. An unknown or ended one is fine."""
+    """Abort a transfer and remove its data. An unknown or ended transfer is ignored."""
 
     transfer_id: int
 
@@ -155,10 +156,10 @@ class TransferAborted(_Wire, frozen=True):
 
 
 class EditFile(_Wire, frozen=True):
-    """A call of an agent's `str_replace_editor`. The editor checks, and says, which fields a `command` needs.
+    """A call of an agent's `str_replace_editor`. The editor checks which fields a `command` needs.
 
     `command` is `view` (`view_range`), `create` (`file_text`), `str_replace` (`old_str`, `new_str`), `insert`
-    (`insert_line`, `new_str`) or `undo_edit`. Of numbered lines at most `max_output_bytes` are shown.
+    (`insert_line`, `new_str`) or `undo_edit`. At most `max_output_bytes` of numbered lines are shown.
     """
 
     command: str
@@ -172,7 +173,7 @@ class EditFile(_Wire, frozen=True):
 
 
 class FileEdited(_Wire, frozen=True):
-    """Answer to `EditFile`: what the agent reads. `ok` is False if nothing was done; `output` says why."""
+    """Answer to `EditFile`. `output` is the text for the agent. `ok` is False if the edit was refused."""
 
     output: str
     ok: bool

@@ -42,12 +42,12 @@ class SandboxLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class NamespaceLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """The limits of a sandbox's namespaces, whoever asks inside. Set by the kernel's files, before there is a sandbox.
+    """The limits of a sandbox's namespaces, for all its users. They are set by kernel files before the sandbox starts.
 
     Attributes:
-        pid_max: `kernel.pid_max` of its PID namespace; 0 where the machine has only one, which is then left alone.
-        max_user_namespaces, max_inotify_instances, max_inotify_watches: as below /proc/sys/user.
-        max_ptys: terminals.
+        pid_max: `kernel.pid_max` of its PID namespace; 0 leaves it unchanged, if the machine has only one.
+        max_user_namespaces, max_inotify_instances, max_inotify_watches: as in /proc/sys/user.
+        max_ptys: number of terminals.
     """
 
     pid_max: int

@@ -47,10 +47,10 @@ class ForkSandbox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=T
     """Start a sandbox.
 
     Attributes:
-        fds: the numbers by which its first process is to have the descriptors that come along, in their order.
-        disk_bytes: of each of its file systems in memory: /tmp, /dev/shm and the home directory.
-        limits: of its namespaces.
-        prestart_ipython: fork its IPython as well.
+        fds: descriptor numbers in its first process for the descriptors sent along, in order.
+        disk_bytes: size of each file system in memory: /tmp, /dev/shm and the home directory.
+        limits: limits of its namespaces.
+        prestart_ipython: also fork its IPython.
     """
 
     fds: list[int]
@@ -63,8 +63,8 @@ class Forked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, 
     """The answer.
 
     Attributes:
-        pid: of the sandbox's first process, a child of the node, in the node's PID namespace; 0 where there is none.
-        problem: why there is none; empty if there is.
+        pid: process id of the sandbox's first process, a child of the node, in the node's PID namespace; 0 on failure.
+        problem: description of the failure; empty on success.
     """
 
     pid: int = 0
@@ -76,21 +76,21 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, g
 
 
 class Ping(_Wire, frozen=True):
-    """Is the daemon alive?"""
+    """Check that the daemon is alive."""
 
 
 class Pong(_Wire, frozen=True):
-    """Answer to `Ping`. `uptime_s` since the daemon listened, `open_fds` of the daemon process."""
+    """Answer to `Ping`. `uptime_s`: seconds since the daemon listens. `open_fds`: open descriptors of the daemon."""
 
     uptime_s: float
     open_fds: int
 
 
 class PortOpen(_Wire, frozen=True):
-    """Listen on `port` of 127.0.0.1, of the sandbox's own network; 0: any free one.
+    """Listen on `port` of 127.0.0.1, in the sandbox's own network; 0: any free port.
 
-    The listening socket is sent on the socket of the start line (`ports_fd`), with `PortOpened` as its message, and is
-    the receiver's alone. Refused with the code `no_ports` where there is no such pair, and `io` if it cannot listen.
+    The listening socket is sent on the socket of the start line (`ports_fd`), with `PortOpened` as its message, and
+    only the receiver keeps it. Refused with the code `no_ports` without such a socket, and `io` if it cannot listen.
     """
 
     port: int = 0
@@ -103,13 +103,13 @@ class PortOpened(_Wire, frozen=True):
 
 
 class BashRun(_Wire, frozen=True):
-    """Run `command` in the persistent shell. Refused with the code `busy` while a command is still running there.
+    """Run `command` in the persistent shell. Refused with the code `busy` while another command is running.
 
-    After `timeout_s` the foreground process group is interrupted and then killed; if the shell itself does not come
-    back, it is killed with everything in its session and started anew (`restarted`). With `quiet_timeout_s`, the call
-    is answered (`running`) when that long no output came; the command goes on, and `BashInput` follows it up.
-    Of the output at most `max_output_bytes` are kept: the first and the last half. It is plain text, or, if `raw`,
-    what the terminal got. With `stream` it is sent as it comes as well, as chunks of stream `output`, always raw.
+    After `timeout_s` the foreground process group is interrupted and then killed. If the shell does not respond, it is
+    killed with everything in its session and restarted (`restarted`). With `quiet_timeout_s`, the call is answered
+    (`running`) after that many seconds without output; the command keeps running, and `BashInput` continues it.
+    At most `max_output_bytes` of the output are kept, the first and the last half, as plain text, or with `raw` as the
+    terminal received it. With `stream`, the output is also sent in chunks of stream `output`, always raw.
     """
 
     command: str
@@ -121,10 +121,10 @@ class BashRun(_Wire, frozen=True):
 
 
 class BashInput(_Wire, frozen=True):
-    """Type `keys` into the terminal of the command that is still running, and wait for it as `BashRun` does.
+    """Type `keys` into the terminal of the running command, and wait for it as `BashRun` does.
 
-    0x03 interrupts (C-c), 0x04 ends its input (C-d), 0x1a stops it (C-z); no keys: only wait. Keys are dropped if the
-    command has ended meanwhile, which the result tells. Without a command to follow up: the code `not_running`.
+    0x03 interrupts (C-c), 0x04 ends its input (C-d), 0x1a stops it (C-z). Without keys the call only waits. Keys are
+    dropped if the command has ended, which the result reports. Without such a command: the code `not_running`.
     """
 
     keys: bytes
@@ -139,10 +139,10 @@ class BashResult(_Wire, frozen=True):
     """Answer to `BashRun` and `BashInput`: the result of the command since the call before.
 
     `output` is the terminal's (stdout and stderr in order), decoded as UTF-8 with replacement, newlines plain.
-    `exit_code` is None if the command was killed by the timeout, took the shell with it and left no code, or is still
-    `running`. `dropped_bytes` were left out in the middle of `output`, where a line says so. `cwd` is the shell's
-    afterwards. `restarted`: the shell was lost (`exit`, `exec`, killed, or timed out beyond rescue); a new one has
-    taken its place, without the old one's variables, functions and working directory.
+    `exit_code` is None if the command was killed by the timeout, ended the shell without a code, or is still `running`.
+    `dropped_bytes` were omitted in the middle of `output`, where a line marks it. `cwd` is the shell's directory
+    afterwards. `restarted`: the shell was lost (`exit`, `exec`, killed, or not responding after a timeout) and
+    replaced, without its variables, functions and working directory.
     """
 
     output: str
@@ -158,21 +158,21 @@ class BashResult(_Wire, frozen=True):
 
 
 class BashRestart(_Wire, frozen=True):
-    """Kill the shell with everything in its session, also a running command, and start a new one."""
+    """Kill the shell with everything in its session, including a running command, and start a new shell."""
 
 
 class BashRestarted(_Wire, frozen=True):
-    """Answer to `BashRestart`: the new shell is ready. `pid` is its own, in the daemon's PID namespace."""
+    """Answer to `BashRestart`: the new shell is ready. `pid` is its process id, in the daemon's PID namespace."""
 
     pid: int
 
 
 class IpythonRun(_Wire, frozen=True):
-    """Run one cell in the persistent shell of `kernel`, started on first use.
+    """Run one cell in the persistent shell of `kernel`, which is started on first use.
 
-    `kernel` is empty for the IPython that comes with the daemon, or the name of an installed Jupyter kernelspec.
-    After `timeout_s` the cell is interrupted (KeyboardInterrupt); if it does not end, the shell is killed and started
-    anew (`restarted`). Stdout and stderr are each capped to `max_output_bytes`, head and tail kept.
+    `kernel` is empty for the daemon's IPython, or the name of an installed Jupyter kernelspec. After `timeout_s` the
+    cell is interrupted (KeyboardInterrupt). If it does not end, the shell is killed and restarted (`restarted`).
+    At most `max_output_bytes` of stdout and of stderr are kept, head and tail.
     """
 
     code: str
@@ -186,8 +186,10 @@ class CellError(_Wire, frozen=True):
     """An exception that ended a cell.
 
     Attributes:
+        name: name of the exception's type.
+        value: its message.
         traceback: plain text, without colour codes.
-        errno: the number of an `OSError`; a Jupyter kernel says none.
+        errno: error number of an `OSError`; a Jupyter kernel reports none.
     """
 
     name: str
@@ -197,13 +199,12 @@ class CellError(_Wire, frozen=True):
 
 
 class Display(_Wire, frozen=True):
-    """Something a cell showed beside text.
+    """An image or other rich output of a cell.
 
     Attributes:
         mime: `image/png`, `image/jpeg`, `image/svg+xml` or `text/html`.
-        data: the image's file as it is; empty if only named: whatever is no PNG or JPEG, and what the limits leave out
-            (4 MiB a cell, all images together).
-        size_bytes: its size in either case.
+        data: the file of a PNG or JPEG; empty for other types, and beyond 4 MiB of images per cell.
+        size_bytes: its size, also if `data` is empty.
     """
 
     mime: str
@@ -212,10 +213,10 @@ class Display(_Wire, frozen=True):
 
 
 class CellResult(_Wire, frozen=True):
-    """Answer to `IpythonRun`. `result` is the `repr` of the cell's last expression, None if there was none.
+    """Answer to `IpythonRun`. `result` is the `repr` of the cell's last expression, or None without one.
 
-    `displays` are in order, results with a rich form and open matplotlib figures among them; `dropped_displays` counts
-    those beyond the first 32.
+    `displays` are in order and include rich results and open matplotlib figures. `dropped_displays` counts displays
+    beyond the first 32.
     """
 
     stdout: str
@@ -234,13 +235,13 @@ class CellResult(_Wire, frozen=True):
 
 
 class IpythonRestart(_Wire, frozen=True):
-    """Throw the state of a kernel's shell away and start a new one. `kernel` as in `IpythonRun`."""
+    """Discard the state of a kernel's shell and start a new shell. `kernel` as in `IpythonRun`."""
 
     kernel: str = ""
 
 
 class IpythonRestarted(_Wire, frozen=True):
-    """Answer to `IpythonRestart`: the new shell is ready. `pid` is its own, in the daemon's PID namespace."""
+    """Answer to `IpythonRestart`: the new shell is ready. `pid` is its process id, in the daemon's PID namespace."""
 
     pid: int
 
@@ -251,15 +252,14 @@ class IpythonRestarted(_Wire, frozen=True):
 class Exec(_Wire, frozen=True):
     """Run `argv` (no shell) to its end, in a session of its own, with `stdin` as its input.
 
-    `cwd` empty is where shells start; `env` is added to the tools' environment. After `timeout_s` it is killed, and
-    however it ends, so is what it left running `linger_s` later. Of stdout and of stderr at most `max_output_bytes` are
-    kept each.
-    `user` is a name or a number that the image knows; empty is that of all tools. With an `input_id` that is not 0,
-    more input follows in `ExecInput` calls, which may be sent at once. With `stream` all of the output is sent as it
-    comes as well, as chunks of the streams `stdout` and `stderr`; the program waits while the caller reads slowly.
-    With an `own_limit_s` that is not 0 it is killed as well when it has used more of its own time: the time that has
-    passed without that in which it waited for a CPU. If it is `lenient`, and has waited for a CPU, it may use as much
-    more, up to twice the limit.
+    An empty `cwd` is the start directory of shells; `env` is added to the tools' environment. The program is killed
+    after `timeout_s`. However it ends, its remaining processes are killed `linger_s` later. At most `max_output_bytes`
+    are kept of stdout and of stderr.
+    `user` is a name or number known in the image; empty is the user of all tools. With a nonzero `input_id`, more input
+    follows in `ExecInput` calls, which may be sent at once. With `stream`, all output is also sent in chunks of the
+    streams `stdout` and `stderr`; the program waits for a slow reader.
+    With a nonzero `own_limit_s`, the program is also killed when it has used more of its own time: elapsed time without
+    waits for a CPU. A `lenient` program that waited for a CPU may use as much more, up to twice the limit.
     """
 
     argv: list[str]
@@ -278,12 +278,12 @@ class Exec(_Wire, frozen=True):
 
 
 class ExecInput(_Wire, frozen=True):
-    """The next piece of a program's input; `last` ends it. Answered when the program's pipe has taken the one before.
+    """The next piece of a program's input; `last` ends it. Answered when the pipe has accepted the previous piece.
 
-    `input_id` is that of its `Exec`, the caller's choice, unlike those of others that run. With an `own_limit_s` that
-    is not 0 the program may use so much of its own time (see `Exec`) from here on, and with 0 what the piece before
-    left of it; that time stands still from each end of a line of its output to the next piece. A chunk of the stream
-    `late` comes before a line that used more, of a program that is `lenient`.
+    `input_id` is that of its `Exec`, chosen by the caller and unique among running programs. A nonzero `own_limit_s`
+    limits the program's own time (see `Exec`) from here on; 0 keeps the rest of the previous limit. That clock stops
+    from each end of an output line to the next piece. For a `lenient` program, a chunk of the stream `late` precedes a
+    line that exceeded the limit.
     """
 
     input_id: int
@@ -293,20 +293,20 @@ class ExecInput(_Wire, frozen=True):
 
 
 class ExecInputTaken(_Wire, frozen=True):
-    """Answer to `ExecInput`. Not `wanted`: the program has ended, or reads no more, and nothing more is to be sent."""
+    """Answer to `ExecInput`. If not `wanted`, the program has ended or stopped reading; send no further input."""
 
     wanted: bool
 
 
 class ExecResult(_Wire, frozen=True):
-    """Answer to `Exec`: the result of the command. `exit_code` is 128 + n after signal n, None if the timeout ended it.
+    """Answer to `Exec`: the result of the command. `exit_code` is 128 + n after signal n, None after the timeout.
 
-    `was_killed`: a signal ended the program itself. A program may exit with 128 + n on its own, too. `outlived`:
-    something that it started ran on for more than `linger_s`, and was killed, or a file of `watch` was changed after
-    the program's end; never without a `linger_s`.
+    `was_killed`: a signal ended the program, because a program may also exit with 128 + n. `outlived`: a process that
+    it started ran for more than `linger_s` and was killed, or a file of `watch` changed after the program's end; never
+    without a `linger_s`.
 
-    Output is as it was written, not decoded. `*_dropped_bytes` were left out in the middle, where a line says so.
-    `own_s` is what was used of the last `own_limit_s`, and `cpu_s` about how much of it was CPU time; 0 without one.
+    Output is not decoded. `*_dropped_bytes` were omitted in the middle, where a line marks it. `own_s` is the used part
+    of the last `own_limit_s`, and `cpu_s` about the CPU time in it; 0 without a limit.
     """
 
     exit_code: int | None

@@ -40,11 +40,11 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, 
 class SessionHello(_Frame, frozen=True):
     """First frame of a connection.
 
-    `session_id` is chosen by the trainer. A known one resumes that session (its unacknowledged outcomes are sent
-    again, after `resume_after`); a connection still open for it is closed: the newest wins. `batches`: the trainer
-    takes several frames in one message. `max_unacked_outcomes`, `max_unacked_bytes`: how much it takes beyond what it
-    has acknowledged, one outcome always; 0, or more than the node's own window: that. `observe_all`, `observe_group`:
-    see what comes of the jobs of other sessions, all of them or those of one group, as `Observed...` frames.
+    The trainer chooses `session_id`. A known id resumes that session: unacknowledged outcomes after `resume_after` are
+    sent again, and an older connection is closed. With `batches`, the node may send several frames in one message.
+    `max_unacked_outcomes` and `max_unacked_bytes` limit the outcomes sent beyond the last acknowledged one, but one is
+    always sent; 0 takes the node's window, which is also the maximum. `observe_all` and `observe_group` request
+    `Observed...` frames about the jobs of other sessions, all or of one group.
     """
 
     version: int
@@ -59,9 +59,9 @@ class SessionHello(_Frame, frozen=True):
 
 
 class Submit(_Frame, frozen=True, omit_defaults=True):
-    """Jobs (each a `JobSpec`) for the node. Answered by one `Accepted` or `Rejected` per job, in order.
+    """Submit jobs, each a `JobSpec`. Answered by one `Accepted` or `Rejected` per job, in order.
 
-    `attempts`: how many attempts of a job have begun on other nodes, by its id, for jobs that are moved here.
+    `attempts`: number of attempts that began on other nodes, by job id, for jobs that are moved here.
     """
 
     request_id: int
@@ -70,21 +70,21 @@ class Submit(_Frame, frozen=True, omit_defaults=True):
 
 
 class CheckJobs(_Frame, frozen=True):
-    """Ask what speaks against these jobs (each a `JobSpec`). Nothing is accepted. Answered by `CheckedJobs`."""
+    """Check jobs, each a `JobSpec`, without submitting them. Answered by `CheckedJobs`."""
 
     request_id: int
     jobs: RawJobs
 
 
 class TheseJobs(_Frame, frozen=True, omit_defaults=True):
-    """The jobs with these ids. `ahead`: unknown ids are remembered, and cancelled when they are submitted."""
+    """The jobs with these ids. With `ahead`, unknown ids are remembered and cancelled when they are submitted."""
 
     job_ids: JobIds
     ahead: bool = False
 
 
 class MatchingJobs(_Frame, frozen=True, omit_defaults=True):
-    """The jobs without an outcome for which all holds that is given, every tag included. Where nothing is, none."""
+    """The live jobs that match every given field and every tag. Without a field, it matches no job."""
 
     group_id: str | None = None
     session_id: str | None = None
@@ -92,17 +92,17 @@ class MatchingJobs(_Frame, frozen=True, omit_defaults=True):
 
 
 class AllJobs(_Frame, frozen=True):
-    """All jobs without an outcome."""
+    """All live jobs."""
 
 
 CancelTarget = TheseJobs | MatchingJobs | AllJobs
-"""The jobs that a `Cancel` means."""
+"""A selection of jobs for `Cancel`."""
 
 
 class Cancel(_Frame, frozen=True, omit_defaults=True):
-    """Cancel the jobs of this session that any of the targets means; `on_node`: of all sessions of the node.
+    """Cancel the jobs of this session that match any target; with `on_node`, of all sessions of the node.
 
-    Answered by `Cancelled` when none of them owns anything any more.
+    Answered by `Cancelled` when the jobs hold no resource.
     """
 
     request_id: int
@@ -112,9 +112,9 @@ class Cancel(_Frame, frozen=True, omit_defaults=True):
 
 
 class WithdrawJobs(_Frame, frozen=True, omit_defaults=True):
-    """Cancel these jobs of this session, which are submitted elsewhere, so that no outcome is left and the id is free.
+    """Cancel jobs of this session that run elsewhere, without an outcome, and free their ids.
 
-    `ended`: forget also those that have ended. Answered by `WithdrawnJobs` when none owns anything any more.
+    With `ended`, also forget jobs that have ended. Answered by `WithdrawnJobs` when the jobs hold no resource.
     """
 
     request_id: int
@@ -124,33 +124,33 @@ class WithdrawJobs(_Frame, frozen=True, omit_defaults=True):
 
 
 class Ack(_Frame, frozen=True):
-    """To the node: everything up to and including `cursor` has been received; the node forgets it."""
+    """Acknowledge all outcomes up to and including `cursor`. The node deletes them."""
 
     cursor: int
 
 
 class StatusRequest(_Frame, frozen=True):
-    """Ask for a `StatusReport`."""
+    """Request a `StatusReport`."""
 
     request_id: int
 
 
 class RoomRequest(_Frame, frozen=True):
-    """Ask for a `RoomReport`."""
+    """Request a `RoomReport`."""
 
     request_id: int
 
 
 class ListJobs(_Frame, frozen=True):
-    """Ask which jobs of this session still have something to say. Answered by one `JobList` or several."""
+    """Request the jobs of this session with an outcome still to come. Answered by one or several `JobList`."""
 
     request_id: int
 
 
 class CallBackends(_Frame, frozen=True):
-    """Look at, change, pause or resume the node's pool of LLM backends. Answered by `BackendsAnswer`.
+    """Run an operation on the node's pool of LLM backends. Answered by `BackendsAnswer`.
 
-    `operation` is the name of one, and `arguments` a map of its request's fields: see `prorl_trio.types.backends`.
+    `operation` is its name, and `arguments` a map of the fields of its request (`prorl_trio.types.backends`).
     """
 
     request_id: int
@@ -159,22 +159,22 @@ class CallBackends(_Frame, frozen=True):
 
 
 class WithdrawCall(_Frame, frozen=True):
-    """Nobody waits for the answer to this `CallBackends` any more: if it is not over, it is cancelled. Not answered."""
+    """Withdraw a `CallBackends`: it is cancelled if it is still running. Not answered."""
 
     request_id: int
 
 
 class AttachArena(_Frame, frozen=True):
-    """To the node: this trainer has mapped the arena, as `reader_id`; outcomes may come as `OutcomeRefFrame` now.
+    """The trainer has mapped the arena as `reader_id`, and accepts `OutcomeRefFrame` from now on. Not answered.
 
-    Not answered. Counts for this connection; a reader the node does not know (any more) changes nothing.
+    It applies to this connection. An unknown reader has no effect.
     """
 
     reader_id: str
 
 
 class HeartbeatPing(_Frame, frozen=True):
-    """Application heartbeat, either way; answered by `HeartbeatPong` with the same `nonce`."""
+    """Heartbeat of either side. Answered by `HeartbeatPong` with the same `nonce`."""
 
     nonce: int
 
@@ -191,8 +191,8 @@ class HeartbeatPong(_Frame, frozen=True):
 class SessionWelcome(_Frame, frozen=True):
     """The session is open.
 
-    `resumed`: it was known; `pending`: outcomes waiting to be sent again. `arena_socket`: where its arena is to be had,
-    on the node's own host; empty if it is not.
+    `resumed`: the session was known. `pending`: outcomes that will be sent again. `arena_socket`: path of the node's
+    arena socket, on its own host; empty without an arena.
     """
 
     version: int
@@ -204,14 +204,14 @@ class SessionWelcome(_Frame, frozen=True):
 
 
 class SessionRefused(_Frame, frozen=True):
-    """The node refuses the connection and closes it. The `code` says whether to come back."""
+    """The node refuses the connection and closes it. The `code` determines whether to reconnect."""
 
     code: Literal["version", "token", "protocol", "draining", "replaced", "admission"]
     message: str
 
 
 class Accepted(_Frame, frozen=True, omit_defaults=True):
-    """The job is the node's now. `cursor`: it was before, and has ended: its outcome has this cursor. 0: it has not."""
+    """The node has the job. `cursor`: cursor of its outcome, if the job was known and has ended; else 0."""
 
     request_id: int
     index: int
@@ -220,7 +220,7 @@ class Accepted(_Frame, frozen=True, omit_defaults=True):
 
 
 class Rejected(_Frame, frozen=True):
-    """The job at `index` of the batch was not taken. `path` is the offending field, if it is one field.
+    """The job at `index` of the batch was rejected. `path` names the invalid field, if there is one.
 
     `code`: `malformed`, `unknown_handler`, `duplicate_job`, `already_delivered`, `admission` (then `retry_after_s` is
     set), `draining`.
@@ -236,14 +236,14 @@ class Rejected(_Frame, frozen=True):
 
 
 class CheckedJobs(_Frame, frozen=True):
-    """Answer to `CheckJobs`: why some of the jobs, by their `index`, would be refused."""
+    """Answer to `CheckJobs`: a `Rejected` for each job that would be rejected, by `index`."""
 
     request_id: int
     refused: list[Rejected]
 
 
 class OutcomeFrame(_Frame, frozen=True):
-    """To the trainer: an `Outcome`. `cursor` grows by one with each of a session; acknowledge it with `Ack`."""
+    """An `Outcome`. `cursor` increases by one per outcome of a session. Acknowledged by `Ack`."""
 
     cursor: int
     job_id: str
@@ -251,9 +251,9 @@ class OutcomeFrame(_Frame, frozen=True):
 
 
 class OutcomeRefFrame(_Frame, frozen=True):
-    """An `Outcome` with empty token arrays, for a trainer that has mapped the arena. See `OutcomeFrame`.
+    """An `OutcomeFrame` with empty token arrays, for a trainer that has mapped the arena.
 
-    `segments` says where they are, one reference for each segment of the trajectory, in order.
+    `segments` has one reference for each segment of the trajectory, in order.
     """
 
     cursor: int
@@ -263,7 +263,7 @@ class OutcomeRefFrame(_Frame, frozen=True):
 
 
 class JobEvent(_Frame, frozen=True):
-    """A job changed its stage. For people and progress bars; may be dropped under pressure."""
+    """A job changed its stage. For progress displays; may be dropped under load."""
 
     job_id: str
     status: str
@@ -271,7 +271,7 @@ class JobEvent(_Frame, frozen=True):
 
 
 class ObservedEvent(_Frame, frozen=True):
-    """A `JobEvent` of another session that this one observes."""
+    """A `JobEvent` of an observed session."""
 
     session_id: str
     job_id: str
@@ -280,9 +280,9 @@ class ObservedEvent(_Frame, frozen=True):
 
 
 class ObservedOutcome(_Frame, frozen=True):
-    """The `Outcome` of a job of another session that this one observes, once its own trainer may have it.
+    """The `Outcome` of a job of an observed session, after it was offered to its own trainer.
 
-    Without a cursor: sent once at most, and there is nothing to acknowledge.
+    It has no cursor, is sent at most once and is not acknowledged.
     """
 
     session_id: str
@@ -291,7 +291,7 @@ class ObservedOutcome(_Frame, frozen=True):
 
 
 class ObservationLost(_Frame, frozen=True):
-    """So many `Observed...` frames were dropped after the frame before: this trainer was too slow for them."""
+    """`count` frames of `Observed...` were dropped since the previous frame, because this trainer was too slow."""
 
     count: int
 
@@ -299,8 +299,8 @@ class ObservationLost(_Frame, frozen=True):
 class Cancelled(_Frame, frozen=True):
     """Answer to `Cancel`.
 
-    Of the jobs that were meant, `cancelled` had no outcome yet. Of the ids that were given, `ended` had ended before,
-    and nobody knows the `unknown` ones: never submitted, or ended and acknowledged.
+    The jobs in `cancelled` had no outcome yet. Of the ids in the targets, `ended` had ended before, and `unknown` were
+    never submitted, or are acknowledged.
     """
 
     request_id: int
@@ -310,16 +310,16 @@ class Cancelled(_Frame, frozen=True):
 
 
 class WithdrawnJobs(_Frame, frozen=True):
-    """Answer to `WithdrawJobs`. Of `forgotten` jobs no outcome is to come; of the others it is."""
+    """Answer to `WithdrawJobs`. `forgotten` jobs have no outcome; the others still have one."""
 
     request_id: int
     forgotten: list[str]
 
 
 class JobList(_Frame, frozen=True):
-    """Answer to `ListJobs`: the jobs of this session whose outcome was not sent on this connection yet.
+    """Answer to `ListJobs`: the jobs of this session whose outcome was not yet sent on this connection.
 
-    `more`: another `JobList` follows, with nothing in between.
+    With `more`, another `JobList` follows directly.
     """
 
     request_id: int
@@ -328,18 +328,18 @@ class JobList(_Frame, frozen=True):
 
 
 class StatusReport(_Frame, frozen=True):
-    """Answer to `StatusRequest`: the live state of the node, a map of plain values."""
+    """Answer to `StatusRequest`: the current state of the node, a map of plain values."""
 
     request_id: int
     statistics: msgspec.Raw
 
 
 class RoomReport(_Frame, frozen=True):
-    """Answer to `RoomRequest`: room for jobs of this session, at this moment; nothing is reserved.
+    """Answer to `RoomRequest`: the current room for jobs of this session. Nothing is reserved.
 
-    `room`: jobs that admission would take; `free`: of them, those that would begin without waiting for a worker of RUN;
-    negative: so many wait for one. `run_workers`: all of these. `unready`: why a job submitted now would not be worked
-    on; empty: it would.
+    `room`: number of jobs that admission would accept. `free`: number of these that would start without waiting for a
+    worker of RUN; a negative value counts waiting jobs. `run_workers`: number of workers of RUN. `unready`: reason why
+    the node would not work on a new job; empty if it would.
     """
 
     request_id: int
@@ -352,7 +352,7 @@ class RoomReport(_Frame, frozen=True):
 class BackendsAnswer(_Frame, frozen=True):
     """Answer to `CallBackends`: the operation's `answer`, which is a map, or nil and an error.
 
-    `code` and `message` say what went wrong, `path` which field it is about, if it is one.
+    `code` and `message` describe the error, and `path` names the invalid field, if there is one.
     """
 
     request_id: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -49,7 +49,7 @@ async def open_tls(
     If that fails, or is cancelled, `stream` is closed.
 
     Raises:
-        ProtocolViolation: the peer speaks no TLS of ours, or its certificate is not to be believed; the reason why.
+        ProtocolViolation: the peer speaks no TLS of ours, or its certificate cannot be verified; with the reason.
         LinkClosed: it hung up, or was not done within `timeout_s`.
     """
     secured = trio.SSLStream(
@@ -73,7 +73,12 @@ async def open_tls(
     return secured
 
 
+_NO_ISSUER: Final = frozenset({18, 19, 20, 21})
+"""OpenSSL's codes of a certificate whose issuer is not known: it is self-signed, or its chain ends nowhere."""
+
+
 def _said(error: ssl.SSLError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"the certificate is not to be believed: {error.verify_message}"
+        remedy = "; name the PEM file of its authority: --tls-ca, tls_ca=" if error.verify_code in _NO_ISSUER else ""
+        return f"the certificate cannot be verified: {error.verify_message}{remedy}"
     return (error.reason or str(error)).lower().replace("_", " ")

@@ -90,21 +90,21 @@ class Hello(_Wire, frozen=True):
 
 
 class HelloOk(_Wire, frozen=True):
-    """The server accepts. `pid` is the server's, in its own PID namespace."""
+    """The server accepts. `pid` is the server's process id, in its own PID namespace."""
 
     version: int
     pid: int
 
 
 class Refused(_Wire, frozen=True):
-    """The server refuses and closes: another version, a wrong token, or a first frame that is not `Hello`."""
+    """The server refuses and closes: a different version, a wrong token, or a first frame that is not `Hello`."""
 
     code: Literal["version", "token", "protocol"]
     message: str
 
 
 class Request(_Wire, frozen=True):
-    """A call. `id` is unique on this connection and never reused; `timeout_s` is what is left of its budget.
+    """A call. `id` is unique on this connection and never reused; `timeout_s` is the rest of its budget.
 
     After `timeout_s` the server cancels the handler and answers `Failure(code="timeout")`.
     """
@@ -115,17 +115,17 @@ class Request(_Wire, frozen=True):
 
 
 class Cancel(_Wire, frozen=True):
-    """Stop call `id`.
+    """Cancel call `id`.
 
-    It is still answered, by `Failure(code="cancelled")` unless its result was already sent. A cancel for an unknown or
-    answered id is ignored.
+    The call is still answered, by `Failure(code="cancelled")` unless its result was already sent. A cancel of an
+    unknown or answered id is ignored.
     """
 
     id: int
 
 
 class Chunk(_Wire, frozen=True):
-    """A piece of streamed output of call `id`, before its answer. `stream` names which."""
+    """A piece of streamed output of call `id`, before its answer. `stream` names the stream."""
 
     id: int
     stream: str
@@ -133,14 +133,14 @@ class Chunk(_Wire, frozen=True):
 
 
 class Result(_Wire, frozen=True):
-    """Call `id` succeeded. Its last frame."""
+    """Call `id` succeeded. This is its last frame."""
 
     id: int
     body: msgspec.Raw
 
 
 class Failure(_Wire, frozen=True):
-    """Call `id` failed. Its last frame. `code` is machine-readable (`timeout`, `cancelled`, `bad_request`, ...)."""
+    """Call `id` failed. This is its last frame. `code` is machine-readable (`timeout`, `cancelled`, ...)."""
 
     id: int
     code: str

@@ -233,7 +233,7 @@ install_apptainer() {
 
 explain_failure() {
     cat "$WORK/error" >&2
-    die "$(apptainer --version) is installed but starts no container; \`make doctor\` says more about user namespaces"
+    die "$(apptainer --version) is installed but starts no container; \`prorl-trio doctor\` says more about user namespaces"
 }
 
 main() {
@@ -261,7 +261,7 @@ main() {
     fi
     case $mode in
     check)
-        is_installed || die "not installed; run \`make apptainer\`"
+        is_installed || die "not installed; run \`prorl-trio setup apptainer\`"
         explain_failure
         ;;
     if-possible)

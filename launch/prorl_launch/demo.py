@@ -71,7 +71,7 @@ def demo(
         raise click.UsageError("--backend needs --model: the folder with the tokenizer of the model it serves")
     model = model or model_dir()
     if backend is None and not (engine_python().exists() and model.is_dir()):
-        raise ConfigError("the CPU engine or its model is not set up; run: make setup")
+        raise ConfigError("the CPU engine or its model is not set up; run: prorl-trio setup engine")
     specs = make_jobs(
         load_task_set(tasks)[:questions],
         rollouts=rollouts,

@@ -121,7 +121,7 @@ def _runtime() -> Check:
     if (path := bundle_path()).is_dir():
         return Check(name="image runtime", state="ok", detail=f"{path}: the daemon starts in any image")
     detail = f"not in {path}: sandboxes can have the image `host` only"
-    return Check(name="image runtime", state="warning", detail=detail, remedy="prorl-trio image runtime")
+    return Check(name="image runtime", state="warning", detail=detail, remedy="prorl-trio setup runtime")
 
 
 def _fuse(device: Path = Path("/dev/fuse")) -> Check:
@@ -170,16 +170,18 @@ def _engine(kind: EngineKind) -> Check:
     folder = paths.engine_dir(kind)
     if venv.is_complete(folder, engine_environment(kind).key(paths.checkout_dir())):
         return Check(name="engine", state="ok", detail=f"{kind}: {folder}")
-    return Check(name="engine", state="missing", detail=f"no {kind} engine in {folder}", remedy="make engine")
+    return Check(
+        name="engine", state="missing", detail=f"no {kind} engine in {folder}", remedy="prorl-trio setup engine"
+    )
 
 
 def _model() -> Check:
     folder = paths.model_dir()
     if not folder.exists():
-        return Check(name="model", state="missing", detail=f"no model in {folder}", remedy="make engine")
+        return Check(name="model", state="missing", detail=f"no model in {folder}", remedy="prorl-trio setup engine")
     if broken := model.broken_files(folder):
         detail = f"{folder}: missing or changed: {', '.join(broken)}"
-        return Check(name="model", state="missing", detail=detail, remedy=f"rm -r {folder} && make engine")
+        return Check(name="model", state="missing", detail=detail, remedy=f"rm -r {folder} && prorl-trio setup engine")
     return Check(name="model", state="ok", detail=f"{folder}: all checksums agree")
 
 

@@ -1,7 +1,7 @@
 """The environments beside `.venv`: the inference engine's and the trainers', and the steps that build them.
 
 vLLM pins torch, transformers and much else exactly, and so do the trainers: none of them shares an environment with the
-node. They meet over HTTP and WebSocket. The requirements are those of extras of this project's own metadata (`cpu`,
+node. They meet over HTTP and WebSocket. The requirements are those of extras of this project's `pyproject.toml` (`cpu`,
 `gpu`, `train`, `trl`, ...), so each pin is written once; which files they become, `prorl_launch.locks` says. Standard
 library only.
 """
@@ -9,7 +9,6 @@ library only.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import re
 import sys
@@ -229,7 +228,7 @@ def trainer_environment(trainer: TrainerKind, kind: EngineKind) -> Environment:
 def requirements(kind: str, checkout: Path) -> list[str]:
     """The requirements of an extra (`cpu`, `dev`, ...); in place of our other extras stands what they require.
 
-    Read from `checkout/pyproject.toml`, or where there is none (an installed wheel) from the installed metadata.
+    Read from `checkout/pyproject.toml`, which a wheel carries, too: its metadata has them in another order.
     """
     extras = _extras(checkout)
     found: list[str] = []
@@ -266,14 +265,6 @@ def _package(requirement: str) -> str:
 
 def _extras(checkout: Path) -> dict[str, list[str]]:
     """The requirements of each extra, and under the empty name those of none."""
-    pyproject = checkout / "pyproject.toml"
-    if pyproject.is_file():
-        project = tomllib.loads(pyproject.read_text())["project"]
-        extras: dict[str, list[str]] = project["optional-dependencies"]
-        return extras | {"": project.get("dependencies", [])}
-    found: dict[str, list[str]] = {}
-    for line in importlib.metadata.requires(PROJECT) or []:
-        marked = re.fullmatch(r"(.+?)\s*;\s*extra == ['\"]([\w-]+)['\"]", line)
-        extra, requirement = (marked[2], marked[1]) if marked else ("", line)
-        found.setdefault(extra, []).append(requirement)
-    return found
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    return extras | {"": project.get("dependencies", [])}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,16 @@ from prorl_trio.client.terminal import Console, one_line, say, say_json
 from prorl_trio.config import SandboxConfig
 from prorl_trio.sandbox.images.compose import compose_image
 from prorl_trio.sandbox.images.layers import list_layers, store_layer
-from prorl_trio.sandbox.images.names import SUITES, parse_reference
-from prorl_trio.sandbox.images.pull import PullError, PullRules, pull_image
+from prorl_trio.sandbox.images.names import DOCKER, SUITES, parse_reference
+from prorl_trio.sandbox.images.pull import PullOrder, PullRules
+from prorl_trio.sandbox.images.puller import run_pull
 from prorl_trio.sandbox.images.removal import measure_store, prune, remove_image
 from prorl_trio.sandbox.images.store import find_image, is_reference, list_images
 from prorl_trio.sandbox.providers.registry import choose_provider
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from prorl_trio.sandbox.images.store import StoredImage
 
 _MIB = 1024 * 1024
@@ -56,9 +58,15 @@ def image() -> None:
 @click.argument("references", nargs=-1, metavar="[REFERENCE]...")
 @click.option("--tasks", type=click.Path(path_type=Path), help="Pull all that a JSONL task file names in `image`.")
 @click.option("--suite", type=click.Choice([*SUITES]), help="With --tasks: a row without an image has this suite's.")
-@click.option("--again", is_flag=True, help="Also what is stored already: its tag may have moved.")
+@click.option("--again", is_flag=True, help="Pull stored images again, because a tag may have moved.")
 @click.option("--no-https", is_flag=True, help="The registry speaks plain HTTP.")
-@click.option("--jobs", type=click.IntRange(1, 64), default=4, show_default=True, help="Images at once.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Images that are pulled at once; .sif files follow one by one.",
+)
 @click.option("--max-gib", type=click.FloatRange(min=0), default=0.0, help="Disk space of the store; 0: no limit.")
 @click.option("--sif", is_flag=True, help="As one file each, by Apptainer, instead of layers that images share.")
 def pull(
@@ -84,24 +92,48 @@ def pull(
     elif not references:
         raise click.UsageError("name a REFERENCE, or a task file with --tasks")
 
-    def pull_one(reference: str) -> StoredImage:
-        if sif or not reference.startswith("docker://"):
-            return pull_sif(reference, again=again, plain_http=no_https)
-        plain_http = (parse_reference(reference).host,) if no_https else ()
-        rules = PullRules(max_store_bytes=int(max_gib * 2**30), plain_http=plain_http)
-        return pull_image(reference, rules, again=again)
-
-    failed = 0
-    with ThreadPoolExecutor(jobs) as pool:
-        pulls = {reference: pool.submit(pull_one, reference) for reference in dict.fromkeys(wanted)}
-        for reference, future in pulls.items():
-            try:
-                _say(future.result())
-            except (SetupError, PullError, ValueError) as error:
-                failed += 1
-                say(f"error: {reference}: {error}", color="red", err=True)
+    wanted = list(dict.fromkeys(wanted))
+    layered = [name for name in wanted if name.startswith(DOCKER) and not sif]
+    plain_http = tuple(map(_host, layered)) if no_https else ()
+    rules = PullRules(max_store_bytes=int(max_gib * 2**30), plain_http=plain_http)
+    orders = [PullOrder(reference=name, rules=rules, again=again) for name in layered]
+    failed = trio.run(_pull_layers, orders, jobs)
+    for name in (each for each in wanted if each not in layered):
+        try:
+            _say(pull_sif(name, again=again, plain_http=no_https))
+        except (SetupError, ValueError) as error:
+            failed += 1
+            say(f"error: {name}: {error}", color="red", err=True)
     if failed:
-        raise click.ClickException(f"{failed} of {len(pulls)} images were not pulled")
+        raise click.ClickException(f"{failed} of {len(wanted)} images were not pulled")
+
+
+def _host(reference: str) -> str:
+    """Return the registry's host; empty for a reference that its pull will refuse."""
+    try:
+        return parse_reference(reference).host
+    except ValueError:
+        return ""
+
+
+async def _pull_layers(orders: Sequence[PullOrder], jobs: int) -> int:
+    """Pull images, each in a process of its own, so that Ctrl-C ends them at once; return how many failed."""
+    places, failed = trio.CapacityLimiter(jobs), 0
+
+    async def pull_one(order: PullOrder) -> None:
+        nonlocal failed
+        async with places:
+            report = await run_pull(order, lambda line: say(f"{order.reference}: {line}", err=True))
+            if not report.error and (stored := find_image(order.reference)) is not None:
+                _say(stored)
+            else:
+                failed += 1
+                say(f"error: {report.error or f'{order.reference} is gone again'}", color="red", err=True)
+
+    async with trio.open_nursery() as nursery:
+        for order in orders:
+            nursery.start_soon(pull_one, order, name=f"pull of {order.reference}")
+    return failed
 
 
 @image.command()
@@ -235,7 +267,13 @@ def remove(names: tuple[str, ...]) -> None:
 
 
 @image.command("prune")
-@click.option("--days", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Unused for so long.")
+@click.option(
+    "--days",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="Remove images unused for this many days.",
+)
 def prune_(days: float) -> None:
     """Remove layers that no image names and no sandbox has used for a while, and what killed commands left."""
     for digest in prune(days * _DAY_S):

@@ -275,7 +275,9 @@ def _place(
 def _apptainer(staging: Path) -> list[str]:
     executable = find_apptainer()
     if executable is None:
-        raise SetupError("images are pulled and built by Apptainer; install it (`make apptainer` on Debian and Ubuntu)")
+        raise SetupError(
+            "images are pulled and built by Apptainer; install it (`prorl-trio setup apptainer` on Debian and Ubuntu)"
+        )
     settings = {"CACHEDIR": str(images_dir() / ".layers"), "TMPDIR": str(staging / "tmp")}
     return ["/usr/bin/env", *(f"APPTAINER_{name}={value}" for name, value in settings.items()), executable]
 

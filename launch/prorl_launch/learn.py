@@ -164,9 +164,9 @@ def learn(
 
     Ctrl-C ends everything; --resume goes on from the last checkpoint.
     """
-    for python, target in ((engine_python(), "make setup"), (trainer_python("train"), "make trainers")):
+    for python, target in ((engine_python(), "engine"), (trainer_python("train"), "trainers")):
         if not python.exists():
-            raise ConfigError(f"{python} is not set up; run: {target}")
+            raise ConfigError(f"{python} is not set up; run: prorl-trio setup {target}")
     if resume is not None:
         folder = resume
     else:

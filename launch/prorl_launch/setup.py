@@ -1,7 +1,8 @@
-"""`make setup`: everything between a bare Debian or Ubuntu and the first rollout. Standard library only.
+"""`make setup` and `prorl-trio setup`: everything between a bare Debian or Ubuntu and the first rollout.
 
 Run as `python -m prorl_launch.setup [dev] [engine] [train] [--engine cpu|gpu]` in the checkout, by the Python that the
-environments are to have. Each part is a no-op when it is done, and is done again when what it depends on changed.
+environments are to have. Each part is a no-op when it is done, and is done again when what it depends on changed. All
+of them but `dev` and `apptainer` write into the cache folder alone. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _RECIPE = 2
-_PARTS = ("dev", "engine", *get_args(environments.TrainerKind))
+_PARTS = ("dev", "runtime", "engine", *get_args(environments.TrainerKind), "apptainer")
 
 _COMPILE = """
 import compileall, re, sysconfig
@@ -36,7 +37,7 @@ compileall.compile_dir(sysconfig.get_path("purelib"), rx=seldom, quiet=2, worker
 """On all cores. Sandboxes see these modules read-only, so none of them could keep what it compiled. The half of the
 modules that programs hardly import is left out."""
 
-_OFFLINE_HINT = "Nothing is lost: with the network back, the same make goes on from here."
+_OFFLINE_HINT = "Nothing is lost: with the network back, the same command goes on from here."
 _TORCH_HINT = (
     "If pip found no such torch: PyTorch publishes its CPU builds in a package index of their own, which its page "
     "'Get Started' names (Linux, Pip, CPU). Set PIP_EXTRA_INDEX_URL to it, or PIP_FIND_LINKS to a folder of wheels."
@@ -58,13 +59,13 @@ def setup_dev(checkout: Path) -> None:
     venv.install(checkout / ".venv", key, steps, log_file=_log_file("dev"), hint=_OFFLINE_HINT)
 
 
-def setup_runtime(checkout: Path) -> None:
-    """Make the runtime of images other than `host` from what `checkout/.venv` has. Some seconds; without it, a warning.
+def setup_runtime(python: str) -> None:
+    """Make the runtime of images other than `host` from what the environment of `python` has. Some seconds.
 
-    The node works without: only such images do not start then.
+    The node works without: only such images do not start then. So a failure is a warning.
     """
-    argv = [str(checkout / ".venv/bin/python"), "-m", "prorl_launch.bundle"]
-    if subprocess.run([*argv, "--is-made"], cwd=checkout, stdout=subprocess.DEVNULL, check=False).returncode == 0:
+    argv = [python, "-m", "prorl_launch.bundle"]
+    if subprocess.run([*argv, "--is-made"], stdout=subprocess.DEVNULL, check=False).returncode == 0:
         return
     try:
         run_step("the runtime for sandbox images", argv, log_file=_log_file("runtime"))
@@ -105,27 +106,35 @@ def setup_model(kind: environments.EngineKind) -> None:
             raise SetupError(f"the converted model in {folder} is not whole: {', '.join(broken)}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts asked for. Exit code 0 when all are complete, 1 with a message otherwise, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="python -m prorl_launch.setup", description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="|".join(_PARTS), help="what to set up (default: dev engine)")
-    parser.add_argument("--engine", choices=get_args(environments.EngineKind), default=paths.default_engine())
-    options = parser.parse_args(argv)
-    parts = options.parts or ["dev", "engine"]
-    if unknown := set(parts) - set(_PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+def setup_apptainer() -> None:
+    """Install Apptainer on Debian or Ubuntu, by root or sudo. Raises SetupError: the script says why it failed."""
+    script = paths.apptainer_script()
+    if code := subprocess.run(["bash", str(script)], check=False).returncode:
+        raise SetupError(f"{script.name} ended with exit code {code}")
+
+
+def set_up(parts: Sequence[str], engine: environments.EngineKind) -> int:
+    """Do these of `_PARTS`, and print what happens.
+
+    Returns:
+        The exit code: 0 when all are complete, 1 with a message otherwise, 130 after Ctrl-C.
+    """
     started = time.monotonic()
     checkout = paths.checkout_dir()
     try:
         if "dev" in parts:
             setup_dev(checkout)
-            setup_runtime(checkout)
+            setup_runtime(str(checkout / ".venv/bin/python"))
+        if "runtime" in parts:
+            setup_runtime(sys.executable)
         if "engine" in parts:
-            setup_environment(environments.engine_environment(options.engine), checkout)
-            setup_model(options.engine)
+            setup_environment(environments.engine_environment(engine), checkout)
+            setup_model(engine)
         for trainer in get_args(environments.TrainerKind):
             if trainer in parts:
-                _setup_trainer(environments.trainer_environment(trainer, options.engine), checkout)
+                _setup_trainer(environments.trainer_environment(trainer, engine), checkout)
+        if "apptainer" in parts:
+            setup_apptainer()
     except SetupError as error:
         say(f"ERROR\n{error}")
         return 1
@@ -135,11 +144,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"ERROR\n{error.filename}: {error.strerror}; the cache folder is {paths.cache_dir()} (PRORL_CACHE_DIR)")
         return 1
     except KeyboardInterrupt:
-        say("interrupted; the same make goes on from here")
+        say("interrupted; the same command goes on from here")
         return 130
     _warn_without_user_namespaces()
     say(f"{' and '.join(parts)} ready ({time.monotonic() - started:.1f} s)")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts asked for, see `set_up`; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m prorl_launch.setup", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="|".join(_PARTS), help="what to set up (default: dev engine)")
+    parser.add_argument("--engine", choices=get_args(environments.EngineKind), default=paths.default_engine())
+    options = parser.parse_args(argv)
+    parts = options.parts or ["dev", "engine"]
+    if unknown := set(parts) - set(_PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    return set_up(parts, options.engine)
 
 
 def _setup_trainer(environment: environments.Environment, checkout: Path) -> None:
@@ -155,7 +176,7 @@ def _warn_without_user_namespaces() -> None:
         from prorl_trio.sandbox.providers.userns import user_namespace_remedy  # imports the standard library only
 
         say(f"WARNING: no rootless sandbox can start here ({problem}). What to do: {user_namespace_remedy()}")
-        say("WARNING: `make doctor` tells whether a sandbox works all the same")
+        say("WARNING: `prorl-trio doctor` reports whether a sandbox works all the same")
 
 
 def _log_file(part: str) -> Path:

@@ -185,7 +185,7 @@ def _create(folder: Path, log_file: Path, lock: int) -> None:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise SetupError(
             f"{sys.executable} (Python {version}) cannot make virtual environments: it lacks venv or ensurepip."
-            f"\nOn Debian and Ubuntu: sudo apt-get install python{version}-venv    then run the same make again."
+            f"\nOn Debian and Ubuntu: sudo apt-get install python{version}-venv    then run the same command again."
         )
     argv = [sys.executable, "-m", "venv", str(folder)]
     run_step(f"{folder.name}: new virtual environment", argv, log_file=log_file, keep_open=[lock])

@@ -148,7 +148,7 @@ async def run_sub_agent(
     if asker is None or asker.turns.context is not context:
         raise RuntimeError("run_sub_agent works inside run_agent only: there is no backend to call")
     chat_format = context.resources.chat_format
-    begin = partial(Conversation, at_most=asker.turns.limit)
+    begin = partial(Conversation, at_most=asker.turns.context_tokens)
     conversation = await run_sync(begin, chat_format, messages, tools.schemas())
     turns = Turns(context, asker.turns.lease, asker.turns.budget, conversation, said=messages)
     turns.begin(context.dialogues.asked_in(asker.turns.dialogue))
@@ -337,7 +337,7 @@ class _Agent:
         context = self.turns.context
         for call in calls:
             if self.answer is not None:
-                observations.append(Observation(text="Not run: the task had ended.", outcome="not_run"))
+                observations.append(Observation(text="Not run: the answer came before it.", outcome="not_run"))
                 continue
             with self.turns.budget.tool(call.name) as self.tool_time, context.acting():
                 observation = await self.tools.call(

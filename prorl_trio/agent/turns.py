@@ -7,7 +7,7 @@ agent of its own.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -79,12 +79,22 @@ class Turns:
     said: Sequence[ChatMessage] = ()
     dialogue: int = 0
     keeps_cut: bool = False
+    _prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._prompt_tokens = len(self.conversation)
+
+    @property
+    def context_tokens(self) -> int:
+        """Return the most tokens that any dialogue of the rollout may have."""
+        context = self.context
+        return context.resources.max_trajectory_tokens(context.spec, self.lease.info.max_model_len)
 
     @property
     def limit(self) -> int:
-        """Tokens that the dialogue may have, and with it each segment of the trajectory."""
-        context = self.context
-        return context.resources.max_trajectory_tokens(context.spec, self.lease.info.max_model_len)
+        """Return the most tokens that this dialogue may have, and with it each segment of the trajectory."""
+        most = self.context.spec.max_completion_tokens
+        return self.context_tokens if most is None else min(self.context_tokens, self._prompt_tokens + most)
 
     @property
     def room(self) -> int:
@@ -107,7 +117,8 @@ class Turns:
 
     def go_on_from(self, messages: Sequence[ChatMessage], reason: SegmentReason) -> None:
         """Go on with another dialogue, in a new segment. Errors as `Conversation.continue_from`."""
-        self.conversation.continue_from(messages, reason, at_most=self.limit - 1)
+        self.conversation.continue_from(messages, reason, at_most=self.context_tokens - 1)
+        self._prompt_tokens = len(self.conversation)
         self.said = messages
 
     async def sample(

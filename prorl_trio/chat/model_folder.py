@@ -40,6 +40,14 @@ class ModelFolder(msgspec.Struct, frozen=True, kw_only=True):
     architecture: dict[str, Any] = {}
 
 
+def _hub_remedy(model_dir: Path) -> str:
+    """Return what to do where the folder is not there and its name looks like one of the Hugging Face Hub."""
+    if model_dir.exists() or model_dir.is_absolute() or len(model_dir.parts) != 2:
+        return ""
+    fetch = f"hf download {model_dir} --exclude '*.safetensors' --local-dir /models/{model_dir.name}"
+    return f". {model_dir} looks like a name on the Hugging Face Hub: run `{fetch}`, and name that folder"
+
+
 def read_model_folder(model_dir: Path) -> ModelFolder:
     """Read a model's tokenizer, chat template and settings from `model_dir` and return them. Blocks on the disk.
 
@@ -52,7 +60,7 @@ def read_model_folder(model_dir: Path) -> ModelFolder:
     tokenizer_file = model_dir / "tokenizer.json"
     tokenizer_json = _read(tokenizer_file)
     if tokenizer_json is None:
-        raise ConfigError(f"{tokenizer_file}: no such file; a model folder needs one")
+        raise ConfigError(f"{tokenizer_file}: no such file; a model folder needs one{_hub_remedy(model_dir)}")
     config = _read_object(model_dir / "tokenizer_config.json")
     template, template_file = _template(model_dir, config)
     model_config = _read_object(model_dir / "config.json")

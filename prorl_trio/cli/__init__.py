@@ -26,11 +26,25 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COMMANDS: Final = ("cancel", "eval", "fleet", "regrade", "serve", "show", "simulate", "status", "submit", "top")
+COMMANDS: Final = (
+    "backends",
+    "cancel",
+    "eval",
+    "fleet",
+    "regrade",
+    "run",
+    "serve",
+    "show",
+    "simulate",
+    "status",
+    "submit",
+    "top",
+    "view",
+)
 """Each is the function of its name, in the module of its name."""
 PLUGINS: Final = "prorl_trio.commands"
 STDERR: Final = 2
-ASKING: Final = ("eval", "regrade", "submit", "status", "top", "cancel", "show")
+ASKING: Final = ("backends", "eval", "regrade", "run", "submit", "status", "top", "cancel", "show", "view")
 """Commands whose own words say what happens, an error in the end: that a connection is tried again is no news."""
 
 
@@ -98,8 +112,8 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
     "--log-level",
     envvar="PRORL_LOG_LEVEL",
     type=click.Choice(["debug", "info", "warning", "error"]),
-    help="What to log, on standard error; or PRORL_LOG_LEVEL. Default: info; warning for eval, regrade, submit, "
-    "status, top, cancel and show.",
+    help="What to log, on standard error; or PRORL_LOG_LEVEL. Default: info; warning for backends, eval, regrade, run, "
+    "submit, status, top, cancel, show and view.",
 )
 @click.option(
     "--log-format",

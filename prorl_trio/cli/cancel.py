@@ -51,8 +51,8 @@ def cancel(
     submitted it. Say which jobs by their ids, or by --group, --tag and --session (of several, all must hold; a tag may
     be given again), or --all. `prorl-trio top` shows what is live. What has ended is left alone, and said to have.
 
-    Exit code: 0 done, also where no job was live; 1 an id is unknown to the node (the others are cancelled all the
-    same), or the node cannot be reached.
+    Exit code: 0 done, also where no job was live; 1 some ids are unknown to the node (the rest were cancelled), or
+    the node cannot be reached.
 
     \b
         prorl-trio cancel 7f3a-q1-0 7f3a-q1-1

@@ -78,7 +78,7 @@ def fleet(folder: Path | None, config_path: Path | None, ledger: Path | None, po
     ready = Ready(secure=bool(listen.tls_cert))
 
     async def serve() -> bool:
-        return await serve_fleet(config, task_status=ready)
+        return await serve_fleet(config, ends_process=True, task_status=ready)
 
     sys.exit(0 if trio.run(serve) else EXIT_JOBS_CUT)
 

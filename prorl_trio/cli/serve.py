@@ -19,6 +19,7 @@ from prorl_trio.config.quantities import MAX_WEIGHT
 from prorl_trio.config.secrets import TOKEN_VARIABLE, agreed_token
 from prorl_trio.node.garbage import open_garbage_searches
 from prorl_trio.node.serve import serve_node
+from prorl_trio.tasks.handlers.registry import HandlerRegistry, find_handler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,6 +68,14 @@ def _refuse_rest_port(_context: click.Context, _parameter: click.Parameter, valu
     "rollouts as one of weight 1, which is the default.",
 )
 @click.option(
+    "--handler",
+    "handlers",
+    multiple=True,
+    metavar="MODULE:CLASS",
+    help="A handler class beside those of installed packages; may be given again. Modules of the working directory are "
+    "found.",
+)
+@click.option(
     "--on-hangup",
     type=click.Choice(get_args(OnHangup)),
     help="What SIGHUP means, instead of the file's on_hangup. auto, the default: drain if the node was started from a "
@@ -77,6 +86,7 @@ def serve(
     token: str | None,
     port: int | None,
     backends: dict[str, float],
+    handlers: tuple[str, ...],
     on_hangup: OnHangup | None,
 ) -> None:
     """Run a node until SIGTERM or Ctrl-C.
@@ -125,10 +135,11 @@ def serve(
         return msgspec.structs.replace(config, listen=listen)
 
     config = load()
+    registry = HandlerRegistry.from_entry_points(map(find_handler, handlers))
     ready = Ready(secure=bool(config.listen.tls_cert))
 
     async def serve() -> bool:
         async with open_garbage_searches():
-            return await serve_node(config, load=load, task_status=ready)
+            return await serve_node(config, registry, load=load, ends_process=True, task_status=ready)
 
     sys.exit(0 if trio.run(serve) else EXIT_JOBS_CUT)

@@ -11,7 +11,7 @@ from rich.text import Text
 from prorl_trio.chat.format import ChatFormat
 from prorl_trio.client.terminal import say
 from prorl_trio.runs.progress import page
-from prorl_trio.runs.recording import read_outcomes, read_run_info
+from prorl_trio.runs.recording import read_outcomes, read_run_info, trajectories_in
 from prorl_trio.runs.report import outcome_list, timing_line, token_lines, turn_table
 from prorl_trio.runs.transcript import render_trajectory
 from prorl_trio.types.errors import ConfigError
@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("run", type=click.Path(path_type=Path))
 @click.argument("job_id", required=False)
 @click.option("--model", type=click.Path(path_type=Path), help="Model folder; default: the one the run remembers.")
 @click.option("--sides", is_flag=True, help="What was said before each turn, beside the tokens that the engine got.")
 @click.option("--logprobs", is_flag=True, help="Besides, each sampled token with its id and log-probability.")
 @click.option("--pager/--no-pager", default=None, help="Show it in $PAGER, or less; default: where it is too long.")
-def show(file: Path, job_id: str | None, model: Path | None, sides: bool, logprobs: bool, pager: bool | None) -> None:
+def show(run: Path, job_id: str | None, model: Path | None, sides: bool, logprobs: bool, pager: bool | None) -> None:
     """Show one recorded trajectory, or the list of all.
 
-    With JOB_ID: its segments, with a mark and a colour for each kind of token, sub-agents indented; the seconds of each
-    stage, and of each turn the seconds and log-probabilities. JOB_ID may be any unique part of a job's id.
+    RUN is a run's folder, or its trajectories.msgpack. With JOB_ID: its segments, with a mark and a colour for each
+    kind of token, sub-agents indented; the seconds of each stage, and of each turn the seconds and log-probabilities.
+    JOB_ID may be any unique part of a job's id.
     """
+    file = trajectories_in(run)
     outcomes = read_outcomes(file)
     if job_id is None:
         page([outcome_list(outcomes)], pager=pager)
@@ -40,8 +42,9 @@ def show(file: Path, job_id: str | None, model: Path | None, sides: bool, logpro
     exact = [outcome for outcome in outcomes if outcome.job_id == job_id]
     matches = exact or [outcome for outcome in outcomes if job_id in outcome.job_id]
     if len(matches) != 1:
-        some = ", ".join(outcome.job_id for outcome in matches[:5])
-        raise ConfigError(f"{len(matches)} outcomes in {file} match {job_id!r}" + (f": {some} ..." if some else ""))
+        some = ", ".join(outcome.job_id for outcome in (matches or outcomes)[:5]) + ", ..."
+        there = some if matches else f"it has {some}; without JOB_ID all are listed"
+        raise ConfigError(f"{len(matches)} outcomes in {file} match {job_id!r}: {there}")
     (outcome,) = matches
     chat_format = _chat_format(file, model)
     parts: list[RenderableType] = [

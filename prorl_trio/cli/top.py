@@ -76,7 +76,7 @@ def render_top(
     lines = 3 + len(_part(report, "pipeline").get("stages", {}))
     if backends:
         parts.append(_backends(backends))
-        lines += len(backends) + 1
+        lines += len(backends) + 1 + sum(bool(each.get("error")) for each in backends)
     if sessions:
         parts.append(_sessions(sessions))
         lines += len(sessions) + 1
@@ -128,23 +128,32 @@ def _sandboxes(report: Mapping[str, Any]) -> Text:
     return Text(f"{text}, {failed} failed", style="yellow" if failed else "", no_wrap=True, overflow="ellipsis")
 
 
-def _backends(backends: list[Mapping[str, Any]]) -> Table:
-    """Tasks of the node's own, and what the engine says that it works on and holds up, from whomever."""
-    table = _table("backend", "state", "tasks", "ever", "running", "waiting", "KV", "")
+def _backends(backends: list[Mapping[str, Any]]) -> RenderableType:
+    """Return a table of the node's own tasks and of each engine's whole load, with the errors below it.
+
+    Of a fleet's head, the table names the node of each backend.
+    """
+    node = ["node"] if any("node_id" in backend for backend in backends) else []
+    table = _table("backend", *node, "state", "tasks", "ever", "running", "waiting", "KV")
+    errors = []
     for backend in backends:
         state = "suspended" if backend.get("suspended") else str(backend.get("state", ""))
         kv_usage, limit = backend.get("kv_usage"), backend.get("max_tasks") or ""
         table.add_row(
             one_line(backend.get("url", "")),
+            *([one_line(backend.get("node_id", ""))] if node else []),
             Text(state, style="" if state == "active" else "yellow"),
             f"{backend.get('in_flight', 0)}{limit and f'/{limit}'}",
             str(backend.get("assigned_total", 0)),
             _known(backend.get("engine_running")),
             _known(backend.get("engine_waiting")),
             "" if kv_usage is None else f"{100 * kv_usage:.0f}%",
-            one_line(backend.get("error", "")),
         )
-    return table
+        if error := str(backend.get("error", "")):
+            url = str(backend.get("url", ""))
+            said = one_line(error if error.startswith(url) else f"{url}: {error}").plain
+            errors.append(Text(said, style="yellow", no_wrap=True, overflow="ellipsis"))
+    return Group(table, *errors)
 
 
 def _sessions(sessions: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -242,7 +251,14 @@ def _seconds(seconds: float) -> str:
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON a report: what `status` prints.")
 @click.option("--sort", type=click.Choice(SORTS), default="progress", show_default=True, help="Order of the jobs.")
 @click.option("--stuck", "only_stuck", is_flag=True, help="Only jobs to which nothing happened for stuck_after_s.")
-@click.option("--interval", "interval_s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="In s.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two reports.",
+)
 def top(node: Node, **options: Any) -> None:
     """Watch a node live, and what every job waits for. Ctrl-C ends it.
 

@@ -114,10 +114,15 @@ class Transport:
             self._scope.deadline = trio.current_time() + self._limits.close_timeout_s
         self._state.fail(ConnectionLost("the client is closed"))
 
+    def _hint(self, met: bool) -> str:
+        """Return what to look at where something listened and `met` the client, but did not talk as a node does."""
+        plain = isinstance(self._where, Address) and not (self._where.secure or self._where.unix_path)
+        return " if it has a certificate, its address is wss://" if met and plain else ""
+
     async def _stay_connected(self) -> None:
         patience_s, what = self._patience.connect_timeout_s, "connect_timeout_s"
         deadline_s = trio.current_time() + patience_s
-        delay_s, why = FIRST_DELAY_S, ""
+        delay_s, why, met = FIRST_DELAY_S, "", False
         while True:
             self._useful = False
             try:
@@ -126,7 +131,7 @@ class Transport:
                 # An attempt that our patience cut short knows less than the one before.
                 why = why if why and trio.current_time() >= deadline_s else "no answer in time"
             except (LinkClosed, OSError) as exc:
-                why = str(exc)
+                why, met = str(exc), isinstance(exc, LinkClosed)
             if self._state.failure is not None:
                 return
             now_s = trio.current_time()
@@ -137,6 +142,7 @@ class Transport:
                 raise ConnectionLost(
                     f"no connection to {self._where} within {patience_s:g} s ({what}; session "
                     f"{self._state.session_id!r}); the last attempt: {why}; is a node listening there?"
+                    f"{self._hint(met)}"
                 )
             news = self._state.welcome is not None and delay_s == FIRST_DELAY_S
             level = logging.WARNING if news else logging.INFO

@@ -133,7 +133,10 @@ class RestConfig(Table, frozen=True):
             (`http://any:TOKEN@HOST:PORT`). `false` lets every user of this machine use them, and is refused if others
             could come: `listen.host` is not a loopback address, or sandboxes have a network.
         prorl_compat_timeout_s: their `/process` answers by then; the job goes on.
-        data_sources: for `prorl_compat`, which handler works on an instance of a `data_source`.
+        data_sources: for `prorl_compat`, which handler works on an instance of a `data_source`. For `swe`, a published
+            row (SWE-bench, SWE-Gym, SWE-rebench, SWE-smith, R2E-Gym) becomes the payload.
+        swe_specs: for such rows that do not say how their tests are run, as those of SWE-bench 4 and SWE-Gym: a JSON
+            file of commands by repository and version, as of `prorl-trio eval --specs`. Empty: they are refused.
     """
 
     max_wait_s: SecondsOrZero = 600.0
@@ -148,5 +151,6 @@ class RestConfig(Table, frozen=True):
     prorl_compat_token: bool = True
     prorl_compat_timeout_s: Seconds = 7200.0
     data_sources: dict[str, str] = msgspec.field(
-        default_factory=lambda: {"deepscaler": "math", "gsm8k": "math", "math": "math"}
+        default_factory=lambda: {"deepscaler": "math", "gsm8k": "math", "math": "math", "swebench": "swe"}
     )
+    swe_specs: str = ""

@@ -684,11 +684,10 @@ class AgentConfig(Table, frozen=True):
         max_staleness: policy updates that may lie between the first sampled token of a trajectory and the newest
             weights, for jobs that do not say; without it: any number. See `prorl_trio.JobSpec`.
         rollouts_per_update: rollouts of a session that its trainer takes from this node for one policy update, at
-            least. Of jobs with a bound no more begin than it will have taken before they are too stale: `(max_staleness
-            + 1) * rollouts_per_update` that run, or ended well and are not yet counted as taken, as so many are by each
-            update. The others wait in their queues, oldest first, charged to no budget; those of priority `eval` do
-            not. A figure below what an update really takes makes the trainer wait for ever. 0: no limit, and what
-            becomes too stale fails.
+            least. At most `(max_staleness + 1) * rollouts_per_update` jobs with a bound run at once; those
+            that ended well and that no update has taken yet count, too. The others wait in their queues, oldest first,
+            charged to no budget; those of priority `eval` do not. A figure below what an update really takes makes the
+            trainer wait for ever. 0: no limit, and what becomes too stale fails.
         max_trajectory_tokens: length of each segment, which is the prompt and everything after it; 0 takes the
             backend's context length. What tools return is cut to the room that is left, head and tail kept, with a note
             of how many tokens were left out; where there is no room for that, the loop ends with `context_budget`.

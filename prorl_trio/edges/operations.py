@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -10,6 +11,7 @@ from prorl_ipc.session import BackendsAnswer
 from prorl_trio.edges.requests import error_of, read
 from prorl_trio.types.backends import (
     AddBackend,
+    AnswerT,
     ConfirmWeights,
     DrainBackend,
     ExpectTransfer,
@@ -29,6 +31,8 @@ from prorl_trio.types.programs import FinishAgent, OpenAgent
 if TYPE_CHECKING:
     from prorl_ipc.session import CallBackends
     from prorl_trio.sessions.node_api import NodeApi
+
+logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT", bound=NodeRequest[Any])
 
@@ -158,8 +162,32 @@ TABLE: Final = (
 _ROWS: Final[dict[str, Row[Any]]] = {row.request.operation: row for row in TABLE}
 
 
-async def answer_call(node: NodeApi, call: CallBackends) -> BackendsAnswer:
-    """Carry out an operation that came through the WebSocket, and return its answer.
+async def operate(node: NodeApi, request: NodeRequest[AnswerT], who: str) -> AnswerT:
+    """Have `node` carry out `request`; a change of the pool is logged, with `who` asked for it. Errors as there."""
+    answer = await node.operate(request)
+    if change := _change(request):
+        logger.info("%s, by %s", change, who)
+    return answer
+
+
+def _change(request: NodeRequest[Any]) -> str:
+    """Return the change that a request has made; empty: none that lasts."""
+    match request:
+        case AddBackend(url=url, when_up=when_up):
+            return f"backend {url} was added{', and joins when it is up' if when_up else ''}"
+        case DrainBackend(url=url):
+            return f"backend {url} drains"
+        case WeighBackend(url=url, weight=weight):
+            return f"backend {url} has the weight {weight:g}"
+        case RemoveBackends(url=url):
+            return f"backend {url} was removed" if url else "all backends were removed"
+        case ResumeBackends(policy_version=str(version)):
+            return f"the policy is of version {version}"
+    return ""
+
+
+async def answer_call(node: NodeApi, call: CallBackends, who: str) -> BackendsAnswer:
+    """Carry out an operation that came through the WebSocket from `who`, and return its answer.
 
     A `BackendError` or `ServiceError`, also for an unknown operation or a malformed request, is returned as an answer
     with `code` and `message`. Cancelling this call cancels the operation.
@@ -171,7 +199,7 @@ async def answer_call(node: NodeApi, call: CallBackends) -> BackendsAnswer:
         request: NodeRequest[msgspec.Struct] = read(
             msgspec.msgpack.Decoder(row.request).decode, call.arguments, prefix="$.arguments"
         )
-        answer = await node.operate(request)
+        answer = await operate(node, request, who)
     except (BackendError, ServiceError) as exc:
         error = error_of(exc)
         return BackendsAnswer(request_id=call.request_id, code=error.code, message=error.message, path=error.path)

@@ -22,6 +22,7 @@ from prorl_trio.edges.rest.app import RestApp
 from prorl_trio.edges.rest.call import Api
 from prorl_trio.edges.rest.events import EventFeed
 from prorl_trio.edges.tcp import is_loopback, open_listeners
+from prorl_trio.edges.viewer.pages import viewer_endpoints
 from prorl_trio.edges.websocket.server import Trainers
 from prorl_trio.supervision import service_task
 from prorl_trio.types.errors import ConfigError
@@ -52,7 +53,7 @@ class Server:
 
     Args:
         app: answers requests.
-        trainers: serves connections that became WebSockets.
+        trainers: serves connections that became WebSockets; None: they are closed.
         config: limits.
         door: decides who may come in. When its token is replaced, the connections that showed the former one end.
         closing: set when the server ends, so that requests which wait are answered with what there is.
@@ -62,7 +63,7 @@ class Server:
     def __init__(
         self,
         app: App,
-        trainers: Trainers,
+        trainers: Trainers | None,
         config: ListenConfig,
         door: Door,
         closing: trio.Event,
@@ -107,13 +108,15 @@ class Server:
                 scope.cancel("the server ends")
             else:
                 scope.deadline = trio.current_time() + self._config.close_timeout_s
-        self._trainers.go_away()
+        if self._trainers is not None:
+            self._trainers.go_away()
 
     def _end_known(self) -> None:
         """End the connections that showed the former token, long polls and event streams included."""
         for visitor in list(self._visitors.known):
             visitor.show_out()
-        self._trainers.end_known()
+        if self._trainers is not None:
+            self._trainers.end_known()
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         """Serve one accepted connection until it ends. Its errors are logged; the caller closes the stream."""
@@ -142,7 +145,7 @@ class Server:
             received = await connection.run()
         finally:
             del self._open[scope]
-        if received is not None:
+        if received is not None and self._trainers is not None:
             await self._trainers.serve(stream, received, scope, visitor)
 
 
@@ -197,7 +200,7 @@ async def serve_edges(
     api = Api(node=node, sessions=sessions, config=rest, feed=feed, closing=trio.Event(), metrics=metrics)
     arena_socket = str(local.arena) if local is not None and sessions.shared is not None else ""
     trainers = Trainers(node, listen, door, sessions, arena_socket)
-    rest_app = RestApp(api, more)
+    rest_app = RestApp(api, [*viewer_endpoints("node"), *more])
     app: App = rest_app if gateways is None else BesideRest(rest_app, gateways)
     server = Server(app, trainers, listen, door, api.closing, tls)
     listeners = listeners or await open_listeners(listen)

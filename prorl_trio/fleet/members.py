@@ -56,6 +56,12 @@ def merge_statistics(name: str, reports: Mapping[str, Mapping[str, Any]]) -> dic
         found = [report[part] for report in nodes if isinstance(report.get(part), dict)]
         if found:
             merged[part] = _merge(part, found)
+    if "backends" in merged:
+        merged["backends"]["backends"] = [
+            {**backend, "node_id": node_id}
+            for node_id, report in reports.items()
+            for backend in report.get("backends", {}).get("backends", [])
+        ]
     models = [report["model"] for report in nodes if "model" in report]
     if models:
         merged["model"] = models[0]

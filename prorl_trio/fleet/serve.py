@@ -84,7 +84,10 @@ class _Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def serve_fleet(
-    config: HeadConfig, *, task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED
+    config: HeadConfig,
+    *,
+    ends_process: bool = False,
+    task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
     """Run the head of the fleet in `config.fleet.dir` until SIGTERM or SIGINT.
 
@@ -95,7 +98,8 @@ async def serve_fleet(
     next start resumes them. Otherwise they are cancelled. SIGHUP reloads the token file, unless `on_hangup` makes it
     drain the head.
 
-    Reports the listener's (host, port) through `task_status`. Returns True if no job was left or cut.
+    Reports the listener's (host, port) through `task_status`. Returns True if no job was left or cut. With
+    `ends_process` later signals are dropped, because the process ends with the head.
 
     Raises:
         ConfigError: the head cannot start; the message contains the remedy.
@@ -109,7 +113,7 @@ async def serve_fleet(
     edges = await trio.to_thread.run_sync(check_listen, config, configured_endpoints(config))
     await check_address(config.listen)
     clean = True
-    with open_end_signals(config.on_hangup, reloads=True) as signals:
+    with open_end_signals(config.on_hangup, reloads=True, ends_process=ends_process) as signals:
         async with until_started(signals) as starting:
             async with (
                 _open_whole(config, edges, starting) as (fleet, sessions, address),

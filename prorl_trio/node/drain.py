@@ -146,12 +146,13 @@ class EndSignals:
 
 
 @contextmanager
-def open_end_signals(on_hangup: OnHangup, *, reloads: bool) -> Iterator[EndSignals]:
+def open_end_signals(on_hangup: OnHangup, *, reloads: bool, ends_process: bool = False) -> Iterator[EndSignals]:
     """Receive the signals that end a node during the block: SIGTERM, SIGINT, and SIGHUP if `on_hangup` says so.
 
     With `reloads`, where SIGHUP does not end the node, SIGHUP does nothing until a task of the block receives it. What
     comes too late to be acted on is dropped: the end that it asks for is there, and it must not change the exit code.
-    Leaving the block restores the former handlers. For the main thread only.
+    Leaving the block restores the former handlers; if the process ends then (`ends_process`), the signals are ignored.
+    For the main thread only.
     """
     hangup = drains_on_hangup(on_hangup)
     numbers = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangup else [])]
@@ -164,7 +165,9 @@ def open_end_signals(on_hangup: OnHangup, *, reloads: bool) -> Iterator[EndSigna
             yield EndSignals(received, hangup=hangup)
     finally:
         for number, handler in before.items():
-            if handler is not None:  # else it is not Python's
+            if ends_process:  # a handler of Python's own is gone before its process is, and then a signal kills
+                signal.signal(number, signal.SIG_IGN)
+            elif handler is not None:  # else it is not Python's
                 signal.signal(number, handler)
 
 

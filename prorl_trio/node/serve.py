@@ -166,6 +166,7 @@ async def serve_node(
     *,
     provider: SandboxProvider | None = None,
     load: Callable[[], NodeConfig] | None = None,
+    ends_process: bool = False,
     task_status: trio.TaskStatus[tuple[str, int]] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
     """Run a node until SIGTERM or SIGINT. Must run in the main thread, for the signals.
@@ -182,7 +183,8 @@ async def serve_node(
 
     Reports the listener's (host, port) through `task_status`. Returns True if every job ended by itself and no write to
     the ledger failed. After the drain, waits up to `DELIVERY_TIMEOUT_S` for trainers to take their outcomes. `provider`
-    replaces the sandbox provider of the configuration.
+    replaces the sandbox provider of the configuration. With `ends_process` later signals are dropped, because the
+    process ends with the node.
 
     Raises:
         ConfigError: the node cannot start; says what to do.
@@ -195,7 +197,7 @@ async def serve_node(
     handlers = handlers or HandlerRegistry.from_entry_points()
     edges = await trio.to_thread.run_sync(prepare_edges, config, handlers.names)
     await check_address(config.listen)
-    with open_end_signals(config.on_hangup, reloads=load is not None) as signals:
+    with open_end_signals(config.on_hangup, reloads=load is not None, ends_process=ends_process) as signals:
         async with until_started(signals) as starting:
             async with (
                 _open_whole(config, edges, handlers, provider, starting) as (node, sessions, monitoring, address),

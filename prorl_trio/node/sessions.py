@@ -72,7 +72,7 @@ async def open_stored_journal(config: LedgerConfig, folder: Path | None) -> Asyn
         raise ConfigError(f"ledger: {exc}") from exc
     if folder is None:
         logger.warning(
-            "NOTHING IS DURABLE: jobs and outcomes end with this process; set node_id, or ledger.dir to a folder"
+            "in-memory ledger: jobs and outcomes are lost when this process ends; set node_id, or ledger.dir"
         )
         async with open_journal(MemoryLedger(limits), hot_outcome_bytes=sys.maxsize) as journal:
             yield journal

@@ -10,6 +10,7 @@ import msgspec
 
 from prorl_ipc.errors import CallFailed
 from prorl_ipc.nursery import leaves
+from prorl_trio.plugins import described
 from prorl_trio.sandbox.use import is_spoilt
 from prorl_trio.tasks.handlers.base import Evaluation
 from prorl_trio.types.errors import (
@@ -188,12 +189,13 @@ def _classify(job: Job, stage: Stage, failure: BaseException) -> RolloutError:
         kind: type[RolloutError] = EvaluationError if stage == "eval" else HandlerError
         if any(is_exhaustion(leaf) and not isinstance(leaf.__cause__, CallFailed) for leaf in leaves(failure)):
             kind = NodeExhausted
-        failure = kind(f"{type(failure).__name__} in stage {stage}: {failure}")
+        failure = kind(f"in stage {stage}: {described(failure, type(job.handler).__module__)}")
     try:
         return job.handler.on_error(job.context, stage, failure)
     except Exception as exc:  # a plug-in's hook must not end the node
         logger.exception("on_error of handler %s", job.handler.name)
-        return HandlerError(f"on_error raised {type(exc).__name__}: {exc}, after {failure}")
+        raised = described(exc, type(job.handler).__module__)
+        return HandlerError(f"on_error raised {raised}, after {failure}")
 
 
 def _draft(job: Job, status: TerminalStatus, trajectory: Any) -> Outcome:

@@ -112,6 +112,8 @@ async def run_jobs(client: RolloutClient, specs: list[JobSpec], folder: Path, *,
         _say(f"{len(rejections) - MAX_REJECTIONS} more were rejected")
     show_one = f"prorl-trio show {shlex.quote(str(folder / TRAJECTORIES))} JOB_ID"
     console.print(f"recorded in {folder}; look at one with: {show_one}", markup=False, highlight=False, soft_wrap=True)
+    view_all = f"prorl-trio view {shlex.quote(str(folder))}"
+    console.print(f"look at all in a browser with: {view_all}", markup=False, highlight=False, soft_wrap=True)
     return summary
 
 

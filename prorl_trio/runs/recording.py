@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
@@ -16,7 +17,6 @@ from prorl_trio.types.models import Outcome
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from io import FileIO
-    from pathlib import Path
     from types import TracebackType
 
 
@@ -165,12 +165,19 @@ class OutcomeFile:
         self._file.close()
 
 
-def read_outcomes(path: Path) -> list[Outcome]:
-    """Return every whole outcome of a `trajectories.msgpack`.
+def trajectories_in(path: Path | str) -> Path:
+    """Return the file of trajectories in the run's folder `path`; a path of anything else as it is."""
+    path = Path(path)
+    return path / TRAJECTORIES if path.is_dir() else path
+
+
+def read_outcomes(path: Path | str) -> list[Outcome]:
+    """Return every whole outcome of a `trajectories.msgpack`, or of that file in a run's folder.
 
     Raises:
         ConfigError: it cannot be read, or is not such a file.
     """
+    path = trajectories_in(path)
     content = _content(path)
     end = length_of(content)
     if end is None:

@@ -72,6 +72,7 @@ class JobTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tags: dict[str, str] = {}
     retry: RetryPolicy = RetryPolicy()
     max_trajectory_tokens: int | None = None
+    max_completion_tokens: int | None = None
     agent: AgentProgram | str | None = None
 
     def spec(self, job_id: str, group_id: str, instance: TaskInstance) -> JobSpec:
@@ -86,5 +87,6 @@ class JobTemplate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             tags=self.tags,
             retry=self.retry,
             max_trajectory_tokens=self.max_trajectory_tokens,
+            max_completion_tokens=self.max_completion_tokens,
             agent=self.agent,
         )

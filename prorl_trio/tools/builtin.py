@@ -366,4 +366,4 @@ class FinishTool(Tool):
     async def call(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, *, timeout_s: float) -> Observation:
         """Never fails; any JSON value is taken as its text."""
         del sandbox, timeout_s
-        return Observation(text="The task has ended.", answer=str(arguments["answer"]))
+        return Observation(text="Your answer was received.", answer=str(arguments["answer"]))

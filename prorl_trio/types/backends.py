@@ -24,7 +24,7 @@ _Folder = Annotated[str, msgspec.Meta(min_length=1, max_length=4000)]
 
 
 class BackendList(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool: urls in order of arrival, and its live state, a map."""
+    """The pool: `urls` in order of addition, and its current state, a map."""
 
     urls: list[str]
     pool: Any
@@ -34,13 +34,13 @@ class UpdatedBackend(msgspec.Struct, frozen=True, kw_only=True):
     """The effect of a pause, new weights or a resume on one backend.
 
     Attributes:
-        url: as it was added.
-        in_flight: completions that run there now; after `pause`, only those that were kept.
-        engine: `paused`, `loaded` or `resumed` by its own API, `confirmed` (it says that it has the weights of the
-            version), `not_offered` (it has no API for that: the node alone holds completions back), `failed`.
-        error: why, if it failed.
-        policy_version: what its next completions are recorded under.
-        model_folder: what it was started with, a folder as it sees it or a public name; empty: it does not say.
+        url: URL of the backend, as added.
+        in_flight: number of running completions; after `pause`, only kept ones.
+        engine: `paused`, `loaded` or `resumed` by the engine's API, `confirmed` (it reports the weights of the
+            version), `not_offered` (it has no such API; the node alone holds completions back), `failed`.
+        error: description of the failure.
+        policy_version: version under which its next completions are recorded.
+        model_folder: folder (as the engine sees it) or public name that it was started with; empty if not reported.
     """
 
     url: str
@@ -52,7 +52,7 @@ class UpdatedBackend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool after a pause, new weights or a resume. `waiting`: completions that wait for the resume."""
+    """The pool after a pause, new weights or a resume. `waiting`: number of completions that wait for the resume."""
 
     paused: bool
     waiting: int
@@ -68,11 +68,11 @@ class NodeRequest(
     """Base of requests: an unknown field is an error.
 
     `Backends.operate` carries them out, and `RolloutClient.operate` sends them to a node. A cancel of either withdraws
-    the request: it changes nothing, unless it had been carried out before.
+    the request: it changes nothing, unless it was already carried out.
 
     Attributes:
-        operation: the name of what is asked for.
-        answer: the type of its answer.
+        operation: name of the operation.
+        answer: type of its answer.
     """
 
     operation: ClassVar[str]
@@ -80,7 +80,7 @@ class NodeRequest(
 
 
 class ListBackends(NodeRequest[BackendList], frozen=True):
-    """Return the state of the pool now."""
+    """Return the current state of the pool."""
 
     operation: ClassVar = "list"
     answer: ClassVar = BackendList
@@ -90,15 +90,15 @@ class AddBackend(NodeRequest[BackendList], frozen=True):
     """Probe an LLM backend and add it to the pool. A drained backend becomes active again.
 
     Attributes:
-        url: its origin, as `http://127.0.0.1:8000`.
+        url: its origin, such as `http://127.0.0.1:8000`.
         weight: its share of the tasks, relative to the other backends. None: 1 for a new backend, else unchanged.
-        policy_version: the version that the caller knows its weights to be of: it is added only where the pool has
-            that policy, and no update is under way.
-        when_up: do not probe it now: list it as `down`, and have it join as soon as it passes its probe.
+        policy_version: known version of its weights. The backend is added only if the pool has that version and no
+            update is running.
+        when_up: list it as `down` without a probe now. It joins when it passes its probe.
 
     Raises:
-        BackendError: it did not pass the probe; the message says why.
-        BackendsBusy: there is a `policy_version`, and an update is under way.
+        BackendError: it did not pass the probe; the message has the reason.
+        BackendsBusy: there is a `policy_version`, and an update is running.
     """
 
     operation: ClassVar = "add"
@@ -110,9 +110,9 @@ class AddBackend(NodeRequest[BackendList], frozen=True):
 
 
 class DrainBackend(NodeRequest[BackendList], frozen=True):
-    """Give a backend no new tasks; it stays in the pool.
+    """Stop new tasks on a backend, which stays in the pool.
 
-    Each of its tasks moves to another backend at its next completion, if another one accepts tasks.
+    Each of its tasks moves at its next completion, if another backend accepts tasks.
 
     Raises:
         UnknownBackend: it is not in the pool.
@@ -124,7 +124,7 @@ class DrainBackend(NodeRequest[BackendList], frozen=True):
 
 
 class WeighBackend(NodeRequest[BackendList], frozen=True):
-    """Set the weight of a backend: its share of the tasks that are placed from now on.
+    """Set the weight of a backend: its share of future tasks.
 
     Raises:
         UnknownBackend: it is not in the pool.
@@ -157,22 +157,22 @@ class RemoveBackends(NodeRequest[BackendList], frozen=True):
 class PauseBackends(NodeRequest[UpdateReport], frozen=True):
     """Hold back all new completions until a resume.
 
-    Answered when the completions in flight have ended, were aborted or are kept, as `mode` says. Jobs go on up to their
-    next completion and wait there. Engines that can be paused are paused too; one that failed to is in the report. A
-    paused pool may be paused again, in another mode. `RolloutClient.policy_update` pauses and resumes by itself.
+    Answered when the completions in flight have ended, were aborted or are kept, according to `mode`. Jobs continue to
+    their next completion and wait there. Engines with a pause API are paused too; the report names failures. A paused
+    pool may be paused again, in another mode. `RolloutClient.policy_update` pauses and resumes by itself.
 
-    A pause without a `holder`, before an update or while it runs, outlasts it.
+    A pause without a `holder`, before or during an update, outlasts that update.
 
     Attributes:
-        mode: the fate of completions in flight.
-        timeout_s: limit for all of it.
-        holder: a name of the caller's own, new for each update of the policy: only steps with that name then change the
-            weights, until its resume.
-        lease_s: the update is given up, and the former weights are put back, if none of the holder's steps, nor a
-            `RenewUpdate`, comes for so long.
+        mode: treatment of completions in flight.
+        timeout_s: time limit of the whole pause.
+        holder: name chosen by the caller, new for each policy update. Until its resume, only steps with that name
+            change the weights.
+        lease_s: seconds without a step of the holder or a `RenewUpdate` after which the update is abandoned and the
+            former weights are restored.
 
     Raises:
-        PauseTimeout: it took longer than `timeout_s`; the pause is undone, and so it is by a cancel.
+        PauseTimeout: it took longer than `timeout_s`; the pause is undone. A cancel also undoes it.
         BackendsBusy: another pause or resume is running, or another holder's update; nothing has changed.
     """
 
@@ -189,10 +189,10 @@ class PauseBackends(NodeRequest[UpdateReport], frozen=True):
 
 
 class RenewUpdate(NodeRequest[UpdateReport], frozen=True):
-    """Let the lease of a holder's update begin anew.
+    """Renew the lease of a holder's update.
 
     Raises:
-        UpdateRefused: the update is over; the former version is back.
+        UpdateRefused: the update is over; the former version is restored.
         BackendsBusy: another holder's update is running.
     """
 
@@ -204,8 +204,9 @@ class RenewUpdate(NodeRequest[UpdateReport], frozen=True):
 class LoadWeights(NodeRequest[UpdateReport], frozen=True):
     """Have the engines of a paused pool load the weights in `folder`, a path as the engines see it.
 
-    They are on trial: a resume with a version keeps them, a resume without one puts the former weights back. An engine
-    that failed to load is in the report. `timeout_s` is for each engine. After a cancel, each may have them or not.
+    They are on trial: a resume with a version keeps them, and a resume without one restores the former weights. The
+    report names engines that failed to load. `timeout_s` applies to each engine. After a cancel, an engine may have
+    either weights.
 
     Raises:
         UpdateRefused: the pool is not paused, or the holder's update is over.
@@ -222,12 +223,12 @@ class LoadWeights(NodeRequest[UpdateReport], frozen=True):
 class LoadAdapter(NodeRequest[UpdateReport], frozen=True):
     """Have the engines of a paused pool load the LoRA adapter in `folder`, a path as the engines see it.
 
-    It is on trial as weights are: from a resume with a version on, completions are sampled with it, and the one before
-    is unloaded. Its `name` is another one for each version. Whole weights that are loaded later are used without an
-    adapter. An engine that failed to load is in the report.
+    It is on trial as weights are. After a resume with a version, completions are sampled with it, and the previous
+    adapter is unloaded. Each version needs a new `name`. Whole weights that are loaded later are used without an
+    adapter. The report names engines that failed to load.
 
     Raises:
-        UpdateRefused: the pool is not paused, or completions were kept in engines, which would go on with the former
+        UpdateRefused: the pool is not paused; or completions were kept in engines, which would continue with the former
             adapter; or the holder's update is over.
         BackendsBusy: another step is running, or another holder's update; nothing has changed.
     """
@@ -241,10 +242,10 @@ class LoadAdapter(NodeRequest[UpdateReport], frozen=True):
 
 
 class ExpectTransfer(NodeRequest[UpdateReport], frozen=True):
-    """Note, in a pause, that the trainer moves new weights to the engines by means of its own.
+    """Note, in a pause, that the trainer transfers new weights to the engines itself.
 
-    They are on trial as those of `LoadWeights`: a resume without a version loads the former ones from their folder; an
-    engine whose folder is not known takes no tasks then. `timeout_s` is for that load.
+    They are on trial as with `LoadWeights`. A resume without a version loads the former weights from their folder; an
+    engine without a known folder then takes no tasks. `timeout_s` applies to that load.
 
     Raises:
         UpdateRefused: the pool is not paused, or the holder's update is over.
@@ -258,10 +259,10 @@ class ExpectTransfer(NodeRequest[UpdateReport], frozen=True):
 
 
 class ConfirmWeights(NodeRequest[UpdateReport], frozen=True):
-    """Have every engine of a paused pool say which weights it has; with `tell`, after it was told their version.
+    """Have every engine of a paused pool confirm its version; with `tell`, after the node has set it there.
 
-    An engine that says otherwise, or fails to answer, is `failed` in the report; some say nothing (`not_offered`). What
-    they were told is taken back by a resume without a version.
+    An engine with another version, or without an answer, is `failed` in the report; engines without such an API are
+    `not_offered`. A resume without a version resets the version set by `tell`.
 
     Raises:
         UpdateRefused: the pool is not paused, or the holder's update is over.
@@ -277,16 +278,16 @@ class ConfirmWeights(NodeRequest[UpdateReport], frozen=True):
 
 
 class ResumeBackends(NodeRequest[UpdateReport], frozen=True):
-    """Let completions begin again, recorded under `policy_version` if that is given. A pool need not be paused.
+    """Let completions begin again, recorded under `policy_version` if given. The pool need not be paused.
 
-    Engines are told the version, and asked for it, and those that were paused are resumed, before; one that fails to is
-    in the report, and takes no tasks until it is resumed. Without a version, engines with weights on trial get their
-    former ones back before. The pool stays paused if this is cancelled, and after a holder's update if somebody else
-    asked for a pause.
+    Before that, the version is set in the engines and confirmed, and paused engines are resumed. The report names an
+    engine that fails; it takes no tasks until it is resumed. Without a version, engines with weights on trial first
+    restore the former ones. The pool stays paused if this is cancelled, and after a holder's update if another caller
+    requested a pause.
 
     Raises:
-        UpdateRefused: an engine failed to load the weights of that version, or says that it has others: the pool
-            stays paused; or the holder's update is over, and a version is given.
+        UpdateRefused: an engine failed to load the weights of that version, or reports another: the pool stays paused;
+            or the holder's update is over, and a version is given.
         BackendsBusy: another pause or resume is running, or another holder's update; nothing has changed.
     """
 

@@ -10,41 +10,41 @@ import re
 from typing import ClassVar, Final, Literal, NamedTuple
 
 FailureCause = Literal[
-    "sandbox",  # the sandbox could not be started, or was lost
+    "sandbox",  # the sandbox failed to start or was lost
     "inference",  # the LLM backend
-    "agent_fault",  # the policy: it did what the task forbids, or broke what it works in
-    "agent_budget",  # the policy: it spent what it had
+    "agent_fault",  # the policy violated the task or broke its sandbox
+    "agent_budget",  # the policy exhausted its budget
     "evaluator",  # the scorer
     "handler",  # the handler's own code
-    "cancelled",  # somebody cancelled it
-    "node",  # none of these
+    "cancelled",  # a cancel
+    "node",  # any other cause
 ]
 """Why a job has no success. Closed: a trainer may switch over it. Only `agent_*` are the policy's own doing."""
 
 ErrorCode = Literal[
-    "sandbox_start",  # a sandbox could not be started
-    "sandbox_lost",  # a running one died, or its channel broke
-    "sandbox_failed",  # a running one lives, but could not carry out a call
-    "backend_unreachable",  # an LLM backend could not be reached, or failed in a way that may pass
-    "backend_refused",  # it broke its contract, or refused the call for good
-    "context_overflow",  # the first prompt leaves no room for a token
-    "token_drift",  # a prompt does not begin with the tokens recorded
-    "stale",  # more updates lie between its tokens than `max_staleness` allows; a reward of 0: by its tools' time
-    "agent_program",  # the agent's program did not run, or had asked for nothing when it ended
-    "agent_fault",  # the policy did what its task forbids
-    "search_unavailable",  # the node's search answers nobody
-    "handler_raised",  # the handler's own code failed, or its outcome was too large
-    "not_restorable",  # a recorded rollout does not have what its handler grades
+    "sandbox_start",  # a sandbox failed to start
+    "sandbox_lost",  # a running sandbox died, or its channel broke
+    "sandbox_failed",  # a live sandbox could not execute a call
+    "backend_unreachable",  # an LLM backend was unreachable or failed temporarily
+    "backend_refused",  # an LLM backend violated its contract or refused the call permanently
+    "context_overflow",  # the first prompt fills the context
+    "token_drift",  # a prompt does not begin with the recorded tokens
+    "stale",  # `max_staleness` was exceeded; the reward is 0 if the policy's tools caused it
+    "agent_program",  # the agent program did not start, or ended before its first request
+    "agent_fault",  # the policy violated the rules of the task
+    "search_unavailable",  # the node's search backend does not answer
+    "handler_raised",  # the handler raised an exception, or its outcome was too large
+    "not_restorable",  # a recorded rollout lacks data that its handler grades
     "evaluator_crashed",  # the scorer raised, or its process died
-    "evaluator_timeout",  # it gave no score within its time-out or the EVAL budget
-    "evaluator_malformed",  # what it returned is no score: a wrong type, NaN, nothing
-    "budget_init",  # `init_s` was used up
-    "budget_run",  # `run_s` was used up
-    "budget_total",  # `total_s` was used up
+    "evaluator_timeout",  # the scorer exceeded its time-out or the EVAL budget
+    "evaluator_malformed",  # the scorer returned a wrong type, NaN or nothing
+    "budget_init",  # `init_s` was exhausted
+    "budget_run",  # `run_s` was exhausted
+    "budget_total",  # `total_s` was exhausted
     "cancelled",  # on request
-    "early_stop",  # the job's group had what it needed, or its deadline had passed
+    "early_stop",  # the job's group was complete or reached its deadline
     "shutdown",  # the node ended before the job did
-    "node",  # none of these
+    "node",  # any other failure
 ]
 """The exact failure, finer than the cause. Closed."""
 

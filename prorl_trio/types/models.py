@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 Stage = Literal["init", "run", "eval"]
 TerminalStatus = Literal[
-    "completed",  # it was scored
-    "failed",  # something went wrong: `cause`
-    "cancelled",  # on request, or for the sake of its group
-    "timed_out",  # a budget was used up
+    "completed",  # the rollout was scored
+    "failed",  # an error ended it; see `cause`
+    "cancelled",  # on request, or by its group's policy
+    "timed_out",  # a budget was exhausted
 ]
 Status = Literal[
-    "queued",  # waits for its sandbox
-    "init",  # gets it
-    "ready",  # waits for a place to run
-    "run",  # the agent works
-    "ran",  # waits to be scored
-    "eval",  # is scored
+    "queued",  # waiting for INIT
+    "init",  # its sandbox is being prepared
+    "ready",  # waiting for RUN
+    "run",  # the agent is working
+    "ran",  # waiting for EVAL
+    "eval",  # being scored
     TerminalStatus,
 ]
 """The status of a job: a stage, or a wait for one; then exactly one terminal status."""
@@ -43,42 +43,42 @@ PRIORITY: Final = {"eval": 0, "train": 1}
 """The place of a job's priority in any line; lower goes first."""
 
 StopReason = Literal[
-    "finished",  # the agent called `finish`, or gave its final answer
-    "max_turns",  # `max_turns` were taken
-    "context_budget",  # no room for another turn in the context or the token budget
-    "no_tool_call",  # no tool call and no answer, after the nudges allowed
-    "no_end_of_turn",  # its last turn reached `max_output_tokens`, with neither call nor answer
-    "parse_error",  # no call of its last turn could be understood: at `max_turns`, or told so often enough before
-    "agent_budget",  # `agent_s` was used up
-    "program_error",  # the agent's program ended with an error
-    "aborted",  # a failure or a cancel cut it short
+    "finished",  # the agent called `finish` or gave its final answer
+    "max_turns",  # `max_turns` was reached
+    "context_budget",  # the context or the token budget has no room for another turn
+    "no_tool_call",  # the policy gave neither a tool call nor an answer, after all reminders
+    "no_end_of_turn",  # the last turn reached `max_output_tokens` without a call or an answer
+    "parse_error",  # the calls of the last turn were unreadable, at `max_turns` or after repeated error reports
+    "agent_budget",  # `agent_s` was exhausted
+    "program_error",  # the agent program ended with an error
+    "aborted",  # a failure or a cancel ended it early
 ]
 """Why the agent's loop ended. Not the engine's `FinishReason`."""
 
 FinishReason = Literal[
-    "stop",  # at an end-of-turn token
-    "length",  # at `max_output_tokens`, or the context's end
+    "stop",  # an end-of-turn token was sampled
+    "length",  # `max_output_tokens` or the end of the context was reached
     "abort",  # the engine aborted it
-    "tool_call",  # the node stopped it: a tool call was complete
+    "tool_call",  # the node stopped it after a complete tool call
 ]
 """Why sampling one completion ended."""
 
 LogprobKind = Literal[
-    "raw",  # the model's own: temperature 1, nothing cut off
-    "processed",  # what temperature, `top_p` and `top_k` made of it
-    "unknown",  # the engine does not say
+    "raw",  # the model's own distribution: temperature 1, no truncation
+    "processed",  # the distribution after temperature, `top_p` and `top_k`
+    "unknown",  # the engine does not report it
 ]
 """The distribution that an engine's log-probabilities are of."""
 
 SegmentReason = Literal[
-    "template_rewrite",  # the template renders earlier turns otherwise: it drops old reasoning, say
+    "template_rewrite",  # the template renders earlier turns differently, for example without old reasoning
     "compaction",  # the dialogue was shortened
-    "sub_agent",  # another agent was asked
-    "side_call",  # the program asked for something beside its dialogue: a title, a summary
-    "rewrite",  # the program sent back other words than the policy's, or its own earlier ones changed
-    "tools_changed",  # the program offers other tools
-    "branch",  # the program went back to an earlier turn, and on from there
-    "retry",  # a step is tried again
+    "sub_agent",  # another agent was called
+    "side_call",  # the program made a request outside its dialogue, for example for a title or a summary
+    "rewrite",  # the program changed the policy's words or its own earlier words
+    "tools_changed",  # the program offered different tools
+    "branch",  # the program continued from an earlier turn
+    "retry",  # a step was retried
 ]
 """Why a segment does not simply continue its parent."""
 ASIDE: Final = ("sub_agent", "side_call")
@@ -101,14 +101,14 @@ was served with it; spelled in another way; without its reasoning; or not at all
 reason."""
 
 ToolOutcome = Literal[
-    "ok",  # it was done; a command exited with 0
-    "error",  # it failed, exited with another code, or its arguments were refused
-    "timed_out",  # it was stopped after its time
-    "running",  # a command goes on, and may be followed up
-    "unknown",  # there is no such tool
-    "malformed",  # it could not be parsed: see its `error`
-    "not_run",  # the episode had ended
-    "crashed",  # the tool itself failed, by a bug: the node's log has its traceback
+    "ok",  # it succeeded; a command exited with 0
+    "error",  # it failed, exited with a nonzero code, or its arguments were refused
+    "timed_out",  # it exceeded its time limit
+    "running",  # a command is still running, and can be continued
+    "unknown",  # the tool does not exist
+    "malformed",  # it could not be parsed; see its `error`
+    "not_run",  # the rollout had already ended
+    "crashed",  # the tool has a bug; the node's log has the traceback
 ]
 """The result of a tool call, as a closed set."""
 
@@ -184,10 +184,11 @@ class ToolCall(_Model, frozen=True):
     """A tool call that the policy made.
 
     Attributes:
-        arguments: empty if the call could not be parsed.
-        raw: its text.
-        error: why it could not be parsed; empty if it could.
-        id: the one it was sampled with; most families write none.
+        name: name of the tool.
+        arguments: its arguments; empty if the call could not be parsed.
+        raw: text of the call, as sampled.
+        error: parse error; empty if the call could be parsed.
+        id: id that the policy sampled; empty for most model families.
     """
 
     name: str
@@ -198,11 +199,11 @@ class ToolCall(_Model, frozen=True):
 
 
 class ToolResult(_Model, frozen=True, omit_defaults=True):
-    """The result of a call, beside what the policy was shown of it.
+    """The result of a call, in addition to the observation that the policy read.
 
     Attributes:
-        outcome: how it went; left out if it is `ok`.
-        exit_code: of the command, if one ended; left out if there is none.
+        outcome: result of the call; omitted if `ok`.
+        exit_code: exit code of a command that ended; omitted otherwise.
     """
 
     outcome: ToolOutcome = "ok"
@@ -213,11 +214,12 @@ class ChatMessage(_Model, frozen=True):
     """A message as chat templates know it.
 
     Attributes:
-        role: who says it.
-        name: the tool's, for role `tool`.
-        tool_call_id: of the call that a message of role `tool` answers. Results of sampled calls need none: they answer
-            them in their order.
-        tool_calls: what an assistant's message of the opening called; those that are sampled speak for themselves.
+        role: role of the speaker.
+        content: text of the message.
+        name: name of the tool, for role `tool`.
+        tool_call_id: id of the call that a message of role `tool` answers. Results of sampled calls need none: they are
+            in the order of the calls.
+        tool_calls: calls in an assistant message of the opening. Sampled calls are in `Turn.tool_calls`.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -240,17 +242,17 @@ Constraint = Literal[
 
 
 class PolicySpan(_Model, frozen=True, omit_defaults=True):
-    """Tokens of a segment that were sampled in one way. Fields that have their default are left out.
+    """Consecutive tokens of a segment that were sampled in the same way. Fields at their default are omitted.
 
     Attributes:
-        start: first token, an index into the segment.
-        end: exclusive.
-        policy_version: of the weights.
-        engine: its name and version, `vllm 0.32.0`.
+        start: index of the first token in the segment.
+        end: index after the last token.
+        policy_version: version of the weights.
+        engine: name and version of the engine, such as `vllm 0.32.0`.
         temperature, top_p, top_k: as in `SamplingParams`.
-        logprob_kind: of which distribution the log-probabilities are.
-        constraint: the form that they were kept to; left out if there was none. Of the distribution only what fits was
-            left, and vLLM's log-probabilities are of that: see `Segment.free_mask`.
+        logprob_kind: distribution that the log-probabilities refer to.
+        constraint: the form that the engine enforced; omitted if none. Tokens outside the form were masked, and vLLM's
+            log-probabilities refer to the remaining distribution. `Segment.free_mask` excludes these tokens.
     """
 
     start: int
@@ -280,17 +282,17 @@ class Segment(_Model, frozen=True):
     array of your own. `copy.deepcopy` makes one that owns its memory; so does pickling, unless out of band (PEP 574).
 
     Attributes:
-        token_ids: int32 [T], 4 T bytes. Bit for bit what the engine received and returned.
+        token_ids: int32 [T], 4 T bytes. Exactly the ids that the engine received and returned.
         logprobs: float32 [T], 4 T bytes. The engine's log-probability (natural log) of each sampled token; 0.0
             elsewhere.
         loss_mask: uint8 [T], T bytes. 1 exactly where the policy sampled the token, 0 on prompts and observations.
         spans: runs of sampled tokens, in order.
-        parent: index of the segment of the trajectory that this one goes on from; None for the first.
-        reason: why it does not simply continue its parent; None where there is none.
-        shared: tokens at its beginning that are its parent's, bit for bit. Their mask is 0 here: what was sampled of
-            them is trained on there.
-        agent: who spoke, as the program that asked calls it; empty where it does not say, and for our own agent.
-        agent_type: what kind of agent that is, as the program calls it.
+        parent: index of the segment that this one continues; None for the first.
+        reason: reason why it is not part of its parent; None without a parent.
+        shared: number of leading tokens that equal the parent's. Their mask is 0 here, because they are trained on in
+            the parent.
+        agent: name of the speaker, as the agent program reports it; empty if not reported, and for the node's agent.
+        agent_type: type of that agent, as the program reports it.
     """
 
     token_ids_le: memoryview = msgspec.field(name="token_ids")
@@ -454,20 +456,22 @@ def _flat(buffer: Any) -> memoryview:
 
 
 class Turn(_Model, frozen=True, omit_defaults=True):
-    """An action of the policy and what came back.
+    """An action of the policy and its observations.
 
     Attributes:
-        segment: its index; token positions are indices into it.
-        completion_start: first sampled token of the turn.
-        completion_end: exclusive.
-        text: of the completion.
-        finish_reason: why sampling ended.
-        tool_calls: in the completion.
-        observations: answers to the calls, one by one; fewer where the rollout was cut short.
-        dropped_tokens: had come from the engine when it was stopped at a complete tool call, and are not recorded.
-        messages: said to the policy before it, besides the observations of the turn before: the opening of its
-            dialogue, or a reminder. Their tokens lie between the completions.
-        tool_results: how the calls went, one for each observation.
+        segment: index of its segment; token positions are indices into that segment.
+        completion_start: index of the first sampled token of the turn.
+        completion_end: index after the last sampled token.
+        text: text of the completion.
+        finish_reason: reason why sampling ended.
+        tool_calls: tool calls in the completion.
+        observations: one answer per call, in order; fewer if the rollout ended early.
+        inference_s: seconds of sampling.
+        tools_s: seconds in tools.
+        dropped_tokens: number of tokens received after a complete tool call, which are not recorded.
+        messages: messages to the policy before this turn, except the observations of the previous turn: the opening
+            of its dialogue, or a reminder. Their tokens lie between the completions.
+        tool_results: one result per observation.
     """
 
     segment: int
@@ -488,15 +492,15 @@ class Trajectory(_Model, frozen=True):
     """The whole record of a rollout, token-exact.
 
     Attributes:
-        segments: those of the task's own agent in their order, then those of each agent that it asked.
-        turns: the policy's actions.
-        stop_reason: why the agent's loop ended.
-        prefix_breaks: segments begun because a prompt lost its prefix.
-        drift_tokens: recorded tokens that differ from what was sent and sampled: 0, or the job has failed.
-        undelivered_tokens: tokens that were sampled for it and are in no segment; anything but 0 is a bug of ours.
-        tools: functions that the task's own agent was offered, as chat templates take them.
-        echoes: how turns came back in later requests of a program: `exact`, `keyed`, `respelled`, `reasoning_dropped`,
-            or the reason of the segment that began instead; empty for our own agent.
+        segments: segments of the task's agent in order, then the segments of each agent that it called.
+        turns: actions of the policy.
+        stop_reason: reason why the agent's loop ended.
+        prefix_breaks: number of segments begun because a prompt lost its prefix.
+        drift_tokens: number of recorded tokens that differ from the tokens sent and sampled. 0, or the job has failed.
+        undelivered_tokens: number of sampled tokens in no segment. Any value except 0 is a bug.
+        tools: functions offered to the task's agent, in the format of chat templates.
+        echoes: number of turns by the way they returned in later requests of a program: `exact`, `keyed`, `respelled`,
+            `reasoning_dropped`, or the reason of a new segment. Empty for the node's own agent.
     """
 
     segments: list[Segment]
@@ -552,9 +556,9 @@ class SamplingParams(_Model, frozen=True):
     Attributes:
         temperature: at least 0; 0 is greedy.
         top_p: above 0, at most 1.
-        top_k: 0 is off.
-        max_output_tokens: of one turn, at least 1.
-        stop_token_ids: end a turn, besides the family's own end of turn.
+        top_k: 0 disables it.
+        max_output_tokens: tokens per turn, at least 1.
+        stop_token_ids: ids that end a turn, in addition to the model family's end of turn.
     """
 
     temperature: float = 1.0
@@ -577,22 +581,22 @@ class Budgets(_Model, frozen=True):
 
     Time in queues is not charged. None takes the node's default.
 
-    `init_s`, `run_s`, `eval_s` and `total_s` guard the infrastructure: where one is used up, the job has `timed_out`,
-    with a cause that says where the time went, and no reward. `agent_s` is the policy's: when it is used up, the
-    agent's loop ends (`stop_reason` `agent_budget`), and what it did is evaluated as ever.
+    `init_s`, `run_s`, `eval_s` and `total_s` guard the infrastructure. When one is exhausted, the job has `timed_out`
+    without a reward, and its cause names the largest consumer of time. `agent_s` is the policy's. When it is exhausted,
+    the agent's loop ends (`stop_reason` `agent_budget`), and the work is evaluated.
 
-    No second is charged twice. `agent_s` is charged while a tool works that the policy called, and while an engine
-    produces its tokens; then no other budget is. Waits for a backend and pauses are charged to none. What is left of
-    RUN is charged to `run_s`: calls that fail, hang, stall, wait in an engine's queue or are sent again, and the
-    handler's own time. So RUN takes `run_s` + `agent_s` at most, waits aside, and no policy brings a time-out about.
+    No second is charged twice. `agent_s` is charged while a tool called by the policy runs, and while an engine
+    produces its tokens. Waits for a backend and pauses are charged to no budget. The rest of RUN is charged to `run_s`:
+    calls that fail, hang, stall, queue in an engine or are retried, and the handler's own time. So RUN takes at most
+    `run_s` + `agent_s`, without waits, and a policy cannot cause a time-out.
 
     Attributes:
-        init_s: for the stage that starts its sandbox.
-        run_s: for the stage in which the agent works.
-        eval_s: for the stage that scores.
-        total_s: for all stages of all attempts.
-        agent_s: of the policy's own, in one attempt: when it is used up, the agent's loop ends (`agent_budget`), and
-            what it did is scored. None is the node's, but no more than a `run_s` of this job.
+        init_s: budget of INIT, which prepares the sandbox.
+        run_s: budget of RUN, in which the agent works.
+        eval_s: budget of EVAL, which scores.
+        total_s: budget of all stages of all attempts.
+        agent_s: the policy's own time in one attempt. When it is exhausted, the agent's loop ends (`agent_budget`) and
+            the work is scored. None takes the node's value, but at most this job's `run_s`.
     """
 
     init_s: float | None = None
@@ -609,21 +613,18 @@ class Budgets(_Model, frozen=True):
 
 
 class GroupPolicy(_Model, frozen=True):
-    """The rule by which the rest of a group is cancelled, so that a straggler does not hold it up.
+    """The rule that cancels the rest of a group, so that a straggler does not delay it.
 
-    All rollouts of a group say the same.
+    It is equal in all jobs of the group.
 
     Attributes:
-        size: rollouts of the group, at least 1.
-        min_completed: once so many are `completed`, the others are cancelled; 0: never. **Biased**: the fastest are
-            kept, and long rollouts are rare among them, so what is trained on is not what the policy does. Without
-            that bias: leave it 0 and bound what a rollout may spend by `budgets.agent_s` and
-            `sampling.max_output_tokens`, whose end is evaluated and delivered; to save time, submit more groups than
-            are trained on, and choose among whole groups by a rule that knows nothing of their length (the order of
-            submission, say).
-        deadline_s: when the group has been at work so long, those that are not over are cancelled; None: never. Time in
-            queues does not count: the clock stands while any live rollout of the group waits for a worker. **Biased**
-            as `min_completed` is, towards those that take less than that.
+        size: number of rollouts in the group, at least 1.
+        min_completed: number of `completed` rollouts after which the others are cancelled; 0: never. **Biased** towards
+            short rollouts, because the fastest are kept. To avoid the bias, leave it 0 and limit rollouts by
+            `budgets.agent_s` and `sampling.max_output_tokens`. To save time, submit more groups than needed, and choose
+            whole groups by a rule that ignores their length, such as the order of submission.
+        deadline_s: working time of the group, in seconds, after which its live rollouts are cancelled; None: never. The
+            clock stops while any live rollout of the group waits for a worker. **Biased** in the same way.
     """
 
     size: int
@@ -643,9 +644,9 @@ class RetryPolicy(_Model, frozen=True):
     """The rule by which a rollout that failed is run again, from a fresh sandbox and an empty conversation.
 
     Attributes:
-        max_attempts: 1 to 100, the first one included.
-        causes: of the failures that are retried, none of the policy's own.
-        backoff_s: 0 to 60; before attempt n + 1 the job waits `backoff_s` * 2^(n - 1), at most 60 s.
+        max_attempts: 1 to 100, including the first.
+        causes: causes of failure that are retried.
+        backoff_s: 0 to 60. Attempt n + 1 begins after a wait of `backoff_s` * 2^(n - 1), at most 60 s.
     """
 
     max_attempts: int = 1
@@ -667,10 +668,10 @@ class TaskInstance(_Model, frozen=True):
     """A task of a task set.
 
     Attributes:
-        instance_id: names the task; comes back with the outcome.
-        handler: who can do it: `math`, or what the node has besides.
-        payload: the handler's own, validated by it.
-        family: the part of its task set that reports count it in (`aime25`, say); it changes nothing else.
+        instance_id: name of the task; returned with the outcome.
+        handler: name of its handler: `math`, or another one installed on the node.
+        payload: the handler's data, which the handler validates.
+        family: part of the task set that reports group it by, such as `aime25`; it has no other effect.
     """
 
     instance_id: str
@@ -680,12 +681,12 @@ class TaskInstance(_Model, frozen=True):
 
 
 class Recorded(_Model, frozen=True):
-    """The part of a rollout's outcome by which it can be graded again.
+    """The part of a rollout's outcome that regrading needs.
 
     Attributes:
-        details: its `details`.
-        stop_reason: its trajectory's.
-        turns: its trajectory's; they may be left out where the handler does not count in them.
+        details: the outcome's `details`.
+        stop_reason: the trajectory's `stop_reason`.
+        turns: the trajectory's `turns`; optional if the handler does not use them.
     """
 
     details: dict[str, Any]
@@ -694,18 +695,20 @@ class Recorded(_Model, frozen=True):
 
 
 class AgentProgram(_Model, frozen=True):
-    """A program that works on a task in place of the node's own loop. The policy answers what it asks of a model.
+    """A program that works on a task instead of the node's own loop. The policy answers its model requests.
+
+    Exactly one of `preset`, `command` and `external` is set.
 
     Attributes:
-        preset: the name of an agent that the node knows how to start (`prorl-trio agents list`).
-        command: in place of a preset: program and arguments, run in the task's sandbox. `{instruction}` in an argument
-            is replaced by what is to be done; without it, that is the standard input.
-        external: in place of both: the agent is elsewhere, and asks for its work itself (`OpenAgent`). The rollout
-            waits for it, at most `agent_s`.
-        env: its variables, besides those in which the SDKs look for the model's API, its key and its name (see
-            docs/agents.md); `{url}` and `{key}` are replaced by these.
-        cwd: where it starts; empty: where shells do.
-        model: the name that the model goes by; empty: `policy`.
+        preset: name of an installed agent (`prorl-trio agents list`).
+        command: program and arguments, run in the task's sandbox. The instruction replaces `{instruction}` in an
+            argument, and otherwise is the standard input.
+        external: the agent runs elsewhere and requests its work by `OpenAgent`. The rollout waits for at most
+            `agent_s`.
+        env: environment variables, in addition to those that SDKs read (docs/agents.md). `{url}` and `{key}` are
+            replaced by the model's address and key.
+        cwd: working directory; empty: that of shells.
+        model: name of the model; empty: `policy`.
     """
 
     preset: str = ""
@@ -728,34 +731,35 @@ class AgentProgram(_Model, frozen=True):
 class JobSpec(_Model, frozen=True):
     """A rollout to do.
 
-    `max_staleness` is kept where a rollout begins: the job waits in its queue, oldest first, while no backend has
-    weights that are new enough, or (`agent.rollouts_per_update`) its trainer has too many ahead of it. What was not
-    to be foreseen ends the attempt: before a completion that would exceed the bound, and after one that did, it is
-    `failed`, with the cause `inference` and the code `stale`; `retry` says whether it is run again, then with the
-    new weights from the start. If it would not be so without the updates that came while its own tools were at
-    work, the agent's loop ends there (`stop_reason` `agent_budget`), and its work is graded; with a token that is
-    too stale already it is `failed`, with the cause `agent_budget`, the code `stale` and a reward of 0. A rollout
-    that is over waits as long as it has to: updates after its last token do not end it. Versions that are integers
-    lie as far apart as they say; others as many updates as the node was told of between them.
+    `max_staleness` is enforced where a rollout begins. The job waits in its queue, oldest first, until a backend has
+    new enough weights and (`agent.rollouts_per_update`) few enough rollouts are ahead. Unforeseen updates end the
+    attempt, before a completion that would exceed the bound and after one that did: it is `failed`, with the cause
+    `inference` and the code `stale`, and `retry` decides whether it runs again. Updates that arrived while its own
+    tools ran are the policy's. If only they exceed the bound, the agent's loop ends (`stop_reason` `agent_budget`) and
+    the work is graded. With a token that already is too stale, it is `failed`, with the cause `agent_budget`, the code
+    `stale` and a reward of 0. Updates after a rollout's last token have no effect. Integer versions differ by their
+    difference, other versions by the number of updates announced to the node between them.
 
     Attributes:
-        job_id: the submitter's, 1 to 200 characters; unique on the node while the job lives, and idempotent.
+        job_id: id chosen by the submitter, 1 to 200 characters. Unique on the node while the job lives, and idempotent.
         instance: the task.
-        group_id: shared by the rollouts of one instance; empty: of no group.
-        sampling: how the policy is sampled.
-        budgets: seconds it may take.
-        max_turns: of the task's own agent, at least 1.
-        priority: `eval` overtakes `train`.
-        tags: the submitter's; they come back with the outcome, and cancels may name them.
-        keep_partial: an outcome other than `completed` carries what was recorded until then.
-        group: when the rest of the group is cancelled; needs a `group_id`.
-        retry: when the rollout is run again as a whole.
-        max_staleness: policy updates that may lie between the first sampled token and the newest weights, be these what
-            the next token is sampled by or what the trainer has announced (the last resume). None: the node's bound.
-        max_trajectory_tokens: of each segment, prompt included; None, or more than the node's limit or the engine's
-            context, takes that.
-        recorded: nothing is sampled: what an earlier rollout of the instance left is graded again, by EVAL alone.
-        agent: a program that works on the task in place of the node's own loop; a text is the `preset` of one.
+        group_id: id shared by the rollouts of one instance; empty: no group.
+        sampling: sampling parameters of the policy.
+        budgets: time budgets in seconds.
+        max_turns: turns of the task's own agent, at least 1.
+        priority: `eval` jobs precede `train` jobs.
+        tags: the submitter's labels. They are returned with the outcome, and a cancel can select by them.
+        keep_partial: include the trajectory recorded so far in an outcome that is not `completed`.
+        group: rule that cancels the rest of the group; needs a `group_id`.
+        retry: rule that runs the whole rollout again.
+        max_staleness: maximum number of policy updates between the first sampled token and the newest weights, whether
+            in use for the next token or announced by the trainer (the last resume). None: the node's limit.
+        max_trajectory_tokens: maximum tokens per segment, prompt included. None takes the node's limit or the engine's
+            context, which also cap larger values.
+        max_completion_tokens: maximum tokens per segment after its opening prompt: sampled tokens, and the messages
+            between turns. None: no limit of its own.
+        recorded: an earlier rollout of the instance to grade again, by EVAL alone. Nothing is sampled.
+        agent: a program that works on the task instead of the node's own loop. A text is its `preset`.
     """
 
     job_id: str
@@ -771,14 +775,16 @@ class JobSpec(_Model, frozen=True):
     retry: RetryPolicy = RetryPolicy()
     max_staleness: int | None = None
     max_trajectory_tokens: int | None = None
+    max_completion_tokens: int | None = None
     recorded: Recorded | None = None
     agent: AgentProgram | str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.agent, str):
             msgspec.structs.force_setattr(self, "agent", AgentProgram(preset=self.agent))
-        if self.max_trajectory_tokens is not None and self.max_trajectory_tokens < 1:
-            raise ValueError(f"max_trajectory_tokens must be >= 1, got {self.max_trajectory_tokens}")
+        for name in ("max_trajectory_tokens", "max_completion_tokens"):
+            if (tokens := getattr(self, name)) is not None and tokens < 1:
+                raise ValueError(f"{name} must be >= 1, got {tokens}")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise ValueError(f"max_staleness must be >= 0, got {self.max_staleness}")
         if not 1 <= len(self.job_id) <= 200:
@@ -798,7 +804,8 @@ class Timing(_Model, frozen=True):
     """Seconds of a job by stage, on the monotonic clock.
 
     Attributes:
-        queued_init_s, queued_run_s, queued_eval_s: waits, which are not charged to budgets.
+        queued_init_s, queued_run_s, queued_eval_s: wait before the stage, charged to no budget.
+        init_s, run_s, eval_s: time in the stage.
     """
 
     queued_init_s: float = 0.0
@@ -810,7 +817,12 @@ class Timing(_Model, frozen=True):
 
 
 class AttemptRecord(_Model, frozen=True):
-    """An attempt that failed and was followed by another."""
+    """An attempt that failed and was followed by another.
+
+    Attributes:
+        attempt: its number, from 1.
+        status, cause, error_code, error, timing: as in `Outcome`.
+    """
 
     attempt: int
     status: Literal["failed", "timed_out"]
@@ -825,18 +837,18 @@ class Outcome(_Model, frozen=True):
 
     Attributes:
         job_id, instance_id, group_id, tags: as submitted.
-        status: a terminal one.
-        reward: None, never 0, for every failure that is not the policy's own.
-        cause: who or what ended it; None exactly if `completed`.
-        error: for people; empty if `completed`.
-        trajectory: may be partial, or None, on failure.
-        details: the handler's.
-        timing: of the last attempt.
-        error_code: what exactly went wrong; None exactly if `completed`.
-        evaluation_log: the evaluator's, its middle left out if it is long.
-        attempt: the number of the attempt that this is the outcome of.
-        attempts: those before it, which failed.
-        regraded: True where nothing was sampled, but a recorded rollout graded again; otherwise it is left out.
+        status: a terminal status.
+        reward: the score; None, never 0, for every failure that the policy did not cause.
+        cause: cause of the end; None exactly if `completed`.
+        error: message for people; empty if `completed`.
+        trajectory: recorded tokens and turns; partial or None on failure.
+        details: further results of the handler.
+        timing: times of the last attempt.
+        error_code: exact failure; None exactly if `completed`.
+        evaluation_log: output of the evaluator; the middle of a long one is omitted.
+        attempt: number of the attempt that produced this outcome.
+        attempts: earlier attempts, which failed.
+        regraded: True if a recorded rollout was graded again and nothing was sampled; otherwise omitted.
     """
 
     job_id: str

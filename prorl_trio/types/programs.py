@@ -13,15 +13,15 @@ MAX_WAIT_S = 600.0
 
 
 class AgentOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent elsewhere is to do, and where the policy answers it.
+    """The task of an external agent, and the address of its model.
 
     Attributes:
-        urls: by SDK: `openai` (Chat Completions and Responses), `anthropic`, `google`.
-        key: the API key that its SDK is to show: a secret of this rollout.
-        model: the name that the model goes by.
-        env: the variables in which SDKs look for all of these.
-        messages: the handler's instruction, as it would be said to the node's own agent.
-        context_tokens: the most that a dialogue may have.
+        urls: base URLs by SDK: `openai` (Chat Completions and Responses), `anthropic`, `google`.
+        key: API key for the SDK: a secret of this rollout.
+        model: name of the model.
+        env: environment variables in which SDKs expect these values.
+        messages: the handler's instruction, as for the node's own agent.
+        context_tokens: maximum tokens of a dialogue.
     """
 
     urls: dict[str, str]
@@ -33,19 +33,19 @@ class AgentOpened(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentFinished(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent's work was taken over.
+    """The agent's work was accepted.
 
     Attributes:
-        turns: of the policy so far.
+        turns: number of turns of the policy so far.
     """
 
     turns: int
 
 
 class OpenAgent(NodeRequest[AgentOpened], frozen=True):
-    """Wait until a rollout wants its agent, which is `external`, and return what that is to do.
+    """Wait until a rollout needs its `external` agent, and return the agent's task.
 
-    Asked again, it returns the same, or the next instruction of a task that has several.
+    A repeated call returns the same, or the next instruction of a task with several.
 
     Attributes:
         job_id: the job.
@@ -53,7 +53,7 @@ class OpenAgent(NodeRequest[AgentOpened], frozen=True):
 
     Raises:
         UnknownJob: no such job is live.
-        NoAgentWanted: the job did not want its agent within `wait_s`; or its agent is not external.
+        NoAgentWanted: the job did not need its agent within `wait_s`, or its agent is not external.
     """
 
     operation: ClassVar = "open_agent"
@@ -67,14 +67,14 @@ class FinishAgent(NodeRequest[AgentFinished], frozen=True):
 
     Attributes:
         job_id: the job.
-        key: the one that the agent was given: an attempt of the job that has ended meanwhile is not mistaken for the
-            next one, and asked again, it changes nothing. Empty: whichever waits.
-        text: the answer of a task that wants one; None: what the policy said last in the longest dialogue.
-        reward: the caller has graded the rollout itself; the handler does not.
+        key: the agent's key, which identifies the attempt. With it, a repeated call has no effect. Empty: any attempt
+            that waits.
+        text: the answer, for tasks that need one. None: the policy's last words in the longest dialogue.
+        reward: a reward from the caller, which replaces the handler's grading.
 
     Raises:
         UnknownJob: no such job is live.
-        NoAgentWanted: the job does not wait for an agent now, or not for this one any more.
+        NoAgentWanted: the job does not wait for an agent now, or no longer for this one.
     """
 
     operation: ClassVar = "finish_agent"

@@ -225,6 +225,15 @@ async def test_a_job_may_have_a_shorter_context_than_its_engine(rig):
     assert longer.stop_reason == "max_turns"
 
 
+async def test_a_job_may_bound_what_follows_its_prompt(rig):
+    async with rig.open():
+        context = await rollout(rig, *[call("1")] * 9, max_turns=9, max_completion_tokens=150)
+    segment = context.trajectory().segments[0]
+    assert context.stop_reason == "context_budget"
+    assert len(context.turns) > 1
+    assert len(segment) - int(segment.loss_mask.argmax()) <= 150
+
+
 async def test_a_turn_has_its_own_limit_and_stop_ids_beside_the_familys(rig):
     stop = rig.tiny.turn("!")[0]
     async with rig.open():

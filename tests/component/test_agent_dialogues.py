@@ -148,7 +148,8 @@ async def test_an_agent_that_has_answered_goes_on_with_what_it_is_asked_next(rig
         last_prompt = rig.tiny.decode(rig.engine.requests[-1].prompt)
     assert (context.stop_reason, context.answer, answers) == ("finished", "54", ["42", "48", "54"])
     assert lineage(trajectory) == [(None, None)]
-    assert "</tool_response><|im_end|>\n<|im_start|>user\nAnd 6 * 8?<|im_end|>" in last_prompt
+    assert "received.\n</tool_response><|im_end|>\n<|im_start|>user\nAnd 6 * 8?<|im_end|>" in last_prompt
+    assert "ended" not in last_prompt, "it has not"
     told = [[message.content for message in turn.messages] for turn in trajectory.turns]
     assert told == [[TASK[0].content], ["And 6 * 8?"], ["And 6 * 9?"]]
 

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 from functools import partial
+from pathlib import Path
 
 import click
 import msgspec
@@ -77,7 +78,7 @@ def node_toml(tmp_path):
 
 @pytest.mark.parametrize(("clean", "code"), [(True, 0), (False, EXIT_JOBS_CUT)])
 def test_the_exit_code_says_whether_jobs_were_cut(monkeypatch, node_toml, clean, code):
-    async def serve_node(config, *, load, task_status):
+    async def serve_node(config, handlers, *, load, ends_process, task_status):
         assert load() == config
         logging.getLogger("prorl_trio.node.node").info("working")
         task_status.started(("127.0.0.1", 1234))
@@ -94,7 +95,7 @@ def test_the_exit_code_says_whether_jobs_were_cut(monkeypatch, node_toml, clean,
 def test_backends_and_their_weights_may_be_options(monkeypatch, node_toml):
     served = []
 
-    async def serve_node(config, *, load, task_status):
+    async def serve_node(config, handlers, *, load, ends_process, task_status):
         served.append(config.backends)
         assert load().backends == config.backends
         task_status.started(("127.0.0.1", 1))
@@ -111,7 +112,7 @@ def test_backends_and_their_weights_may_be_options(monkeypatch, node_toml):
 
 
 def test_a_bug_of_ours_has_an_exit_code_of_its_own(monkeypatch, node_toml):
-    async def serve_node(config, *, load, task_status):
+    async def serve_node(config, handlers, *, load, ends_process, task_status):
         raise InternalError("impossible")
 
     monkeypatch.setattr(serve, "serve_node", serve_node)
@@ -121,7 +122,7 @@ def test_a_bug_of_ours_has_an_exit_code_of_its_own(monkeypatch, node_toml):
 
 
 def test_the_level_of_the_log_is_an_option(monkeypatch, node_toml):
-    async def serve_node(config, *, load, task_status):
+    async def serve_node(config, handlers, *, load, ends_process, task_status):
         task_status.started(("127.0.0.1", 1))
         logging.getLogger("x").info("quiet please")
         return True
@@ -152,7 +153,7 @@ def test_a_run_whose_model_is_not_known_is_shown_as_text(tmp_path, info):
 
 
 def test_what_ended_a_command_is_its_last_line(monkeypatch, node_toml):
-    async def serve_node(config, *, load, task_status):  # noqa: ASYNC128 - it does not start
+    async def serve_node(config, handlers, *, load, ends_process, task_status):  # noqa: ASYNC128 - it does not start
         for n in range(2_000):
             logging.getLogger("x").info("line %d", n)
         raise ConfigError("the port is taken")
@@ -170,6 +171,14 @@ def recorded(tmp_path):
         for n in range(50):
             file.append(make_outcome(make_spec(f"job-{n}")))
     return str(tmp_path / "trajectories.msgpack")
+
+
+def test_show_takes_a_runs_folder_and_names_jobs_where_none_matches(recorded):
+    folder = str(Path(recorded).parent)
+    assert run("show", folder).stdout == run("show", recorded).stdout
+    result = run("show", folder, "nope")
+    assert result.exit_code == 1
+    assert "match 'nope': it has job-0, job-1, job-2, job-3, job-4, ...; without JOB_ID all are listed" in result.stderr
 
 
 def test_show_has_times_and_log_probabilities(recorded):

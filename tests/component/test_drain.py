@@ -65,6 +65,11 @@ async def test_signals_that_come_too_late_to_be_acted_on_change_no_exit_code():
         assert killed == []
         os.kill(os.getpid(), signal.SIGTERM)
         assert killed == [signal.SIGTERM], "after the block, signals mean what they meant before it"
+        with open_end_signals("drain", reloads=True, ends_process=True):
+            pass
+        assert {signal.getsignal(number) for number in numbers} == {signal.SIG_IGN}, (
+            "a second one, while Python ends and takes handlers away, changes no exit code"
+        )
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

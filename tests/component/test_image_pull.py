@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import signal
 import stat
 import subprocess
 import sys
@@ -450,3 +451,18 @@ def test_the_command_pulls_layers(registry):
     assert (done.exit_code, len(list_images())) == (1, 3), done.output
     assert "1 of 4 images were not pulled" in done.output
     assert find_layer(list_images()[0].record.layers[0]) is not None
+
+
+def test_a_registry_that_is_away_is_named_at_once_and_one_interrupt_ends_the_wait(free_tcp_port, cache):
+    argv = [sys.executable, "-m", "prorl_trio.cli", "image", "pull", "--no-https"]
+    with subprocess.Popen(
+        [*argv, f"docker://127.0.0.1:{free_tcp_port}/x"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as command:
+        first = command.stdout.readline()
+        command.send_signal(signal.SIGINT)
+        rest, _ = command.communicate(timeout=20)
+    assert "Connection refused; retrying in 1 s, for 14 min 5" in first
+    assert (command.returncode, rest.splitlines()[-1]) == (130, "interrupted")

@@ -327,6 +327,23 @@ def test_apptainer_where_it_cannot_be_installed_is_a_warning_for_tests_and_an_er
     assert not (tmp_path / "cache").exists()
 
 
+def test_chromium_where_it_cannot_be_installed_is_a_warning_for_tests_and_an_error_for_people(tmp_path):
+    """A PATH without a browser and apt."""
+    for name in ("bash", "env", "id"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    script = checkout_dir() / "launch/prorl_launch/chromium.sh"
+    for option, code, word in (("--if-possible", 0, "SKIPPED"), ("", 1, "ERROR")):
+        done = subprocess.run(
+            [script, option],
+            env={"PATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert (done.returncode, word in done.stderr) == (code, True)
+
+
 def test_a_cache_folder_that_cannot_be_made_is_told_without_a_traceback(tmp_path):
     (tmp_path / "file").touch()
     cache = tmp_path / "file" / "cache"

@@ -14,24 +14,13 @@ from prorl_launch.vllm import default_dtype, open_vllm, vllm_env
 from prorl_trio.inference.engines.vllm import VllmClient
 from prorl_trio.types.errors import BackendError
 from support.skips import because
+from support.vllm_stand_in import SERVER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 TIMEOUT_S = 30
 
-SERVER = """
-import json, os, sys, trio
-from prorl_trio.testing.fake_engine import FakeEngineConfig, open_fake_engine
-options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
-print(json.dumps({"options": options, "env": dict(os.environ)}), flush=True)
-async def main():
-    config = FakeEngineConfig(model=options["--model"], max_model_len=int(options["--max-model-len"]))
-    async with open_fake_engine(config=config, port=int(options["--port"])) as engine:
-        BEHAVIOUR
-        await trio.sleep_forever()
-trio.run(main)
-"""
 LAUNCHER = """
 import pathlib, sys, trio
 from prorl_launch.vllm import open_vllm

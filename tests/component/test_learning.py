@@ -12,7 +12,7 @@ import trio
 from rich.console import Console
 
 from prorl_launch.learn import describe, follow
-from prorl_launch.learning.curve import draw_curve
+from prorl_launch.learning.curve import draw_curve, make_figure
 from prorl_launch.learning.engine_load import EngineLoad
 from prorl_launch.learning.examples import write_examples
 from prorl_launch.learning.record import (
@@ -138,6 +138,18 @@ def test_the_curve_is_drawn_at_any_time_of_a_run(tmp_path, cut):
     draw_curve(part, tmp_path)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
+
+
+def test_no_title_of_the_curve_is_cut_off():
+    whole = record()
+    whole.summary["engine_busy"] = 1.0
+    figure = make_figure(whole)
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        title = ax.title.get_window_extent()
+        assert figure.bbox.x0 <= title.x0, ax.get_title()
+        assert title.x1 <= figure.bbox.x1, ax.get_title()
+        assert title.width <= ax.get_window_extent().width, ax.get_title()
 
 
 def test_each_event_has_a_line_with_what_people_look_for():

@@ -94,6 +94,15 @@ def fleet(tmp_path):
     return tmp_path / "fleet"
 
 
+@pytest.fixture(autouse=True)
+def _own_signals():
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    former = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, former, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def as_nodes(monkeypatch):
     """Run a short program in place of each node."""
@@ -215,6 +224,7 @@ async def test_signals_go_to_all_nodes_and_their_ends_are_told(config_file, flee
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
             codes = await run_nodes(fleet, nodes, head, on_ready=ready.set, on_end=lambda *end: ended.append(end))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "one that comes too late changes no exit code"
     assert codes == {"local-0": 0, "local-1": 0}
     assert sorted(ended) == sorted(codes.items())
 

@@ -156,7 +156,7 @@ async def test_token_is_asked_for_everywhere_but_health_and_description(node):
                     else:
                         assert answer.headers["www-authenticate"] == "Bearer"
                         assert answer.json()["error"]["code"] == "token"
-        assert free == {"/healthz", "/readyz", "/docs", "/openapi.json"}
+        assert free == {"/healthz", "/readyz", "/docs", "/openapi.json", "/ui"}
         assert (await rest.call("GET", "/v1/status", headers={"Authorization": "bearer a token"})).status == 200
 
 

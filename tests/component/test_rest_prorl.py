@@ -11,10 +11,12 @@ import pytest
 import trio
 
 from prorl_trio.chat.format import ChatFormat
+from prorl_trio.config import RestConfig
 from prorl_trio.edges.prorl_compat.endpoints import Asked, ProcessRequest, make_result
 from prorl_trio.edges.prorl_compat.endpoints import make_spec as make_spec_of
+from prorl_trio.tasks.sets.swe_rows import read_specifications
 from prorl_trio.testing.tiny_model import make_tiny_model
-from prorl_trio.types.errors import ConfigError
+from prorl_trio.types.errors import ConfigError, MalformedJob
 from prorl_trio.types.models import ChatMessage, Segment, ToolCall, Trajectory, Turn
 from support.fake_node import make_outcome, make_spec
 from support.fake_rest import TOKEN, open_rest
@@ -243,6 +245,33 @@ async def test_gold_answers_stay_what_they_are_and_limits_become_the_jobs(node, 
     spec = make_spec_of(msgspec.convert(sent, ProcessRequest), SOURCES)
     assert spec.instance.payload["answer"] == answer
     assert (spec.max_turns, spec.max_trajectory_tokens, spec.sampling.max_output_tokens) == (35, 4096, 99)
+
+
+PATCH = """\
+diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1 +1 @@
+-add = 1
++add = 2
+"""
+
+
+def test_a_published_row_of_swe_bench_becomes_the_handlers_payload(tmp_path):
+    row = {"data_source": "swebench", "instance_id": "psf__requests-863", "repo": "psf/requests", "version": "2.3",
+           "base_commit": "a0df2cb", "problem_statement": "It fails.", "patch": PATCH,
+           "test_patch": PATCH.replace("calc.py", "tests/test_calc.py"),
+           "FAIL_TO_PASS": '["tests/test_calc.py::test_add"]', "PASS_TO_PASS": "[]"}  # fmt: skip
+    sent = msgspec.convert({"instance": row, "job_id": "j"}, ProcessRequest)
+    sources = RestConfig().data_sources
+    with pytest.raises(MalformedJob, match=r"nothing says how the tests of psf/requests 2\.3 are run"):
+        make_spec_of(sent, sources)
+    specs = tmp_path / "specs.json"
+    specs.write_text('{"*": {"*": {"test_cmd": "pytest -rA"}}}')
+    instance = make_spec_of(sent, sources, read_specifications(specs)).instance
+    assert instance.handler == "swe"
+    assert instance.payload["tests"]["fail_to_pass"] == ["tests/test_calc.py::test_add"]
+    assert instance.payload["image"] == "docker://swebench/sweb.eval.x86_64.psf_1776_requests-863:latest"
 
 
 async def test_a_question_that_only_looks_like_messages_is_one(node):

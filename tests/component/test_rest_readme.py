@@ -34,8 +34,9 @@ async def test_curl_sessions_of_the_guide():
         async with open_rest(node) as rest:
             script = "set -eu\n" + "".join(sessions).replace("curl ", "curl --fail --max-time 20 ")
             env = {**os.environ, "PRORL_TOKEN": TOKEN, "PRORL_REST": rest.url}
-            done = await trio.run_process(
-                ["bash", "-c", script], env=env, capture_stdout=True, capture_stderr=True, check=False
-            )
-    assert done.returncode == 0, done.stderr.decode()
-    assert b'"completed"' in done.stdout
+            for _ in range(2):  # nothing of the first run is in the way of the second
+                done = await trio.run_process(
+                    ["bash", "-c", script], env=env, capture_stdout=True, capture_stderr=True, check=False
+                )
+                assert done.returncode == 0, done.stderr.decode()
+                assert b'"completed"' in done.stdout

@@ -13,15 +13,21 @@ from support.quiet_clock import stretched, wait_until
 RUN = [sys.executable, "-m", "prorl_trio.cli", "slurm"]
 WAITING_SBATCH = """#!/bin/sh
 if mkdir {folder}/begun; then read go <{folder}/go; echo 17; else echo 18; fi
+echo "17|x" >{folder}/queue; : >{folder}/fleet/slurm/17.log
 """
 LATE_SBATCH = """#!/bin/sh
 env >{folder}/env
 for script; do :; done
-echo "17|$script" >{folder}/queue
+echo "17|$script" >{folder}/queue; : >{folder}/fleet/slurm/17.log
 echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2
 exit 1
 """
 """slurmctld takes the job, and answers too late."""
+BRIEF_SBATCH = """#!/bin/sh
+[ -z "{log}" ] || echo "srun: error: no prorl-trio there" >{folder}/fleet/slurm/17.log
+echo 17
+"""
+"""The job has ended when somebody looks."""
 SQUEUE = """#!/bin/sh
 echo x >>{folder}/asked
 if [ -e {folder}/deaf ] || [ "$(wc -l <{folder}/asked)" = "$(cat {folder}/deaf_at 2>/dev/null)" ]; then
@@ -53,7 +59,7 @@ def slurm(tmp_path):
 
     def start(name, *options, sbatch=LATE_SBATCH, **env):
         for program, text in {"sbatch": sbatch, "squeue": SQUEUE, "scancel": SCANCEL}.items():
-            (tmp_path / program).write_text(text.format(folder=tmp_path))
+            (tmp_path / program).write_text(text.format(folder=tmp_path, log=env.get("LOG", "")))
             (tmp_path / program).chmod(0o755)
         out = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(words(name, *options), env={**os.environ, "PATH": path, **env}, **out)
@@ -85,6 +91,26 @@ def test_a_job_whose_sbatch_heard_nothing_of_it_is_found(tmp_path, slurm):
     assert code == 1
     assert "job 17 is the fleet" in error
     assert (tmp_path / "fleet/slurm/job_id").read_text() == "17"
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("", "has ended at once: it has left no log; is {folder}/fleet/slurm on a disk that all machines share?"),
+        ("yes", "has ended at once: srun: error: no prorl-trio there"),
+    ],
+)
+def test_a_job_that_ends_at_once_is_told_at_once(tmp_path, slurm, log, said):
+    code, _, error = ended(slurm("up", sbatch=BRIEF_SBATCH, LOG=log))
+    assert code == 1
+    assert f"job 17 {said.format(folder=tmp_path)}" in error
+
+
+def test_a_fleet_without_a_size_is_warned_of(tmp_path, slurm):
+    _, _, error = ended(slurm("up", "--print"))
+    assert "sbatch is not asked for processors (--cpus-per-task) and memory (--mem)" in error
+    _, _, error = ended(slurm("up", "--print", "-c", "8", SBATCH_MEM_PER_NODE="64G"))
+    assert error == ""
 
 
 def test_a_job_that_nobody_noted_is_not_submitted_again(tmp_path, slurm):

@@ -77,11 +77,22 @@ def test_what_is_known_of_backends():
         {"url": "http://b", "state": "active", "suspended": True, "engine_waiting": 12},
         {"url": "http://c", "state": "down", "error": "cannot \x1b[2Jconnect", "engine_running": None},
     ]
-    lines = {line.split()[0]: line for line in drawn(report(backends={"backends": backends})).splitlines() if line}
+    text = drawn(report(backends={"backends": backends}))
+    lines = {line.split()[0]: line for line in text.splitlines() if line}
     assert lines["http://a"].split()[1:] == ["active", "3/8", "0", "7", "91%"]
     assert lines["http://b"].split()[1:] == ["suspended", "0", "0", "12"]
-    assert "down" in lines["http://c"]
-    assert r"cannot \x1b[2Jconnect" in lines["http://c"]
+    assert lines["http://c"].split()[1] == "down"
+    assert r"http://c: cannot \x1b[2Jconnect" in text
+
+
+def test_an_error_of_a_backend_squeezes_neither_its_address_nor_its_state_and_a_fleet_names_its_node():
+    url = "http://127.0.0.1:18003"
+    backends = [
+        {"url": url, "node_id": "local-1", "state": "down", "error": f"{url}: cannot connect to it" + " x" * 90}
+    ]
+    lines = drawn(report(backends={"backends": backends}), width=100).splitlines()
+    assert [line.split()[:3] for line in lines if "local-1" in line] == [[url, "local-1", "down"]]
+    assert any(line.startswith(f"{url}: cannot connect to it") for line in lines)
 
 
 def test_a_stuck_job_comes_first_and_is_marked():

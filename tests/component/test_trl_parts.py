@@ -298,6 +298,7 @@ async def test_a_worker_over_a_node_that_ends_nothing_is_found_ill(monkeypatch):
             worker.stop()
 
     await with_client(node, use)
+    assert {spec.max_completion_tokens for spec in node.submitted} == {2048}
 
 
 # ---------------------------------------------------------------- a step of `GRPOTrainer`
@@ -329,6 +330,7 @@ class Policy:
 
 def trainer_of(model, **changed):
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    neutral["max_completion_length"] = 64
     accelerator = SimpleNamespace(
         is_main_process=True, wait_for_everyone=lambda: None, unwrap_model=lambda wrapped: wrapped
     )
@@ -373,6 +375,7 @@ async def test_weights_go_to_the_engines_when_the_step_has_moved_and_only_then(t
     ("spoil", "error"),
     [
         (lambda trainer: setattr(trainer.args, "temperature", 0.9), "SimpleNamespace.temperature is 0.9"),
+        (lambda trainer: setattr(trainer.args, "max_tool_calling_iterations", 3), r"JobTemplate\(max_turns=...\)"),
         (lambda trainer: setattr(trainer, "tools", [print]), "would call tools a second time"),
         (lambda trainer: setattr(trainer.model, "peft_config", {"default": 1}), "adapters are not pushed"),
         (lambda trainer: setattr(trainer, "model", Policy({"model.embed_tokens.weight": np.zeros((9, 4))})), "of 9"),
@@ -391,6 +394,21 @@ async def test_a_trainer_that_a_node_cannot_serve_is_refused_before_a_rollout(mo
 
     await with_client(node, use)
     assert not node.submitted
+
+
+async def test_trls_completion_length_bounds_the_rows(monkeypatch):
+    monkeypatch.setattr("prorl_trio.integrations.trl.rollout_func.check_tokenizer", lambda *_: None)
+    node = Node()
+    still = SimpleNamespace(
+        init_weight_transfer=lambda: None, pause=lambda: None, send_weights=lambda _: None, resume=lambda: None
+    )
+
+    def use(client):
+        for job in (JobTemplate(max_completion_tokens=99, max_turns=5), lambda _: JobTemplate(max_completion_tokens=9)):
+            RolloutFunction(client, instance, job=job, transfer=still)(["a"], trainer_of(Policy(tensors())))
+
+    await with_client(node, use)
+    assert [(spec.max_completion_tokens, spec.max_turns) for spec in node.submitted] == [(64, 5), (9, 8)]
 
 
 def test_a_buffer_fetches_when_it_is_asked():

@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 MIB = 1024 * 1024
 AGENTS = (Path(__file__).parents[2] / "docs/agents.md").read_text()
-JOB_TEMPLATE = "from prorl_trio.sampling import JobTemplate"
 CALL = '<tool_call>\n{"name": "ipython", "arguments": {"code": "%s * 7"}}\n</tool_call>'
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -268,11 +267,10 @@ async def test_turns_of_a_program_are_trained_on_as_they_were_sampled(tmp_path):
     (tmp_path / "agent.py").write_text(program)
     job, worker = re.fullmatch(r"(job = .*)\nworker = (.*)\n", lines).groups()
     changes = {
-        "import BlockingClient, TaskInstance": "import AgentProgram, BlockingClient, TaskInstance",
-        "import RolloutWorker, WeightTransfer": "import RolloutWorker, WeightTransfer\n" + JOB_TEMPLATE,
+        "import BlockingClient, JobTemplate": "import AgentProgram, BlockingClient, JobTemplate",
         "with BlockingClient(os.environ": f"os.environ['AGENT'] = {str(tmp_path / 'agent.py')!r}\n{job}\n"
         "with BlockingClient(os.environ",
-        "RolloutWorker(client, tasks, args, tokenizer=tokenizer)": worker,
+        "RolloutWorker(client, tasks, args, tokenizer=tokenizer, job=job)": worker,
     }
     async with open_rig(tmp_path, partial(Policy, goes_on="Check each step", first="Hm, %s.")) as rig:
         log = await rig.train("async", steps=1, changes=changes)
@@ -320,7 +318,7 @@ async def test_all_segments_of_a_rollout_are_trained_on_with_its_advantage(tmp_p
         changes = {
             'handler="math"': 'handler="talk"',
             '"answer": answer}': '"answer": answer, "compact": True}',
-            "tokenizer=tokenizer)": "tokenizer=tokenizer, rows_per_rollout=2)",
+            "tokenizer=tokenizer, job=job)": "tokenizer=tokenizer, job=job, rows_per_rollout=2)",
         }
         log = await rig.train("async", steps=3, changes=changes)
         assert log["steps"] == 3

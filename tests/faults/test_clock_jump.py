@@ -47,6 +47,7 @@ DATES_FOR_PEOPLE = {
     "prorl_trio/observe/logs.py": "when a line was logged",
     "prorl_trio/observe/telemetry.py": "spans carry the time of day",
     "prorl_trio/edges/http1.py": "the Date of an answer",
+    "prorl_trio/edges/rest/events.py": "when an event happened",
     "prorl_trio/edges/gateway/wire.py": "OpenAI's answers say when they were made",
     "prorl_trio/chat/template.py": "templates may print the date; a dialogue keeps the one at which it began",
     "launch/prorl_launch/abandoned.py": "how old the folder of a killed process is",

@@ -132,6 +132,19 @@ def test_everything_selects_the_pods_and_names_what_is_there():
     assert f"ws://{MANIFESTS['StatefulSet']['metadata']['name']}-0.{SETS['serviceName']}:8700" in PAGE
 
 
+def test_only_the_fleet_and_labelled_trainers_may_connect():
+    policy = MANIFESTS["NetworkPolicy"]["spec"]
+    ours = [each["StatefulSet"]["spec"]["selector"]["matchLabels"] for each in (MANIFESTS, OF_HEAD)]
+    (rule,) = policy["podSelector"]["matchExpressions"]
+    assert [{rule["key"]: value} for value in rule["values"]] == ours
+    (ingress,) = policy["ingress"]
+    assert [port["port"] for port in ingress["ports"]] == [port["name"] for port in NODE["ports"]]
+    fleet, trainers = (each["podSelector"] for each in ingress["from"])
+    assert fleet == policy["podSelector"]
+    ((label, value),) = trainers["matchLabels"].items()
+    assert f'`{label}: "{value}"`' in PAGE
+
+
 def test_the_head_is_of_the_nodes_fleet_and_its_next_start_finds_its_ledger(config, tmp_path):
     (tmp_path / "head.toml").write_text(OF_HEAD["ConfigMap"]["data"]["head.toml"])
     head = load_head_config(tmp_path / "head.toml")

@@ -12,6 +12,7 @@ def async_arguments(**changed: Any) -> SimpleNamespace:
         "top_k": 0,
         "min_p": None,
         "repetition_penalty": 1.0,
+        "max_completion_length": 2048,
         "token_budget": 0,
         "per_device_train_batch_size": 4,
         "world_size": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -84,7 +85,9 @@ def test_a_template_that_could_make_a_control_token_of_a_text_is_refused(tmp_pat
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere.tokenizer\.json: no such file"):
+    with pytest.raises(ConfigError, match=r"Qwen/Qwen3-8B looks like a name on the Hugging Face Hub: run `hf download"):
+        ChatFormat.load(Path("Qwen/Qwen3-8B"))
+    with pytest.raises(ConfigError, match=r"nowhere.tokenizer\.json: no such file; a model folder needs one$"):
         ChatFormat.load(tmp_path / "nowhere")
     folder = write_family_model(tmp_path / "model", "qwen3")
     for name, content, reason in (

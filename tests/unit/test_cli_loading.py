@@ -9,6 +9,7 @@ from importlib import metadata
 import pytest
 from click.testing import CliRunner
 
+from prorl_launch.slurm import sweep
 from prorl_trio.cli import main
 
 MAX_MODULES_OF_OURS = 60
@@ -16,6 +17,7 @@ OURS = ("prorl_trio", "prorl_ipc", "prorl_launch", "prorl_daemon", "perf")
 HEAVY = ("numpy", "rich", "trio", "jinja2", "prometheus_client", "tokenizers", "h11", "trio_websocket")
 RUN = """
 import sys
+from prorl_launch.slurm import sweep
 from prorl_trio.cli import main
 try:
     main(sys.argv[1:])
@@ -59,7 +61,20 @@ def test_the_simulation_is_loaded_by_its_command_alone():
 def test_the_help_says_of_each_command_in_one_line_what_it_is_for():
     lines = CliRunner().invoke(main, ["--help"], terminal_width=80).output.partition("Commands:\n")[2].splitlines()
     names = [line.split()[0] for line in lines]
-    assert {*names} == {*main.commands, "agents", "demo", "doctor", "image", "learn", "local", "slurm", "tasks"}
+    assert {*names} == {
+        *main.commands,
+        "agents",
+        "demo",
+        "doctor",
+        "engine",
+        "examples",
+        "image",
+        "learn",
+        "local",
+        "setup",
+        "slurm",
+        "tasks",
+    }
     assert all(len(line.split()) > 3 and line.endswith(".") and not line.endswith("...") for line in lines), lines
 
 
@@ -88,3 +103,17 @@ def test_no_number_is_no_reward_to_be_correct_from():
     done = CliRunner().invoke(main, ["eval", "--tasks", "sums", "--token", "x", "--correct-from", "nan"])
     assert done.exit_code != 0
     assert "nan is no number" in done.output
+
+
+@pytest.mark.parametrize("argv", [("-m", "prorl_trio", "--version"), ("-m", "prorl_trio.cli", "--version")])
+def test_the_package_runs_as_a_module(argv):
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, check=True)
+    assert "version" in done.stdout
+
+
+def test_the_sweep_tells_what_it_is_instead_of_sweeping(monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "local_candidates", lambda _: pytest.fail("it sweeps"))
+    monkeypatch.setattr(sys, "argv", ["prorl-trio-sweep", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        sweep.main()
+    assert capsys.readouterr().out.startswith("Usage: prorl-trio-sweep\n")

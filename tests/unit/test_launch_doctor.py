@@ -32,7 +32,7 @@ def test_a_provider_that_cannot_change_layers_is_named_with_what_to_do():
 def test_image_runtime(tmp_path, monkeypatch):
     monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path))
     check = doctor._runtime()
-    assert (check.state, check.remedy) == ("warning", "prorl-trio image runtime")
+    assert (check.state, check.remedy) == ("warning", "prorl-trio setup runtime")
     doctor.bundle_path().mkdir(parents=True)
     assert doctor._runtime().state == "ok"
 

@@ -97,5 +97,5 @@ def test_a_conversion_replaces_the_folder_as_a_whole(folder, monkeypatch):
 
 def test_without_the_package_the_error_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(model.importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(FileNotFoundError, match="make engine"):
+    with pytest.raises(FileNotFoundError, match="prorl-trio setup engine"):
         model.convert(tmp_path / "model")

@@ -7,7 +7,6 @@ import pytest
 
 from prorl_launch import environments, paths
 from prorl_launch.environments import engine_environment, trainer_environment
-from prorl_launch.locks import requirements_key
 from prorl_trio.config import LedgerConfig
 from prorl_trio.types.errors import ConfigError
 
@@ -100,11 +99,23 @@ def test_a_trainer_has_what_the_project_needs_and_on_a_cpu_the_torch_of_the_engi
     assert on_gpu == ["trio>=1", "torch>=1", "transformers>=5", "trl>=1"]
 
 
-def test_an_installed_wheel_asks_its_metadata(tmp_path):
-    """Without a `pyproject.toml` the same requirements come from what pip recorded."""
-    for environment in environments.ENVIRONMENTS:
-        recorded = requirements_key(environment.wanted(tmp_path))
-        assert recorded == requirements_key(environment.wanted(paths.checkout_dir()))
+def test_an_installed_wheel_has_the_environments_of_its_checkout_and_an_import_path_of_its_packages_alone(
+    monkeypatch, tmp_path
+):
+    """Those that were set up by the one serve the other; the rest of its `site-packages` is no trainer's business."""
+    package = tmp_path / "site-packages" / "prorl_launch"
+    shipped = package / paths.SHIPPED
+    shipped.mkdir(parents=True)
+    (shipped / "pyproject.toml").write_text((paths.checkout_dir() / "pyproject.toml").read_text())
+    before = paths.engine_dir()
+    monkeypatch.setenv("PRORL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(paths, "_PACKAGE", package)
+    assert (paths.is_checkout(), paths.engine_dir().name) == (False, before.name)
+    for _ in range(2):
+        folder = Path(paths.import_path())
+    assert folder.is_relative_to(tmp_path / "cache")
+    assert {path.name for path in folder.iterdir()} == {"prorl_trio", "prorl_ipc", "prorl_launch", "prorl_daemon"}
+    assert (folder / "prorl_trio" / "__init__.py").is_file()
 
 
 def test_another_pin_is_another_environment(checkout):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
+from prorl_launch.locks import lock_path
+
 ROOT = Path(__file__).parents[2]
-MAX_MODULES_OUTSIDE_ROOMS = 5
+MAX_MODULES_OUTSIDE_ROOMS = 6
 IN_THE_WHEEL = {"prorl_trio": ".", "prorl_daemon": "sandbox_daemon", "prorl_ipc": "ipc", "prorl_launch": "launch"}
 
 
@@ -37,3 +40,13 @@ def test_the_wheel_has_the_product_and_nothing_else(tmp_path):
     for package, below in IN_THE_WHEEL.items():
         modules = {str(path.relative_to(ROOT / below)) for path in (ROOT / below / package).rglob("*.py")}
         assert modules <= {*names}, "a module is missing"
+    metadata, _, page = next(
+        ZipFile(wheel).read(name).decode().partition("\n\n") for name in names if name.endswith("/METADATA")
+    )
+    pythons = re.findall(r"^Classifier: Programming Language :: Python :: ([\d.]+)$", metadata, re.MULTILINE)
+    assert pythons == re.search(r"^# python: (.*)$", lock_path("dev").read_text(), re.MULTILINE)[1].split()
+    assert re.findall(r"^Project-URL: \w+, (.*)$", metadata, re.MULTILINE)
+    assert all(link.startswith("https://") for link in re.findall(r"\]\((.*?)\)", page)), "of an index page"
+    assert all(
+        f"prorl-trio {name}" in page for name in ("setup", "demo", "engine", "examples", "run", "doctor", "learn")
+    )

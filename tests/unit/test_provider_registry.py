@@ -64,9 +64,13 @@ def no_class():
 """
 
 
+UNFINISHED = "\nthing = (\n"
+BUGGY = "from collections import Counter\n\nclass Thing(missing): pass\n"
+
+
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    with installer(tmp_path, monkeypatch, own_package=MODULE) as install:
+    with installer(tmp_path, monkeypatch, own_package=MODULE, unfinished=UNFINISHED, buggy=BUGGY) as install:
         yield install
 
 
@@ -119,7 +123,15 @@ async def test_the_name_of_a_built_in_one_is_taken(name, install):
     ("value", "problem"),
     [
         ("own_package:Missing", r"'own' \(own_package:Missing\) cannot be loaded: .*Missing"),
-        ("no_such_package:Thing", r"'own' \(no_such_package:Thing\) cannot be loaded: No module"),
+        ("no_such_package:Thing", r"'own' \(no_such_package:Thing\) cannot be loaded: .*: No module named .[a-z_]+.$"),
+        (
+            "unfinished:Thing",
+            r"'own' \(unfinished:Thing\) cannot be loaded: SyntaxError: '\(' was never closed \(/.*/unfinished\.py:2\)",
+        ),
+        (
+            "buggy:Thing",
+            r"'own' \(buggy:Thing\) cannot be loaded: NameError: name 'missing' is not defined \(/.*/buggy\.py:3\)",
+        ),
         ("own_package:no_class", r"'own' \(own_package:no_class\) is not a subclass of "),
     ],
 )

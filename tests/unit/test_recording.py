@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from prorl_trio.chat.format import ChatFormat
+from prorl_trio.runs import to_columns
 from prorl_trio.runs.recording import (
     OutcomeFile,
     RunInfo,
@@ -33,6 +34,7 @@ from prorl_trio.runs.transcript import render_trajectory
 from prorl_trio.testing.tiny_model import make_tiny_model
 from prorl_trio.types.errors import ConfigError
 from prorl_trio.types.models import ChatMessage, Outcome, Segment, Timing, Trajectory, Turn
+from support.fake_node import make_outcome, make_spec
 
 
 def an_outcome(job_id="job", *, status="completed", reward=1.0, cause=None, trajectory=None):
@@ -343,3 +345,22 @@ def test_what_a_policy_or_a_sender_wrote_is_shown_and_not_obeyed(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     console.print(outcome_list([outcome]))
     assert r"\x1b[2J\x9b2J\x07[/bold]" in console.file.getvalue()
+
+
+def test_a_notebook_gets_outcomes_as_columns(tmp_path):
+    whole = msgspec.structs.replace(make_outcome(make_spec("a", group_id="g"), tokens=8, reward=0.5), tags={"run": "7"})
+    failed = msgspec.structs.replace(whole, job_id="b", reward=None, trajectory=None, tags={}, cause="sandbox")
+    with OutcomeFile(tmp_path / "trajectories.msgpack") as file:
+        file.append(whole)
+        file.append(failed)
+    columns = to_columns(read_outcomes(tmp_path))
+    assert {len(column) for column in columns.values()} == {2}
+    assert columns["job_id"].tolist() == ["a", "b"]
+    assert columns["cause"].tolist() == ["", "sandbox"]
+    assert columns["tag:run"].tolist() == ["7", ""]
+    assert columns["tokens"].tolist() == [8, 0]
+    assert columns["sampled_tokens"][0] == whole.trajectory.segments[0].loss_mask.sum()
+    assert columns["reward"][0] == 0.5
+    assert np.isnan(columns["reward"][1])
+    assert columns["logprob_mean"].dtype == columns["run_s"].dtype == np.float64
+    assert to_columns([])["turns"].tolist() == []

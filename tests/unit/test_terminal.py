@@ -48,6 +48,7 @@ OUTSIDE = {
     "prorl_launch/bundle.py": "words of its own, without any package",
     "prorl_launch/slurm/commands.py": "the batch script, exactly, for a file",
     "prorl_launch/image_commands.py": "a definition file, exactly, for a file",
+    "prorl_launch/slurm/sweep.py": "its usage; it has the standard library alone",
     "prorl_launch/slurm/pulse.py": "words of its own, without any package",
     "prorl_launch/slurm/leash.py": "words of its own, without any package",
     "prorl_launch/supervisor.py": "words of its own, without any package",

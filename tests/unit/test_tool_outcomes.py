@@ -47,7 +47,7 @@ CALLS = [
     ("str_replace_editor", EDIT, None, "ok", None),
     ("str_replace_editor", {**EDIT, "command": "str_replace", "old_str": "b"}, None, "error", None),
     ("str_replace_editor", {**EDIT, "command": "burn"}, None, "error", None),
-    ("finish", {"answer": "Error: 42"}, "The task has ended.", "ok", None),
+    ("finish", {"answer": "Error: 42"}, "Your answer was received.", "ok", None),
     ("nothing", {}, None, "unknown", None),
 ]
 

@@ -136,7 +136,9 @@ def test_tasks_are_found_by_text_and_by_messages():
 def test_prompts_that_do_not_tell_tasks_apart_are_refused():
     twice = [{"prompt": "a?", "id": "a", "answer": 1}, {"prompt": "a?", "id": "a", "answer": 1}]
     assert len(TaskLookup(twice, instance_of)) == 1
+    copy = TaskLookup([twice[0], {"prompt": "a?", "id": "b", "answer": 1}], instance_of)
+    assert copy("a?").instance_id == "a", "a copy under another id is the same task"
     with pytest.raises(ConfigError, match="instances 'a' and 'b' have the same prompt"):
-        TaskLookup([twice[0], {"prompt": "a?", "id": "b", "answer": 1}], instance_of)
+        TaskLookup([twice[0], {"prompt": "a?", "id": "b", "answer": 2}], instance_of)
     with pytest.raises(ConfigError, match="row 0 of the dataset has no `prompt`"):
         TaskLookup([{"id": "a", "answer": 1}], instance_of)

@@ -392,3 +392,18 @@ async def test_a_completion_that_ends_while_an_engine_is_asked_makes_no_label_it
 
     engine.label_weights, engine.read_label = no_label, says_its_own
     assert await control.operate(ConfirmWeights("1", 5)) == "confirmed"
+
+
+async def test_weights_that_an_engine_loads_while_it_is_added_again_are_on_trial(autojump_clock):
+    engine = PausableEngine(A)
+    info = await engine.probe(timeout_s=5)
+    control = EngineControl(engine, info, VersionOrder())
+    load = engine.load_weights
+
+    async def load_while_added(folder, *, timeout_s):
+        control.added(info)
+        return await load(folder, timeout_s=timeout_s)
+
+    engine.load_weights = load_while_added
+    assert await control.operate(LoadWeights("/w/1", 5)) == "loaded"
+    assert (control.trial.folder, control.failed_to_load) == ("/w/1", False)

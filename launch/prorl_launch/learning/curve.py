@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 CURVE_PNG: Final = "curve.png"
 GAP_LIMIT: Final = 0.05
+UPDATES: Final = "policy updates"
 _TIMES: Final = {
     "wait_s": "rollouts",
     "update_s": "training",
@@ -28,6 +31,13 @@ _TIMES: Final = {
 
 def draw_curve(record: RunRecord, folder: Path) -> None:
     """Draw `record` into `folder/curve.png`, in place of what was there. Takes a second."""
+    part_file = folder / f".{CURVE_PNG}"
+    make_figure(record).savefig(part_file, format="png", dpi=110)
+    part_file.replace(folder / CURVE_PNG)
+
+
+def make_figure(record: RunRecord) -> Figure:
+    """Return the six plots of a run."""
     mpl.use("agg")
     figure = Figure(figsize=(13, 8), layout="constrained")
     axes: list[Axes] = figure.subplots(2, 3).ravel().tolist()
@@ -35,6 +45,8 @@ def draw_curve(record: RunRecord, folder: Path) -> None:
     for ax, part in zip(axes, parts, strict=True):
         part(ax, record)
         ax.grid(alpha=0.3)
+        if ax.get_xlabel() == UPDATES:
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         if ax.get_legend_handles_labels()[0]:
             ax.legend(fontsize=8)
     settings = record.settings
@@ -43,9 +55,13 @@ def draw_curve(record: RunRecord, folder: Path) -> None:
         f"{settings.model.rpartition('/')[2]}, {settings.objective}, seed {settings.seed}, {sampling}, "
         f"{record.wall_s / 60:.0f} minutes"
     )
-    part_file = folder / f".{CURVE_PNG}"
-    figure.savefig(part_file, format="png", dpi=110)
-    part_file.replace(folder / CURVE_PNG)
+    return figure
+
+
+def _from_zero(ax: Axes) -> None:
+    """Let the vertical axis begin at 0, and leave room above what is drawn."""
+    top = ax.dataLim.y1
+    ax.set_ylim(0, 1.1 * top if 0 < top < math.inf else None)
 
 
 def _rewards(ax: Axes, record: RunRecord) -> None:
@@ -58,7 +74,7 @@ def _rewards(ax: Axes, record: RunRecord) -> None:
     held_out = [each.step for each in record.evaluations]
     ax.plot(held_out, [each.greedy for each in record.evaluations], "o-", color="tab:green", label="held out, greedy")
     ax.plot(held_out, [each.sampled for each in record.evaluations], "o-", color="tab:red", label="held out, T = 1")
-    ax.set(title="reward", xlabel="policy updates", ylim=(0, 1))
+    ax.set(title="reward", xlabel=UPDATES, ylim=(0, 1))
 
 
 def _families(ax: Axes, record: RunRecord) -> None:
@@ -72,6 +88,7 @@ def _families(ax: Axes, record: RunRecord) -> None:
     )
     ax.barh([place + 0.2 for place in places], [last[name] for name in names], 0.4, color="tab:red", label="after")
     ax.set_yticks(list(places), names, fontsize=8)
+    ax.invert_yaxis()
     ax.set(title="held-out reward by family", xlim=(0, 1))
 
 
@@ -83,7 +100,8 @@ def _informative(ax: Axes, record: RunRecord) -> None:
         for each in record.steps
     ]
     ax.plot([each.step for each in record.steps], stale, label="staleness, updates")
-    ax.set(title="what was trained on", xlabel="policy updates", ylim=(0, None))
+    ax.set(title="what was trained on", xlabel=UPDATES)
+    _from_zero(ax)
 
 
 def _lengths(ax: Axes, record: RunRecord) -> None:
@@ -91,7 +109,8 @@ def _lengths(ax: Axes, record: RunRecord) -> None:
     ax.plot(
         [each.step for each in record.evaluations], [each.length for each in record.evaluations], "o-", label="held out"
     )
-    ax.set(title="sampled tokens of a rollout", xlabel="policy updates", ylim=(0, None))
+    ax.set(title="sampled tokens of a rollout", xlabel=UPDATES)
+    _from_zero(ax)
 
 
 def _gap(ax: Axes, record: RunRecord) -> None:
@@ -99,7 +118,7 @@ def _gap(ax: Axes, record: RunRecord) -> None:
         [each.step for each in record.evaluations], [each.gap for each in record.evaluations], "o-", label="held out"
     )
     ax.axhline(GAP_LIMIT, color="tab:red", linestyle="--", label=f"limit {GAP_LIMIT}")
-    ax.set(title="|log-probability of trainer - engine|, mean", xlabel="policy updates", yscale="log")
+    ax.set(title="|log-probability of trainer - engine|, mean", xlabel=UPDATES, yscale="log")
 
 
 def _times(ax: Axes, record: RunRecord) -> None:
@@ -108,5 +127,6 @@ def _times(ax: Axes, record: RunRecord) -> None:
     if steps:
         ax.stackplot(steps, *times, labels=list(_TIMES.values()))
     busy = record.summary.get("engine_busy")
-    told = "" if busy is None else f"; engine busy in {busy:.0%} of the waits"
-    ax.set(title=f"seconds of a step{told}", xlabel="policy updates", ylim=(0, None))
+    told = "" if busy is None else f"\n(engine busy in {busy:.0%} of the waits)"
+    ax.set(title=f"seconds of a step{told}", xlabel=UPDATES)
+    _from_zero(ax)

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from prorl_launch.vllm import Dtype
+from prorl_trio.runs.recording import TRAJECTORIES, OutcomeFile
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
+
+    from prorl_trio.types.models import Outcome
 
 
 SETTINGS: Final = "settings.json"
@@ -204,6 +208,18 @@ def write_atomically(path: Path, content: msgspec.Struct) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
     part.replace(path)
+
+
+def record_outcomes(folder: Path, outcomes: Iterable[Outcome]) -> None:
+    """Append the rollouts of a step to those that `folder` has, for `prorl-trio view`.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
+    path = folder / TRAJECTORIES
+    with OutcomeFile(path, go_on=path.exists()) as file:
+        for outcome in outcomes:
+            file.append(outcome)
 
 
 def _step_s(step: StepRecord) -> float:

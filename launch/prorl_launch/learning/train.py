@@ -35,6 +35,7 @@ from prorl_launch.learning.record import (
     Stepped,
     StepRecord,
     read_record,
+    record_outcomes,
     summary_of,
     write_atomically,
 )
@@ -176,6 +177,8 @@ class Run:
             self.record.steps.append(_step_record(self.record, batch, figures, load, wait_s=wait_s, update_s=update_s))
             self.save()
             checkpoint = save_checkpoint(self.folder / CHECKPOINTS, self.trainer, self.step, {"batch": batch.number})
+            # After the checkpoint: a run that is killed before it trains on this batch again.
+            record_outcomes(self.folder, (outcome for group in batch.groups for outcome in group.outcomes))
             checkpoint_s = clock.lap()
             update.load_folder(checkpoint, base=self.settings.model, check="headers")
         groups.advance(str(self.step))

@@ -199,8 +199,16 @@ def status(fleet_dir: Path) -> None:
 
 @local.command()
 @_FLEET
-@click.option("--drain-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Drain first, so long.")
-@click.option("--timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="Longest wait then.")
+@click.option(
+    "--drain-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Drain for this many seconds first."
+)
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=1),
+    default=60.0,
+    show_default=True,
+    help="Wait for at most this many seconds then.",
+)
 def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
     """End a fleet, and return when nothing of it runs.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import signal
@@ -57,8 +58,9 @@ async def run_nodes(
     """Run the nodes until all have ended, and return their exit codes; those that were killed have none.
 
     SIGTERM, SIGINT and SIGHUP to this process go to each node: the first drains, the second cancels its jobs, the third
-    kills. Nothing of a node outlives the call, nor this process if it is killed. The head gets the signals, too; if it
-    ends before, as when it is killed, it is started again; and it is ended when all nodes have ended.
+    kills; later ones, also after the call, are dropped. Nothing of a node outlives the call, nor this process if it is
+    killed. The head gets the signals, too; if it ends before, as when it is killed, it is started again; and it is
+    ended when all nodes have ended.
 
     Args:
         fleet: the fleet's folder.
@@ -113,16 +115,22 @@ async def run_nodes(
 
 
 async def _pass_on_signals(running: dict[str, int], asked: trio.Event, scope: trio.CancelScope) -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-        count = 0
-        async for _ in signals:
-            count += 1
-            asked.set()
-            if count == _CUT:
-                scope.cancel("the third signal")
-            for pid in running.values():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for number in numbers:  # the receiver puts these handlers back
+        signal.signal(number, lambda _number, _frame: None)
+    try:
+        with trio.open_signal_receiver(*numbers) as signals:
+            for count in itertools.count(1):
+                await anext(signals)
+                asked.set()
+                if count == _CUT:
+                    scope.cancel("the third signal")
+                for pid in running.values():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+    finally:
+        for number in numbers:  # the process ends: what comes later must not change its exit code
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _wait_found(

@@ -88,7 +88,9 @@ def locked_pip(name: LockName, requirements: Sequence[str]) -> list[str]:
         )
         return [*pip, *requirements]
     if not is_made_for(lock, requirements):
-        raise SetupError(f"{lock_path(name)} was made for other requirements than there are now; run: make lock")
+        raise SetupError(
+            f"{lock_path(name)} was made for other requirements than there are now; in a checkout run: make lock"
+        )
     return [*pip, "--no-deps", "--require-hashes", "--requirement", str(lock_path(name))]
 
 

@@ -50,6 +50,10 @@ if TYPE_CHECKING:
 
 
 _POLL_S = 1.0
+_BEGIN_S = 10.0
+"""Longest time in which `up` waits for the log of a job that runs."""
+_LOOK_S = 0.3
+_TAIL_LINES = 5
 _SCRIPT = "job.sh"
 _ENGINES_BEGIN_S = 120.0
 """Longest time between the starts of nodes and of engines, which one script makes."""
@@ -75,7 +79,7 @@ _HEAD_CONFIG = click.option(
 )
 _LOCAL = click.option("--local-dir", default="", help="Folder on each machine's own disk, for sockets; else found.")
 _PULSE = click.option(
-    "--pulse-timeout-s", type=click.FloatRange(min=1), help="End the command without a pulse so long."
+    "--pulse-timeout-s", type=click.FloatRange(min=1), help="End the command if no pulse arrives for this many seconds."
 )
 
 _PREFIX: Final = "SBATCH_"
@@ -104,6 +108,15 @@ _VARIABLES: Final = {
     "time": ("TIMELIMIT",),
 }
 """Variables with other names than the options that they overrule."""
+
+
+_SIZES: Final = (
+    ("processors", "--cpus-per-task", ("cpus-per-task", "cpus-per-gpu", "exclusive")),
+    ("memory", "--mem", ("mem-per-node", "mem-per-cpu", "mem-per-gpu", "mem", "exclusive")),
+)
+"""Resources of a node, with the option to ask for each, and all that do. Options may be shortened."""
+_SHORTEST: Final = 3
+"""Letters of a shortened option that tell these from others."""
 
 
 def check_options(groups: Sequence[Sequence[str]], env: Mapping[str, str]) -> None:
@@ -170,6 +183,19 @@ def engines_of_node(engines: Sequence[str], machines: Sequence[str], machine: st
     return shares[machine]
 
 
+def unsized(options: Sequence[str], env: Mapping[str, str]) -> str:
+    """Return what sbatch's options and variables leave to the cluster: processors, memory, both; empty: nothing."""
+    variables = [name.removeprefix(_PREFIX) for name in env if name.startswith(_PREFIX)]
+    given = [*_names(options), *(name.lower().replace("_", "-") for name in variables)]
+    words = [name for name in given if len(name) >= _SHORTEST]
+    missing = [
+        f"{what} ({option})"
+        for what, option, names in _SIZES
+        if not any(each.startswith(word) for word in words for each in names)
+    ]
+    return " and ".join(missing)
+
+
 class _Group(click.Group):
     """Says a `ConfigError` in its own words instead of a traceback."""
 
@@ -195,7 +221,11 @@ def slurm() -> None:
 @click.option("--nodes", type=click.IntRange(min=1), required=True, help="Machines, with one node each.")
 @click.option("--print", "only_print", is_flag=True, help="Print the batch script, and submit nothing.")
 @click.option(
-    "--drain-s", type=click.IntRange(1, 65535), default=300, show_default=True, help="Drain before the limit, so long."
+    "--drain-s",
+    type=click.IntRange(1, 65535),
+    default=300,
+    show_default=True,
+    help="Begin to drain this many seconds before the time limit.",
 )
 @click.option("--pulse-timeout-s", type=click.FloatRange(min=1), default=60.0, show_default=True, help="See `run`.")
 @_HEAD_CONFIG
@@ -209,7 +239,9 @@ def slurm() -> None:
 @click.option(
     "--engine-nodes", type=click.IntRange(min=0), default=0, help="Machines for engines alone; 0: the nodes'."
 )
-@click.option("--engine-sbatch", multiple=True, metavar="OPTION", help="Of sbatch's, for these machines; many times.")
+@click.option(
+    "--engine-sbatch", multiple=True, metavar="OPTION", help="Extra sbatch option for engine machines. Repeatable."
+)
 @click.argument("sbatch", nargs=-1, type=click.UNPROCESSED, metavar="[OPTION OF SBATCH]...")
 def up(
     fleet_dir: Path,
@@ -247,6 +279,10 @@ def up(
         **options,
     )
     check_options(sbatch_groups(plan), os.environ)
+    if lacks := unsized(sbatch, os.environ):
+        say(
+            f"WARNING: sbatch is not asked for {lacks}, and many clusters give little then: one CPU a machine", err=True
+        )
     script = batch_script(plan)
     if only_print:
         click.echo(script, nl=False)
@@ -262,6 +298,8 @@ def up(
             return
         write_job(folder, job_id)
     say(f"job {job_id}; its script is {files / _SCRIPT}, its log {files / job_id}.log")
+    if "output" not in _names(sbatch):
+        _check_begun(job_id, files / f"{job_id}.log")
 
 
 @slurm.command()
@@ -291,7 +329,9 @@ def drain(fleet_dir: Path) -> None:
 
 @slurm.command()
 @_FLEET
-@click.option("--drain-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Drain first, so long.")
+@click.option(
+    "--drain-s", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Drain for this many seconds first."
+)
 @click.option("--timeout-s", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Longest wait.")
 def down(fleet_dir: Path, drain_s: float, timeout_s: float) -> None:
     """End a fleet, wait until its job is gone, and remove the entries of nodes that were killed."""
@@ -327,10 +367,16 @@ def run(local_dir: str, command: tuple[str, ...], **rules: Any) -> None:
 @click.option("--job", "job_id", help="With the machines of this step; default: SLURM_JOB_ID.")
 @click.option("--tasks", required=True, type=click.IntRange(min=1), help="Tasks of srun.")
 @click.option("--drain-file", type=click.Path(path_type=Path), help="Once it is there, the tasks get SIGTERM, once.")
-@click.option("--again-after-s", type=click.FloatRange(min=0), help="Start srun again if it ends, after so long.")
+@click.option("--again-after-s", type=click.FloatRange(min=0), help="Start srun again this many seconds after it ends.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Between two beats.")
 @click.option("--query-s", type=click.FloatRange(min=1), default=10.0, show_default=True, help="Between two questions.")
-@click.option("--controller-timeout-s", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Of them.")
+@click.option(
+    "--controller-timeout-s",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Give up when slurmctld does not answer for this many seconds.",
+)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def pulse(
     folder: Path,
@@ -382,7 +428,9 @@ def engine(folder: Path, port: int, command: tuple[str, ...]) -> None:
 @click.option("--engines", default="", metavar="MACHINES", help="Those with an engine, with commas between them.")
 @click.option("--machines", default="", metavar="MACHINES", help="Those with a node, with commas between them.")
 @click.option("--engine-ports", type=click.Path(path_type=Path), help="Folder in which engines tell their ports.")
-@click.option("--drain-s", type=click.FloatRange(min=0), help="Drain so long where Slurm tells no end of the job.")
+@click.option(
+    "--drain-s", type=click.FloatRange(min=0), help="Drain for this many seconds where Slurm tells no end of the job."
+)
 def node(
     fleet_dir: Path, config_file: Path, engines: str, machines: str, engine_ports: Path | None, drain_s: float | None
 ) -> None:
@@ -446,6 +494,29 @@ def _submit(script: Path, groups: list[list[str]]) -> str:
     if not job_id:
         say(said)
     return job_id
+
+
+def _check_begun(job_id: str, log: Path) -> None:
+    """Return once the job waits for machines, or has begun and its log is here. Blocks, for `_BEGIN_S` at most.
+
+    Raises:
+        ConfigError: it has ended already; with what its log has, and what to look at.
+    """
+    shared = f"is {log.parent} on a disk that all machines share? A folder below /tmp usually is not"
+    deadline, has_begun = time.monotonic() + _BEGIN_S, False
+    while time.monotonic() < deadline:
+        try:
+            jobs = queue.find_jobs([job_id])
+        except queue.SlurmFailed:
+            return
+        if not jobs:
+            end = log.read_text(errors="replace").strip().splitlines()[-_TAIL_LINES:] if log.exists() else []
+            raise ConfigError(f"job {job_id} has ended at once: {chr(10).join(end) or f'it has left no log; {shared}'}")
+        if jobs[0].state == "PENDING" or has_begun:
+            return
+        has_begun = log.exists()  # a script that fails at once is gone at the next look
+        time.sleep(_LOOK_S)  # a command without a loop; Slurm tells nobody
+    say(f"WARNING: job {job_id} runs, and its log has not appeared; {shared}", err=True)
 
 
 def _job_of(fleet_dir: Path) -> str:

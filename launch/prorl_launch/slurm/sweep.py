@@ -13,6 +13,7 @@ Standard library only, to be quick.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +35,14 @@ _LONGEST_S: Final = 20.0
 """Longest wait for a supervisor to end, killed by slurmstepd or not."""
 
 
+_USAGE: Final = """\
+Usage: prorl-trio-sweep
+
+Remove what a Slurm task of `prorl-trio slurm` has left on this machine. The fleet's script names it as
+srun's --task-epilog; it takes no arguments, and is not meant to be run by hand.
+"""
+
+
 def task_of(env: Mapping[str, str]) -> str:
     """Return the name of the task in whose environment this is, among all tasks that run on a machine."""
     return ".".join(env.get(f"SLURM_{part}", "") for part in ("JOB_ID", "STEP_ID", "PROCID"))
@@ -48,6 +57,9 @@ def local_candidates(env: Mapping[str, str]) -> list[str]:
 
 def main() -> None:
     """Wait until what supervises this task has ended, then remove what it, and others before it, have left."""
+    if len(sys.argv) > 1:
+        sys.stdout.write(_USAGE)
+        sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
     begun = time.monotonic()
     child = os.fork()
     if not child:

@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from functools import wraps
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from uuid import uuid4
 
@@ -14,6 +15,7 @@ import trio
 
 from prorl_ipc.session import AllJobs, TheseJobs
 from prorl_trio.config import BackendConfig, HeadConfig
+from prorl_trio.edges.operations import operate
 from prorl_trio.edges.requests import ErrorDetail, error_of
 from prorl_trio.edges.responses import Response
 from prorl_trio.edges.rest.call import ApiError, Endpoint, decode_body, status_of
@@ -21,6 +23,7 @@ from prorl_trio.edges.rest.schema import ErrorBody, NoQuery
 from prorl_trio.edges.tcp import is_loopback
 from prorl_trio.sessions.cancelling import cancel
 from prorl_trio.sessions.submission import submit_one
+from prorl_trio.tasks.sets.swe_rows import Specifications, read_specifications, read_swe_row
 from prorl_trio.threads import run_sync
 from prorl_trio.types.backends import AddBackend, ListBackends, RemoveBackends
 from prorl_trio.types.errors import (
@@ -55,7 +58,9 @@ RESOLVED_ABOVE: Final = 0.99
 """Rewards above this count as solved, as in the ProRL server."""
 TOKEN_KEYS: Final = ("token_ids", "input_ids", "logprobs")
 
+WHO: Final = "a client of the ProRL API"
 DEFAULT_DATA_SOURCE: Final = "swebench"
+NO_SPECIFICATIONS: Final = Specifications({})
 _T = TypeVar("_T")
 _ROUTING: Final = frozenset({"data_source", "instance_id", "trajectory_id"})
 
@@ -122,8 +127,12 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     token_level_generation: bool | None = None
 
 
-def make_spec(request: ProcessRequest, data_sources: Mapping[str, str]) -> JobSpec:
+def make_spec(
+    request: ProcessRequest, data_sources: Mapping[str, str], specifications: Specifications = NO_SPECIFICATIONS
+) -> JobSpec:
     """Return the job for a request. Without a `job_id`, each request is a new job.
+
+    `specifications` name the tests' commands of published rows of software engineering that have none themselves.
 
     Raises:
         UnknownDataSource: no handler is configured for its `data_source`.
@@ -142,12 +151,11 @@ def make_spec(request: ProcessRequest, data_sources: Mapping[str, str]) -> JobSp
     own = {"max_iterations": "max_turns", "max_model_len": "max_trajectory_tokens"}
     of_job = {field: asked.pop(name) for name, field in own.items() if name in asked}
     instance_id = str(instance.instance_id)
+    payload = _payload(handler, request.instance, specifications)
     try:
         return JobSpec(
             job_id=request.job_id or f"{instance_id[:100]}-{uuid4().hex}",
-            instance=TaskInstance(
-                instance_id=instance_id, handler=handler, payload=_payload(handler, request.instance)
-            ),
+            instance=TaskInstance(instance_id=instance_id, handler=handler, payload=payload),
             group_id=instance_id,
             sampling=SamplingParams(**asked),
             **of_job,
@@ -187,9 +195,18 @@ def _text_of(content: object) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _payload(handler: str, instance: dict[str, Any]) -> dict[str, Any]:
+def _payload(handler: str, instance: dict[str, Any], specifications: Specifications) -> dict[str, Any]:
     """Return the payload for the handler. A handler not known here gets the instance without the routing fields."""
-    return _PAYLOADS.get(handler, _as_it_is)(instance)
+    if handler in ("math", "stem"):
+        return _question_and_answer(instance)
+    if handler == "swe":
+        try:
+            row = read_swe_row(instance, str(instance.get("instance_id", "")), specifications, dict)
+        except ValueError as exc:
+            raise MalformedJob(str(exc), "$.instance") from None
+        if row is not None:
+            return row.payload
+    return {name: value for name, value in instance.items() if name not in _ROUTING}
 
 
 def _question_and_answer(instance: dict[str, Any]) -> dict[str, Any]:
@@ -198,16 +215,6 @@ def _question_and_answer(instance: dict[str, Any]) -> dict[str, Any]:
     if gold is None or gold == []:
         raise MalformedJob("the instance has no gold answer", "$.instance.reward_model.ground_truth")
     return {"question": question_of(instance), "answer": list(map(str, gold)) if isinstance(gold, list) else str(gold)}
-
-
-def _as_it_is(instance: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in instance.items() if name not in _ROUTING}
-
-
-_PAYLOADS: Final[dict[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "math": _question_and_answer,
-    "stem": _question_and_answer,
-}
 
 
 def _read(value: dict[str, Any], kind: type[_T], where: str) -> _T:
@@ -371,12 +378,14 @@ class CompatError(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-def compat_endpoints(backends: BackendConfig, *, free: bool) -> list[Endpoint]:
+def compat_endpoints(
+    backends: BackendConfig, *, free: bool, specifications: Specifications = NO_SPECIFICATIONS
+) -> list[Endpoint]:
     """Return the endpoints, to be added to the REST application. If `free`, they require no token.
 
-    Engines are added only where `backends` allows it, see `BackendConfig.allowed`.
+    Engines are added only where `backends` allows it, see `BackendConfig.allowed`. `specifications`: see `make_spec`.
     """
-    server = _Server(backends)
+    server = _Server(backends, specifications)
     table: list[tuple[str, str, Callable[[Call], Awaitable[Response]], str, tuple[Any, ...], tuple[int, ...]]] = [
         ("POST", "/start", server.start, "Take jobs from now on.", (), (400,)),
         ("POST", "/stop", server.stop, "Cancel the jobs, forget their results.", (), (503,)),
@@ -416,7 +425,7 @@ def configured_endpoints(config: NodeConfig | HeadConfig) -> list[Endpoint]:
     """Return the endpoints, or none if `config` has them off.
 
     Raises:
-        ConfigError: `config` has them require no token where anyone could connect.
+        ConfigError: `config` has them require no token where anyone could connect, or `rest.swe_specs` cannot be read.
     """
     rest, host, anyone = config.rest, config.listen.host, ""
     if not is_loopback(host):
@@ -430,7 +439,10 @@ def configured_endpoints(config: NodeConfig | HeadConfig) -> list[Endpoint]:
     if rest.prorl_compat and not rest.prorl_compat_token and anyone:
         raise ConfigError(f"rest.prorl_compat_token = false {anyone}")
     backends = BackendConfig(allowed=config.allowed_engines) if isinstance(config, HeadConfig) else config.backends
-    return compat_endpoints(backends, free=not rest.prorl_compat_token) if rest.prorl_compat else []
+    if not rest.prorl_compat:
+        return []
+    specifications = read_specifications(Path(rest.swe_specs) if rest.swe_specs else None)
+    return compat_endpoints(backends, free=not rest.prorl_compat_token, specifications=specifications)
 
 
 class _Server:
@@ -439,8 +451,9 @@ class _Server:
     The jobs are in the session `SESSION`. Jobs of other sessions, and engines that others have added, are left alone.
     """
 
-    def __init__(self, backends: BackendConfig) -> None:
+    def __init__(self, backends: BackendConfig, specifications: Specifications) -> None:
         self._allowed = backends
+        self._specifications = specifications
         self._started = False
         self._engines: set[str] = set()
 
@@ -479,7 +492,7 @@ class _Server:
         api = call.api
         session = self._session(api)
         request = decode_body(call.body, ProcessRequest)
-        spec = make_spec(request, api.config.data_sources)
+        spec = make_spec(request, api.config.data_sources, self._specifications)
         if not (await api.node.operate(ListBackends())).urls:
             raise _error(HTTPStatus.SERVICE_UNAVAILABLE, "no_llm_server", "No LLM server: /add_llm_server first")
         await self._submit(session, spec, api)
@@ -518,11 +531,11 @@ class _Server:
             return _say(f"Added LLM server {address}")
         self._engines.add(url)
         try:
-            await node.operate(AddBackend(url=url))
+            await operate(node, AddBackend(url=url), WHO)
         except BackendError as exc:
             if not exc.retryable:
                 raise
-            await node.operate(AddBackend(url=url, when_up=True))
+            await operate(node, AddBackend(url=url, when_up=True), WHO)
             return _say(f"Buffered LLM server {address}: it joins when it is up")
         return _say(f"Added LLM server {address}")
 
@@ -531,7 +544,7 @@ class _Server:
         await trio.lowlevel.checkpoint()
         while self._engines:
             with suppress(UnknownBackend):
-                await call.api.node.operate(RemoveBackends(url=self._engines.pop()))
+                await operate(call.api.node, RemoveBackends(url=self._engines.pop()), WHO)
         return _say("Cleared all LLM servers")
 
     def _session(self, api: Api) -> Session:

@@ -176,11 +176,17 @@ def _plain(value: Any, *, lists: bool = False) -> Any:
 
 
 class RestApp:
-    """An ASGI application with `ENDPOINTS` and `more`. It reads no body before its token is checked by the server."""
+    """An ASGI application. It reads no body before its token is checked by the server.
 
-    def __init__(self, api: Api, more: Sequence[Endpoint] = ()) -> None:
-        endpoints = [*ENDPOINTS, *more]
-        endpoints.append(_description(describe([*endpoints, _description(b"")])))
+    Args:
+        api: the node that `ENDPOINTS` are about; None: they are left out.
+        more: endpoints besides those. Without `api` they are all, and use none.
+    """
+
+    def __init__(self, api: Api | None, more: Sequence[Endpoint] = ()) -> None:
+        endpoints = [*(() if api is None else ENDPOINTS), *more]
+        listed = [endpoint for endpoint in endpoints if not endpoint.is_part_of_page]
+        endpoints.append(_description(describe([*listed, _description(b"")])))
         self._api = api
         self._methods: dict[str, _Methods] = {}
         for endpoint in endpoints:
@@ -231,7 +237,7 @@ class RestApp:
         query = decode_query(_query(scope["query_string"]), endpoint.query)
         named = [value.decode("latin-1") for name, value in scope["headers"] if name == SESSION_HEADER]
         call = Call(
-            api=self._api,
+            node_api=self._api,
             path=parameters,
             query=query,
             body=body,

@@ -153,18 +153,24 @@ class Call:
     """A request that was read and checked.
 
     Attributes:
-        api: the state that all endpoints share.
+        node_api: the state that all endpoints of a node share; None where there is no node.
         path: the path's parameters.
         query: the query string, as the endpoint's Struct.
         body: the undecoded body.
         named_session: the session in the query or header; None if neither has one.
     """
 
-    api: Api
+    node_api: Api | None
     path: dict[str, str]
     query: Any
     body: bytes
     named_session: str | None
+
+    @property
+    def api(self) -> Api:
+        """Return the state that all endpoints of a node share."""
+        assert self.node_api is not None, "an endpoint of a node is served without one"
+        return self.node_api
 
     @property
     def session_id(self) -> str:
@@ -227,6 +233,7 @@ class Endpoint:
         media_type: of the replies.
         tags: group it in the description.
         operation_id: its id in the description; by default the handler's name.
+        is_part_of_page: a page loads it, and the description leaves it out.
     """
 
     method: str
@@ -244,6 +251,7 @@ class Endpoint:
     media_type: str = "application/json"
     tags: tuple[str, ...] = field(default=())
     operation_id: str = ""
+    is_part_of_page: bool = False
 
 
 async def _wait_each(events: list[trio.Event]) -> None:

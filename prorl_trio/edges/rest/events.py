@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -114,6 +115,7 @@ class EventFeed:
         listeners = [subscription for subscription in self._subscriptions if subscription.wants(job)]
         if listeners:
             who = {"job_id": job.job_id, "session": job.session_id, "group_id": job.group_id, "age_s": job.age_s}
+            who["time_s"] = time.time()  # Unix time
             event = _event(kind, {**who, **facts})
             for subscription in listeners:
                 subscription.put(event)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from prorl_trio.edges.operations import TABLE
+from prorl_trio.edges.operations import TABLE, operate
 from prorl_trio.edges.rest.call import STATUS_OF_CODE, Call, Endpoint, Reply, read_body_as
 from prorl_trio.edges.rest.schema import NoQuery
 
@@ -21,7 +21,7 @@ def _endpoint(row: Row[Any]) -> Endpoint:
         wanted = read_body_as(call.body, request) if in_body else call.query
         if call.path:
             wanted = msgspec.structs.replace(wanted, **call.path)
-        return Reply(body=await call.api.node.operate(wanted))
+        return Reply(body=await operate(call.api.node, wanted, f"REST, session {call.session_id}"))
 
     return Endpoint(
         method=row.method,

@@ -325,7 +325,7 @@ class Connection:
     async def _call_backends(self, call: CallBackends, scope: trio.CancelScope) -> None:
         try:
             with scope:
-                self._link.post(await answer_call(self._node, call))
+                self._link.post(await answer_call(self._node, call, f"session {self._session.session_id}"))
         finally:
             if self._calls.get(call.request_id) is scope:
                 del self._calls[call.request_id]

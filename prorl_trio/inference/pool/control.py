@@ -151,10 +151,10 @@ class EngineControl:
                     return "confirmed" if await self._confirm(request) else "not_offered"
 
     async def _try_weights(self, load: LoadWeights) -> bool:
-        before = self.paused, self.trial
-        self.paused, self.trial = True, WeightsOnTrial(load.folder, load.timeout_s, loaded=False)
+        before, on_trial = (self.paused, self.trial), WeightsOnTrial(load.folder, load.timeout_s, loaded=False)
+        self.paused, self.trial = True, on_trial
         if await self.client.load_weights(load.folder, timeout_s=load.timeout_s):
-            self.trial = self.trial._replace(loaded=True)
+            self.trial = on_trial._replace(loaded=True)  # also if the backend was added again during the load
             return True
         self.paused, self.trial = before
         return False

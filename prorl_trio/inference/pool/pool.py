@@ -159,6 +159,8 @@ class ExpectedBackends:
                 except BackendError as exc:
                     expected.why = str(exc)
                     logger.debug("backend %s is still down: %s", expected.url, exc)
+                else:
+                    logger.info("backend %s is up and has joined", expected.url)
 
 
 def require_named(info: EngineInfo, current: str) -> None:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
+from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling, job_templates
 from prorl_trio.integrations.trl.model_check import check_tokenizer, model_facts
 from prorl_trio.integrations.trl.rows import advantages_of, placeholder, rows_of
 from prorl_trio.integrations.trl.weights import newest_version
@@ -137,7 +137,8 @@ class RolloutWorker:
         tasks: see `open_groups`.
         args: the trainer's `AsyncGRPOConfig`. Group size, groups per update and staleness follow from it.
         tokenizer: the trainer's, of `transformers`.
-        job: the fields of each rollout's job; or a function of the instance.
+        job: the fields of each rollout's job; or a function of the instance. `max_completion_length` of `args` bounds
+            the tokens of a row after its prompt.
         correct: decides whether a rollout that has a reward is correct: groups of all or of none teach nothing.
         rows_per_rollout: the most segments that a rollout can have. The more, the later rollouts are begun, since a
             step may then be made of fewer groups.
@@ -177,7 +178,11 @@ class RolloutWorker:
         self._rules = group_rules(args, rows_per_rollout, rules)
         self._client = client
         self._tasks = tasks
-        self._options = {"job": job, "correct": correct, "seed": args.seed if seed is None else seed}
+        self._options = {
+            "job": job_templates(job, args),
+            "correct": correct,
+            "seed": args.seed if seed is None else seed,
+        }
         self._rows_per_rollout = rows_per_rollout
         self._scale = scale_advantages
         self._filler_id = int(tokenizer.eos_token_id)

@@ -6,12 +6,24 @@ engine said: at temperature 1, with nothing cut off, that is the same thing; in 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
+from prorl_trio.sampling import JobTemplate
 from prorl_trio.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from prorl_trio.types.models import Outcome, SamplingParams
+    from collections.abc import Callable
+
+    from prorl_trio.types.models import Outcome, SamplingParams, TaskInstance
+
+_NOT_FOR_A_NODE: Final = {
+    "max_tool_calling_iterations": "Set job=JobTemplate(max_turns=...) of the rollout worker or function instead",
+    "chat_template_kwargs": "The node renders prompts: set [model] template_options in its node.toml instead",
+    "generation_kwargs": "Set job=JobTemplate(sampling=...) of the rollout function instead",
+}
+"""Arguments by which TRL itself would make rollouts, and what to set instead."""
 
 
 class LogprobsRefused(ConfigError):
@@ -26,6 +38,7 @@ def check_arguments(args: Any) -> None:
 
     Raises:
         LogprobsRefused: not from the policy's own distribution.
+        ConfigError: an argument is set that a node would not see.
     """
     neutral = {"temperature": (1.0,), "top_p": (1.0,), "top_k": (0, None), "min_p": (0.0, None)}
     for name, allowed in {**neutral, "repetition_penalty": (1.0,)}.items():
@@ -35,6 +48,27 @@ def check_arguments(args: Any) -> None:
                 f"{type(args).__name__}.{name} is {value}: only {allowed[0]} can be trained with, since a node records "
                 "log-probabilities of the policy's own distribution, and TRL compares those of this one with them"
             )
+    for name, instead in _NOT_FOR_A_NODE.items():
+        if value := getattr(args, name, None):
+            raise ConfigError(f"{type(args).__name__}.{name} is {value}, and does not reach the node. {instead}")
+
+
+def job_templates(
+    job: JobTemplate | Callable[[TaskInstance], JobTemplate], args: Any
+) -> Callable[[TaskInstance], JobTemplate]:
+    """Return the template of an instance's jobs, in which TRL's `max_completion_length` bounds each row.
+
+    Args:
+        job: the fields of each rollout's job; or a function of the instance. A lower bound of its own stays.
+        args: a `GRPOConfig` or `AsyncGRPOConfig`.
+    """
+
+    def template(instance: TaskInstance) -> JobTemplate:
+        own = job if isinstance(job, JobTemplate) else job(instance)
+        bounds = list(filter(None, (own.max_completion_tokens, args.max_completion_length)))
+        return msgspec.structs.replace(own, max_completion_tokens=min(bounds)) if bounds else own
+
+    return template
 
 
 def check_sampling(sampling: SamplingParams) -> None:

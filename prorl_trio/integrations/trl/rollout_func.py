@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from prorl_ipc.session import Rejected
-from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling
+from prorl_trio.integrations.trl.logprobs import check_arguments, check_sampling, job_templates
 from prorl_trio.integrations.trl.model_check import check_config, check_embedding, check_tokenizer, model_facts
 from prorl_trio.integrations.trl.rows import completion_of
 from prorl_trio.integrations.trl.weights import WeightTransfer
@@ -34,7 +34,7 @@ class TaskLookup:
 
     Args:
         rows: of a dataset, each with a column `prompt`: text or messages. Two rows of one prompt must give the same
-            instance: nothing else tells them apart.
+            instance, whatever its id: nothing else tells them apart. The first row's id counts then.
         instance_of: makes the instance of a row.
 
     Raises:
@@ -50,7 +50,7 @@ class TaskLookup:
                 raise ConfigError(f"row {number} of the dataset has no `prompt`")
             instance = instance_of(row)
             known = self._instances.setdefault(_key(row["prompt"]), instance)
-            if known != instance:
+            if msgspec.structs.replace(instance, instance_id=known.instance_id) != known:  # else one row is a copy
                 raise ConfigError(
                     f"rows of the dataset with the instances {known.instance_id!r} and {instance.instance_id!r} have "
                     f"the same prompt, and TRL hands on nothing else: {row['prompt']!r:.200}"
@@ -173,7 +173,8 @@ class RolloutFunction:
     Args:
         client: a session of its own, in each process of the trainer.
         instance_of: from a prompt, as TRL hands it on, to the task instance; see `TaskLookup`.
-        job: the fields of each rollout's job; or a function of the instance.
+        job: the fields of each rollout's job; or a function of the instance. The trainer's `max_completion_length`
+            bounds the tokens of a row after its prompt.
         details: names in `Outcome.details` that are handed to the reward functions, each as a list.
         max_tries: rollouts of one row before it is given up.
         stall_s: longest time in which no rollout ends.
@@ -197,9 +198,7 @@ class RolloutFunction:
             check_sampling(job.sampling)
         self._client = client
         self._instance_of = instance_of
-        self._template: Callable[[TaskInstance], JobTemplate] = (
-            (lambda _instance: job) if isinstance(job, JobTemplate) else job
-        )
+        self._job = job
         self._details = tuple(details)
         self._max_tries = max_tries
         self._stall_s = stall_s
@@ -233,7 +232,7 @@ class RolloutFunction:
         outcomes = run_rollouts(
             self._client,
             [self._instance_of(prompt) for prompt in prompts],
-            self._template,
+            job_templates(self._job, trainer.args),
             evaluation=not trainer.model.training,
             stall_s=self._stall_s,
             max_tries=self._max_tries,

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import http.client
+import logging
 import os
 import platform
 import re
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prorl_trio.sandbox.images.store import StoredImage
+
+logger = logging.getLogger(__name__)
 
 ENV_SCRIPT: Final = ".singularity.d/env/10-docker2singularity.sh"
 """Run before an image's tools, as Apptainer has it, and by the other providers too."""
@@ -102,6 +105,7 @@ class PullOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     reference: str
     rules: PullRules
+    again: bool = False
 
 
 class PullReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,11 +245,14 @@ class _Pull:
         return content
 
     def _have_layers(self, wanted: dict[str, _Descriptor]) -> None:
+        size_mib = sum(blob.size for blob in wanted.values()) / _PIECE_BYTES
+        logger.info("%d layers, %.0f MiB in all", len(wanted), size_mib)
         with ThreadPoolExecutor(self._rules.max_downloads, thread_name_prefix="layer") as pool:
             futures = [pool.submit(self._have_layer, digest, blob) for digest, blob in wanted.items()]
             try:
-                for future in as_completed(futures):
+                for number, future in enumerate(as_completed(futures), 1):
                     future.result()
+                    logger.info("%d of %d layers are stored", number, len(wanted))
             except BaseException:
                 self._failed.set()
                 pool.shutdown(cancel_futures=True)
@@ -434,12 +441,16 @@ def _place_own(staging: Path) -> str:
 
 
 def main() -> None:
-    """Pull what the first line of the standard input orders, and report on the output. Ends when the input does."""
+    """Pull what the first line of the standard input orders, and report on the output. Ends when the input does.
+
+    Progress goes to standard error, in lines.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=PullOrder)
     threading.Thread(target=_end_with_input, daemon=True).start()
     report = PullReport()
     try:
-        pull_image(order.reference, order.rules)
+        pull_image(order.reference, order.rules, again=order.again)
     except PullError as error:
         report = PullReport(error=str(error), full=error.full)
     sys.stdout.buffer.write(msgspec.json.encode(report))

@@ -6,12 +6,13 @@ import logging
 import os
 import signal
 import subprocess
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import trio
 
 from prorl_ipc.nursery import open_single_nursery
+from prorl_ipc.portable_text import printable
 from prorl_trio.sandbox.images.names import DOCKER
 from prorl_trio.sandbox.images.pull import PullOrder, PullReport, PullRules
 from prorl_trio.sandbox.images.store import find_image
@@ -19,6 +20,9 @@ from prorl_trio.sandbox.runtime.interpreter import own_python
 from prorl_trio.supervision import contained
 from prorl_trio.threads import run_blocking
 from prorl_trio.types.errors import SandboxUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +109,8 @@ class ImagePuller:
         try:
             async with self._places:
                 logger.info("image %s is pulled", image)
-                pull.report = await _run_pull(PullOrder(reference=image, rules=self._limits.rules))
+                order = PullOrder(reference=image, rules=self._limits.rules)
+                pull.report = await run_pull(order, lambda line: logger.info("image %s: %s", image, line))
         except Exception as exc:
             what = f"image {image} was not pulled, because its process cannot be started"
             pull.refused = SandboxUnavailable.of(what, exc)
@@ -120,8 +125,11 @@ class ImagePuller:
             self._pulled_total += 1
 
 
-async def _run_pull(order: PullOrder) -> PullReport:
-    """Run the process of a pull to its end. A cancel kills it; what it has fetched stays."""
+async def run_pull(order: PullOrder, progress: Callable[[str], None]) -> PullReport:
+    """Run the process of a pull to its end, and call `progress` with each line that it writes about its progress.
+
+    A cancel kills the process; what it has fetched stays.
+    """
     argv = [own_python(), "-m", "prorl_trio.sandbox.images.pull"]
     pipe = subprocess.PIPE
     process = await trio.lowlevel.open_process(
@@ -132,7 +140,7 @@ async def _run_pull(order: PullOrder) -> PullReport:
         # Its input stays open: it ends when that does, as when this process is killed.
         async with open_single_nursery() as nursery:
             nursery.start_soon(_read, process.stdout, said, "out")
-            nursery.start_soon(_read, process.stderr, said, "err")
+            nursery.start_soon(_read, process.stderr, said, "err", progress)
             if process.stdin is not None:
                 try:
                     await process.stdin.send_all(msgspec.json.encode(order) + b"\n")
@@ -157,8 +165,16 @@ async def _run_pull(order: PullOrder) -> PullReport:
         )
 
 
-async def _read(stream: trio.abc.ReceiveStream | None, said: dict[str, bytes], name: str) -> None:
-    said[name] = b""
+async def _read(
+    stream: trio.abc.ReceiveStream | None,
+    said: dict[str, bytes],
+    name: str,
+    progress: Callable[[str], None] = lambda _line: None,
+) -> None:
+    said[name] = line = b""
     if stream is not None:
         async for data in stream:
             said[name] = (said[name] + data)[-_MAX_SAID_BYTES:]
+            *lines, line = (line + data)[-_MAX_SAID_BYTES:].split(b"\n")
+            for each in lines:
+                progress(printable(each.decode(errors="replace")))

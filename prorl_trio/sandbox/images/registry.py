@@ -11,6 +11,7 @@ import binascii
 import contextlib
 import email.utils
 import http.client
+import logging
 import os
 import random
 import re
@@ -39,6 +40,8 @@ READ_TIMEOUT_S: Final = 60.0
 FIRST_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 60.0
 MAX_MANIFEST_BYTES: Final = 16 * 1024 * 1024
+
+logger = logging.getLogger(__name__)
 
 _CLIENT_ID: Final = "prorl-trio"
 _PASSING: Final = frozenset({408, 429, 500, 502, 503, 504})
@@ -232,7 +235,7 @@ class Registry:
                     if wait_s is not None or error.code == 429:
                         self._pause.until(time.time() + (backoff_s if wait_s is None else wait_s))
             except (OSError, http.client.HTTPException) as error:
-                wait_s, why = None, str(error) or type(error).__name__
+                wait_s, why = None, str(getattr(error, "reason", error)) or type(error).__name__
             else:
                 return answer
             asked_for_token = False
@@ -242,6 +245,9 @@ class Registry:
                     f"{self._name}: {path} was not had within {self._patience_s:g} s; the last answer: {why}, next try "
                     f"in {wait_s:.0f} s. What has been downloaded is kept: pull again later{_advice(why)}"
                 )
+            left_s = int(give_up_at - time.monotonic())
+            left = f"{left_s // 60} min {left_s % 60} s"
+            logger.warning("%s: %s; retrying in %.0f s, for %s more", self._name, why, wait_s, left)
             time.sleep(wait_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
@@ -335,4 +341,5 @@ class _Pause:
                 "downloaded is kept: pull again later, or log in for a higher limit"
             )
         if left_s > 0:
+            logger.warning("%s: the registry limits requests; waiting for %.0f s", name, left_s)
             time.sleep(left_s)

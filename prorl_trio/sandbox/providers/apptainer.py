@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from prorl_trio.sandbox.run_dir import RunDir, SandboxDir
     from prorl_trio.sandbox.sandbox import Sandbox
 
-_INSTALL: Final = "install it (`make apptainer` on Debian and Ubuntu), or use the bubblewrap provider"
+_INSTALL: Final = "install it (`prorl-trio setup apptainer` on Debian and Ubuntu), or use the bubblewrap provider"
 _OVERLAY_REMEDY: Final = (
-    "install fuse-overlayfs (`make apptainer` does), with a /dev/fuse that this user may open, and Apptainer without "
-    "setuid; or use the bubblewrap provider, 0.11 or newer"
+    "install fuse-overlayfs (`prorl-trio setup apptainer` does), with a /dev/fuse that this user may open, and "
+    "Apptainer without setuid; or use the bubblewrap provider, 0.11 or newer"
 )
 _LAUNCHER_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MIB: Final = 1024 * 1024

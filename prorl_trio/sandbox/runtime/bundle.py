@@ -117,7 +117,6 @@ def require_bundle() -> Path:
     path = bundle_path()
     if not path.is_dir():
         raise SandboxUnavailable(
-            f"the runtime for images other than `host` is not in {path}; make it with `prorl-trio image runtime` "
-            "(`make setup` does)"
+            f"the runtime for images other than `host` is not in {path}; make it with `prorl-trio setup runtime`"
         )
     return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prorl_trio.plugins import load_plugins
+from prorl_trio.plugins import load_class, load_plugins
 from prorl_trio.tasks.handlers.base import AgentHandler
 from prorl_trio.types.errors import ConfigError, UnknownHandler
 
@@ -25,13 +25,13 @@ class HandlerRegistry:
             self._handlers[handler.name] = handler
 
     @classmethod
-    def from_entry_points(cls) -> HandlerRegistry:
-        """Load every declared handler class and create one instance of each.
+    def from_entry_points(cls, more: Iterable[AgentHandler] = ()) -> HandlerRegistry:
+        """Load every declared handler class, create one instance of each, and add the handlers `more`.
 
         Raises:
             ConfigError: see `load_plugins`; or two handlers have the same name.
         """
-        return cls(handler() for handler in load_plugins(GROUP, AgentHandler).values())
+        return cls([*(handler() for handler in load_plugins(GROUP, AgentHandler).values()), *more])
 
     @property
     def names(self) -> list[str]:
@@ -49,3 +49,20 @@ class HandlerRegistry:
         except KeyError:
             known = ", ".join(self.names) or "none"
             raise UnknownHandler(f"no handler is called {name!r}; this node has: {known}") from None
+
+
+def find_handler(target: str) -> AgentHandler:
+    """Return the handler of a class named `MODULE:CLASS`, or an installed one by its name.
+
+    Raises:
+        ConfigError: the class cannot be loaded, or no installed handler has that name.
+    """
+    if ":" in target:
+        handler: AgentHandler = load_class(target, AgentHandler)()
+        return handler
+    registry = HandlerRegistry.from_entry_points()
+    if target not in registry.names:
+        raise ConfigError(
+            f"no handler is called {target!r}; name a class as MODULE:CLASS, or: {', '.join(registry.names)}"
+        )
+    return registry.get(target)

@@ -1,0 +1,1 @@
+"""The viewer's page: static files, for a node, for recorded runs, and as one file."""
