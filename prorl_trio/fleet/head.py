@@ -149,8 +149,8 @@ class Fleet:
         """Check that the fleet would accept a job now. See `NodeApi.check`.
 
         Raises:
-            AdmissionRejected: also raised if the fleet has no member, or if its members have different policy versions
-                of which the newest is unknown.
+            AdmissionRejected: also raised if the fleet has no member, or if the newest of its members' policy versions
+                is unknown.
         """
         if self.draining:
             raise Draining(f"the head {self.node_id} is draining: submit again when the fleet has started another head")

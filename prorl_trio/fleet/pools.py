@@ -212,7 +212,7 @@ def _is_later(one: str, other: str, nodes: Mapping[str, NodePolicy]) -> bool:
 
 
 class FleetPools:
-    """The operations of `BackendCalls` on all nodes: a step of a policy update succeeds on all of them, or fails.
+    """The operations of `BackendCalls` on all nodes: a step of a policy update succeeds on every node, or fails.
 
     Attributes:
         policy: which nodes have the fleet's policy version.

@@ -238,7 +238,7 @@ async def _open_whole(
 
 
 def _without_limit_of_attempts(config: HeadConfig) -> HeadConfig:
-    """Return the configuration without a limit on attempts, so that restored jobs do not fail because of it.
+    """Return the configuration without a limit on attempts, so that restored jobs cannot exceed it.
 
     Such a job may be running on a member. The dispatch fails a job after too many lost members.
     """

@@ -41,7 +41,7 @@ def ks_distance(first: Sequence[float], second: Sequence[float]) -> float | None
     """Return the two-sample Kolmogorov-Smirnov distance, sup over x of |F1(x) - F2(x)|; None if a sample is empty.
 
     F1 and F2 are the empirical distribution functions (Smirnov 1939): F(x) is the share of a sample that is <= x. Both
-    are constant between the observed values, so the supremum is reached at one of them.
+    are constant between the observed values, so the supremum is reached at an observed value.
     """
     if not len(first) or not len(second):
         return None

@@ -1,8 +1,8 @@
 """A sampler's state on disk: a write-ahead log of its events, and the manifest. Blocks on the disk.
 
 `journal` starts with a stored state, followed by later events. A record consists of its offset, its length, its CRC-32,
-and msgpack. When most of it is history, it is rewritten from the current state. `manifest.jsonl` is derived from the
-journal: lines lost in a kill are written again.
+and msgpack. When the journal is mostly history, it is rewritten from the current state. `manifest.jsonl` is derived
+from the journal: lines lost in a kill are written again.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SamplerJournal:
             self._journal.truncate(self._size)
 
     def append(self, events: Sequence[Event]) -> None:
-        """Return when the events are on disk. After an error none of them counts, but a kill may have left them.
+        """Return when the events are on disk. After an error the events do not count, but a kill may have left them.
 
         Raises:
             ConfigError: they cannot be written.

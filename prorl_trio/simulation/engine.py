@@ -160,7 +160,7 @@ class SimulatedEngine(EngineClient):
         )
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """See `EngineClient.generate`. Samples exactly `max_tokens`, all of them 0.
+        """See `EngineClient.generate`. Samples exactly `max_tokens` zeros.
 
         The request's id is `JOB-tTURN`, optionally followed by the name of an attempt: each attempt of a turn draws the
         same numbers.

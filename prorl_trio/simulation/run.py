@@ -295,7 +295,7 @@ class ResourceUse(msgspec.Struct, frozen=True, kw_only=True):
         capacity: total amount.
         mean: mean amount in use.
         held: for workers: mean number blocked by later stages after finishing a job.
-        full: share of the time in which all of it was in use.
+        full: share of the time in which it was fully in use.
     """
 
     name: str
@@ -370,7 +370,7 @@ def _look(source: UseSource) -> tuple[float, float, bool]:
 def find_bottleneck(uses: Sequence[ResourceUse]) -> str:
     """Return the last resource on a job's path that is nearly always full; otherwise the one most in use.
 
-    Earlier full resources are full because of it.
+    It causes the earlier full resources.
     """
     full = [use for use in uses if use.full >= LIMITS]
     return full[-1].name if full else max(uses, key=lambda use: use.mean / use.capacity).name

@@ -323,7 +323,7 @@ class EngineContract:
     async def test_a_sink_that_has_enough_ends_the_completion_at_that_token(self, engine: EngineUnderTest) -> None:
         """The completion ends as after a complete tool call.
 
-        The engine continues briefly; none of those tokens are in the completion.
+        The engine continues briefly; its later tokens are not in the completion.
         """
         with trio.fail_after(TEST_TIMEOUT_S):
             await engine.client.probe(timeout_s=CALL_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The base of the sandbox contract's checks: a sandbox to check, and a check that nothing of it remains."""
+"""The base of the sandbox contract's checks: a sandbox to check, and a check that it is completely removed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Contract(NamedTuple):
 
 @asynccontextmanager
 async def checked_sandbox(contract: Contract, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
-    """Open a sandbox for a check, and verify afterwards that nothing of it remains."""
+    """Open a sandbox for a check, and verify afterwards that it is completely removed."""
     with trio.fail_after(CHECK_TIMEOUT_S):
         before = traces(contract.base)
         async with contract.provider.open_sandbox(spec or SandboxSpec()) as sandbox:

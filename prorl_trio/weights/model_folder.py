@@ -82,7 +82,7 @@ def is_head(name: str) -> bool:
 
 
 def unknown_name(name: str, base: ModelFolder) -> str:
-    """Return why the model has no tensor of this name; empty if it has the tensor, or one that it is tied to."""
+    """Return why the model has no tensor of this name; empty if it has the tensor or its tied counterpart."""
     if name in base.tensors or (base.tied and (is_head(name) or embedding_of([name]))):
         return ""
     ends = next((known for known in base.tensors if name.endswith("." + known) or known.endswith("." + name)), None)

@@ -64,7 +64,7 @@ class EngineControl:
     """
 
     def __init__(self, client: EngineClient, info: EngineInfo, versions: VersionOrder) -> None:
-        """Record unannounced versions in force here in `versions`."""
+        """Versions that come into force here without an announcement are recorded in `versions`."""
         self.client = client
         self.info = info
         self.weights = info.weights

@@ -31,7 +31,7 @@ MAX_EMPTY_ABORTS = 3
 
 
 class _Call(NamedTuple):
-    """A call of an engine `known` as such, after `closings` closings; `scouts`: streamed to measure the pace."""
+    """A call of an engine with the `known` facts, after `closings` closings; `scouts`: streamed to measure the pace."""
 
     backend: Backend
     known: EngineInfo

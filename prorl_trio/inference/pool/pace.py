@@ -84,8 +84,8 @@ class Pace:
 class Production:
     """Reports to `produced` since when the engine worked on the arrived tokens, for one attempt at a completion.
 
-    For a stream, that is the time of the previous piece. The time before the first piece is not reported, because an
-    unknown part of it was queueing. Stalls, and pieces during or after a pause of the pool, are not reported either.
+    For a stream, that is the time of the previous piece. The time before the first piece is not reported, because it
+    contains an unknown queueing time. Stalls, and pieces during or after a pause of the pool, are not reported either.
     For an unstreamed answer the time is estimated from the engine's pace, and limited to the elapsed time.
     """
 

@@ -213,7 +213,7 @@ async def open_candidate(
     preamble: str,
     check_end: Callable[[str, ExecResult], None],
 ) -> AsyncIterator[CandidateProcess]:
-    """Create a candidate process, which `open_driver` starts; nothing of it remains after the block.
+    """Create a candidate process, which `open_driver` starts; it is completely removed after the block.
 
     `check_end` is called at each exit, and raises unless the exit is the candidate's doing.
     """

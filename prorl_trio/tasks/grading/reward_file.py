@@ -56,7 +56,7 @@ def scalar_reward(rewards: dict[str, float]) -> float:
     """Return the single reward: the key `reward`, or the only key.
 
     Raises:
-        ValueError: there are several keys, none of which is `reward`.
+        ValueError: there are several keys, but not `reward`.
     """
     if "reward" in rewards:
         return rewards["reward"]

@@ -50,7 +50,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resolved(self) -> bool:
-        """Return whether there are tests and all of them passed."""
+        """Return whether there are tests and all passed."""
         return bool(self.tests) and self.passed == len(self.tests)
 
     def details(self) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Bench(Protocol):
     """A source of sandboxes and time for an evaluation. On a node, a job's `RolloutContext` provides it."""
 
     def open_sandbox(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]:
-        """Open an unused sandbox; nothing of it remains after the block.
+        """Open an unused sandbox, which is completely removed after the block.
 
         Raises:
             SandboxUnavailable: the sandbox does not start.

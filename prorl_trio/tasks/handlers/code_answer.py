@@ -26,11 +26,11 @@ def choose(payload: dict[str, Any]) -> dict[str, Any]:
 def program_in(answer: str, names: Sequence[str]) -> str:
     """Return the program in an answer; empty if there is none.
 
-    An answer without fences, or one that is entirely Python, is the program. Otherwise the candidates are blocks marked
-    as Python or unmarked. The last block that defines most of `names` wins. Without names, it is the last block that
-    reads input, or else the last block that prints. Failing that, the last block marked as Python wins, or else the
-    last block. Other blocks whose definitions the winner uses are added in their order. `names` may contain functions
-    of the module, methods of its classes, or classes.
+    An answer without fences, or entirely in Python, is the program. Otherwise the candidates are blocks marked as
+    Python or unmarked. The last block that defines most of `names` wins. Without names, it is the last block that reads
+    input, or else the last block that prints. Failing that, the last block marked as Python wins, or else the last
+    block. Other blocks whose definitions the winner uses are added in their order. `names` may contain functions of the
+    module, methods of its classes, or classes.
     """
     found = list(fenced_blocks(answer))
     if not found or _parse(answer) is not None:
@@ -56,7 +56,7 @@ class _Block(NamedTuple):
     """Names bound at its top level, and the methods of its classes."""
     used: frozenset[str]
     star: bool
-    """It consists only of imports, one of which is a star import."""
+    """It consists only of imports, including a star import."""
 
     @classmethod
     def of(cls, code: str, language: str) -> _Block:

@@ -1,4 +1,4 @@
-"""Parse a final answer in mathematics: a typed value if all of it is understood, otherwise only its text. Pure.
+"""Parse a final answer in mathematics: a typed value if it is completely understood, otherwise only its text. Pure.
 
 The same function (`read`) parses gold answers and policies' answers. If the grammar does not consume an answer
 completely, it becomes `Text`, which equals only the same text.

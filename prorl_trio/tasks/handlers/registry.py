@@ -52,7 +52,7 @@ class HandlerRegistry:
 
 
 def find_handler(target: str) -> AgentHandler:
-    """Return the handler of a class named `MODULE:CLASS`, or an installed one by its name.
+    """Return the handler of the class `MODULE:CLASS`, or an installed handler by its name.
 
     Raises:
         ConfigError: the class cannot be loaded, or no installed handler has that name.

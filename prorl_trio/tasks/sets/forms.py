@@ -35,7 +35,7 @@ TRUTH: Final = "reward_model.ground_truth"
 def read_verl_row(fields: Fields, name: str) -> TaskInstance:
     """Return the instance for a row in verl's form: for the handler `code` if its ground truth has tests, else `math`.
 
-    The ground truth is a text, a number, a list with one of them, or `{"inputs": [...], "outputs": [...]}` with or
+    The ground truth is a text, a number, a list with one such element, or `{"inputs": [...], "outputs": [...]}` with or
     without `fn_name`. The prompt is one question, with or without a system prompt.
 
     Raises:

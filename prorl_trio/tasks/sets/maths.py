@@ -57,8 +57,8 @@ def load_gsm8k() -> list[TaskInstance]:
 def load_sums() -> list[TaskInstance]:
     """Return 100 fixed sums and short questions with one-digit numbers, for the handler `math`.
 
-    An untrained model of a hundred million parameters, which follows no format, answers about a third of them. So its
-    last number is the answer, and every fourth question asks for a program.
+    An untrained model of a hundred million parameters, which follows no format, answers about a third. So its last
+    number is the answer, and every fourth question asks for a program.
     """
     return [
         problem.instance(

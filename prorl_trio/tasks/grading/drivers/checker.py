@@ -96,9 +96,9 @@ def _words(code: str) -> set[str]:
 def _result(line: bytes, expected: set[str]) -> Any:
     """Return the value of an answer, or raise the candidate's exception.
 
-    A test may expect a built-in exception class. The name of the class or a base of it is then in the task's code,
-    whose words are `expected`, and this raises a subclass. Everything else is raised as a class without effect on
-    control flow: a `StopIteration` would end a `map` in the test, an `IndexError` its loop over a sequence.
+    A test may expect a built-in exception class. The name of the class or its base is then in the task's code, whose
+    words are `expected`, and this raises a subclass. Everything else is raised as a class without effect on control
+    flow: a `StopIteration` would end a `map` in the test, an `IndexError` its loop over a sequence.
     """
     try:
         answer = decode_line(line)

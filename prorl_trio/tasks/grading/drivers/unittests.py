@@ -81,7 +81,7 @@ def _planned(test: unittest.TestCase) -> str:
 
 
 def _make_canary(name: str) -> type[unittest.TestCase]:
-    """Return tests that each fail in another way: code that disables assertions makes one of them pass."""
+    """Return tests that each fail in another way: code that disables assertions makes at least one test pass."""
     number = random.randrange(10**9)
 
     def by_equal(self: Any) -> None:

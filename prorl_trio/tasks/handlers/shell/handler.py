@@ -130,7 +130,7 @@ class Case(NamedTuple):
     """A step to be graded: its verifier, the agent's environment, and the sandboxes of the agent and the verifier.
 
     `max_kept_chars` limits its artefacts in the record of the rollout. `is_counted`: its rewards count towards the
-    task's, so one of them must be the reward.
+    task's, so the key `reward` or a single key is required.
     """
 
     verifier: Verification

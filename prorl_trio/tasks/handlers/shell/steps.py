@@ -104,11 +104,11 @@ def reward_of(steps: Sequence[Step], progress: Progress, strategy: RewardStrateg
     """Return the reward of a task whose reached steps are graded, and the rewards by key from which it was chosen.
 
     As in Harbor, `mean` is the mean of each key over the steps, where a missing key is 0, and `final` is the last
-    step's. Steps after one that lacks its `min_reward` do not count. Unlike in Harbor, steps that the agent did not
+    step's. Steps after a step that lacks its `min_reward` do not count. Unlike in Harbor, steps that the agent did not
     reach count as 0, and so does a step whose reward it prevented. Otherwise it would gain by stopping early.
 
     Raises:
-        EvaluationError: there are several rewards, none of which is called `reward`.
+        EvaluationError: there are several rewards, but not `reward`.
     """
     records = progress.steps
     blocked = not meets(steps[len(records) - 1], records[-1]) and not records[-1].spoilt

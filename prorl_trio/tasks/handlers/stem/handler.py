@@ -119,7 +119,7 @@ class StemHandler(AgentHandler):
         await run_agent(context, messages, tools, _StemStyle(keeps_unit=isinstance(payload.grader, Number)))
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 for a correct answer, else 0.0; a missing answer, or one that crashes the scorer, gets 0.0."""
+        """1.0 for a correct answer, else 0.0; a missing answer, or a crash of the scorer, gives 0.0."""
         payload, answer = read_payload(context.spec.instance.payload), context.answer
         searches = sum(call.name == "search" for turn in context.turns for call in turn.tool_calls)
         details = {**_kept(answer), "searches": searches}

@@ -112,8 +112,8 @@ def _is_article(words: list[str], place: int) -> bool:
 def are_same(first: str, second: str) -> bool:
     """Return whether two normalised texts are the same.
 
-    Superscripts and subscripts may be marked in only one of them (`Ca^2+`, `H_2O`; `Ca2+`, `H2O`), but a superscript
-    never equals a subscript.
+    Superscripts and subscripts may be marked in only one text (`Ca^2+`, `H_2O`; `Ca2+`, `H2O`), but a superscript never
+    equals a subscript.
     """
     if first == second:
         return True

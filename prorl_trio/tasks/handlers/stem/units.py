@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001 - unusual signs are the subject of this module
 """Parse units as people write them, and convert them with pint. Gold and answer share one table of spellings.
 
-A text is a unit only if all of it is understood. Pint is imported on first use.
+A text is a unit only if it is completely understood. Pint is imported on first use.
 """
 
 from __future__ import annotations
