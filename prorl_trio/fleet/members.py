@@ -88,10 +88,10 @@ class MemberListener(Protocol):
     """The head as seen by its members' tasks. Methods return at once and never raise."""
 
     def joined(self, member: Member) -> None:
-        """A session on a member is open, and the member has listed the head's jobs that it holds."""
+        """Handle an opened session on a member that has listed the head's jobs which it holds."""
 
     def lost(self, member: Member, why: str) -> None:
-        """The session is over. Messages sent to the member may or may not have reached it."""
+        """Handle the end of a session. Messages sent to the member may or may not have reached it."""
 
     def arrived(self, member: Member, frame: OutcomeFrame | OutcomeRefFrame) -> None:
         """Process the next outcome from a member."""

@@ -134,7 +134,7 @@ class LoopStalls(trio.abc.Instrument):
 
     @property
     def counts(self) -> list[int]:
-        """The number of passes by bucket of `BOUNDS_S`, and in one more bucket for longer ones."""
+        """Return the number of passes by bucket of `BOUNDS_S`, and in one more bucket for longer ones."""
         return self._passes.counts
 
     @property

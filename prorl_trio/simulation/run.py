@@ -198,7 +198,7 @@ class SimulatedHandler(AgentHandler):
         """Accept any payload."""
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
-        """The node's default image."""
+        """Return the node's default image."""
         sandbox = context.resources.config.sandbox
         return SandboxSpec(image=sandbox.image, start_timeout_s=sandbox.start_timeout_s)
 

@@ -387,7 +387,7 @@ class Backend:
 
     @property
     def well(self) -> bool:
-        """It may receive tasks, according to its calls and probes."""
+        """Return whether it may receive tasks, according to its calls and probes."""
         return self.breaker.closed and not self._held
 
     def added(self, info: EngineInfo) -> None:

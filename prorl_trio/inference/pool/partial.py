@@ -87,7 +87,7 @@ class PartialCompletion:
 
     @property
     def next_tokens(self) -> int:
-        """The number of tokens to request in the next unstreamed attempt."""
+        """Return the number of tokens to request in the next unstreamed attempt."""
         slices = self.slice_tokens if self.request.guide is None else 0
         return min(self.room, max(slices, len(self))) if slices else self.room
 

@@ -380,7 +380,7 @@ class Backends:
 
     @property
     def policy_version(self) -> str:
-        """The version that the last resume announced."""
+        """Return the version announced by the last resume."""
         return self.versions.current
 
     def fresh(self, max_staleness: int) -> list[Backend]:

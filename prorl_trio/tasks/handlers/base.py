@@ -84,7 +84,7 @@ class AgentHandler(abc.ABC):
 
     @abc.abstractmethod
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec | None:
-        """The sandbox for this job, opened before `init`; None for a job without tools."""
+        """Return the sandbox for this job, opened before `init`; None for a job without tools."""
 
     async def init(self, context: RolloutContext) -> None:  # noqa: B027 - a hook, not an obligation
         """Prepare the agent's sandbox: upload files, start shells. Charged to the INIT budget. Default: nothing."""

@@ -83,7 +83,7 @@ class CodeHandler(AgentHandler):
         _payload(payload)
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
-        """The instance's image or the node's default, without a network unless the node allows it."""
+        """Return the instance's image or the node's default, without a network unless the node allows it."""
         sandbox = context.resources.config.sandbox
         return SandboxSpec(
             image=_payload(context.spec.instance.payload).image or sandbox.image,
@@ -156,7 +156,7 @@ class CodeHandler(AgentHandler):
         return str(chosen["code"])
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 if all tests pass, else 0.0, or the fraction that passes; no solution gets 0.0 without a sandbox."""
+        """Return 1.0 if all tests pass, else 0.0, or the fraction that passes; 0.0 at once without a solution."""
         payload = _payload(context.spec.instance.payload)
         if context.answer is None:
             return Evaluation(reward=0.0, details={"solution": None, "resolved": False})
@@ -180,7 +180,7 @@ class CodeHandler(AgentHandler):
         context.answer = restored_text(recorded, "solution")
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
-        """The solution. See `AgentHandler.gradable`."""
+        """Return the solution. See `AgentHandler.gradable`."""
         return {"solution": context.answer}
 
 

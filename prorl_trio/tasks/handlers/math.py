@@ -81,7 +81,7 @@ class MathPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def golds(self) -> list[str]:
-        """All accepted answers."""
+        """Return all accepted answers."""
         return [self.answer] if isinstance(self.answer, str) else self.answer
 
 
@@ -100,7 +100,7 @@ class MathHandler(AgentHandler):
         check_backslashes(payload)
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
-        """The node's default image, without a network unless the node allows it."""
+        """Return the node's default image, without a network unless the node allows it."""
         sandbox = context.resources.config.sandbox
         return SandboxSpec(
             image=sandbox.image,
@@ -156,7 +156,7 @@ class MathHandler(AgentHandler):
         context.answer = restored_text(recorded, "answer")
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
-        """The answer. See `AgentHandler.gradable`."""
+        """Return the answer. See `AgentHandler.gradable`."""
         return {"answer": context.answer}
 
 

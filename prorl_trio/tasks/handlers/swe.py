@@ -134,7 +134,7 @@ class SweHandler(AgentHandler):
         _payload(payload)
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
-        """The instance's image and layers, without a network unless the node allows it."""
+        """Return the instance's image and layers, without a network unless the node allows it."""
         return _sandbox_spec(_payload(context.spec.instance.payload), context.resources.config.sandbox)
 
     async def init(self, context: RolloutContext) -> None:
@@ -175,7 +175,7 @@ class SweHandler(AgentHandler):
             context.handler_state = left_out if left_out["left_out"] else {}
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 if the required tests pass, else 0.0; an empty patch gets 0.0 without a sandbox."""
+        """Return 1.0 if the required tests pass, else 0.0; an empty patch gets 0.0 without a sandbox."""
         payload = _payload(context.spec.instance.payload)
         left_out: dict[str, Any] = context.handler_state or {}
         if context.answer is None:
@@ -199,7 +199,7 @@ class SweHandler(AgentHandler):
         )
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
-        """The patch. See `AgentHandler.gradable`."""
+        """Return the patch. See `AgentHandler.gradable`."""
         return {"patch_base64": context.answer}
 
     def restore(self, context: RolloutContext, recorded: Recorded) -> None:

@@ -142,7 +142,7 @@ class Case(NamedTuple):
 
     @property
     def where(self) -> Environment:
-        """The environment in which the verifier runs."""
+        """Return the environment in which the verifier runs."""
         return self.verifier.environment or self.environment
 
 
@@ -439,7 +439,7 @@ class ShellHandler(AgentHandler):
                 )
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec:
-        """The task's environment, within the node's limits."""
+        """Return the task's environment, within the node's limits."""
         environment = read_payload(context.spec.instance.payload).environment
         return spec_of(environment, context.resources.config.sandbox, self._root_layer)
 
@@ -563,7 +563,7 @@ class ShellHandler(AgentHandler):
         await verify(context, case, record)
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
-        """The steps so far, with artefacts. See `AgentHandler.gradable`."""
+        """Return the steps so far, with artefacts. See `AgentHandler.gradable`."""
         progress: Progress | None = context.handler_state
         return {} if progress is None else progress.details(is_over=False)
 

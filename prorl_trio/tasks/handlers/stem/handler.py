@@ -79,7 +79,7 @@ class StemHandler(AgentHandler):
             )
 
     def sandbox_spec(self, context: RolloutContext) -> SandboxSpec | None:
-        """The node's default image; None for a task with neither bash nor IPython."""
+        """Return the node's default image; None for a task with neither bash nor IPython."""
         tools = self._tools(read_payload(context.spec.instance.payload))
         if not {"bash", "ipython"} & set(tools):
             return None
@@ -119,7 +119,7 @@ class StemHandler(AgentHandler):
         await run_agent(context, messages, tools, _StemStyle(keeps_unit=isinstance(payload.grader, Number)))
 
     async def eval(self, context: RolloutContext) -> Evaluation:
-        """1.0 for a correct answer, else 0.0; a missing answer, or a crash of the scorer, gives 0.0."""
+        """Return 1.0 for a correct answer, else 0.0, also if the answer is missing or crashes the scorer."""
         payload, answer = read_payload(context.spec.instance.payload), context.answer
         searches = sum(call.name == "search" for turn in context.turns for call in turn.tool_calls)
         details = {**_kept(answer), "searches": searches}
@@ -131,7 +131,7 @@ class StemHandler(AgentHandler):
         return Evaluation(reward=reward, details={**details, **verdict})
 
     def gradable(self, context: RolloutContext) -> dict[str, Any]:
-        """The answer. See `AgentHandler.gradable`."""
+        """Return the answer. See `AgentHandler.gradable`."""
         return _kept(context.answer)
 
     def restore(self, context: RolloutContext, recorded: Recorded) -> None:

@@ -76,7 +76,7 @@ class ShortAnswer(_Graded, frozen=True, tag="text"):
 
     @property
     def golds(self) -> list[str]:
-        """All accepted answers."""
+        """Return all accepted answers."""
         return [self.answer] if isinstance(self.answer, str) else self.answer
 
 
