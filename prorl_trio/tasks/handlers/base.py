@@ -104,8 +104,9 @@ class AgentHandler(abc.ABC):
 
         Missing or broken work of the agent is a low score, not an error: catch FileNotFoundError for a file that it
         should have created. Time in the agent's sandbox is charged to the agent, as is the time of programs in a
-        sandbox from `context.open_sandbox`. Wrap other waits for the agent's code in `context.waiting(...,
-        "agent_budget")`, and the handler's own preparations in `context.waiting(..., "evaluator")`.
+        sandbox from `context.open_sandbox`. Wrap other waits for the agent's code in
+        `context.waiting(..., "agent_budget")`, and the handler's own preparations in
+        `context.waiting(..., "evaluator")`.
 
         Raises:
             EvaluationError: there is no score. Never return 0 instead.
