@@ -359,7 +359,7 @@ class Pipeline:
         started_s = trio.current_time()
         budget = stage.budget(job)
         try:
-            # The scope exists before the job appears in the stage, so that a cancel always finds the queue or the scope.
+            # The scope exists before the job appears in the stage, so that a cancel always finds one of both.
             with trio.CancelScope(deadline=started_s + budget.seconds) as job.scope:  # noqa: ASYNC912 - `work` has one
                 if job.cancel_reason is not None:
                     job.scope.cancel()
