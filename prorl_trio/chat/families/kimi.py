@@ -1,4 +1,4 @@
-"""Kimi's calls: JSON after `functions.tool:0` in K2, elements of one argument each in K3."""
+"""Kimi's calls: JSON after `functions.tool:0` in K2, one element for each argument in K3."""
 
 from __future__ import annotations
 
