@@ -52,8 +52,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class ProviderReport(msgspec.Struct, frozen=True, kw_only=True):
     """A provider's report on this machine, for `doctor` and the automatic choice.
 
-    `problem` describes what is missing, and is empty when `usable`. `images_problem` describes why only sandboxes of
-    `host` work, and not those of other images or of layers; it is empty if all work. `remedy` is a remedy for either.
+    `problem` names the missing part, and is empty when `usable`. `images_problem` describes why only sandboxes of
+    `host` work, and not sandboxes of other images or of layers; it is empty if all work. `remedy` is a remedy for either.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Sandbox providers: the built-in ones, and those of installed packages.
+"""Sandbox providers: the built-in ones, and the providers of installed packages.
 
 A package offers a provider under the entry-point group `prorl_trio.providers`:
 
