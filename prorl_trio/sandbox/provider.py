@@ -53,7 +53,7 @@ class ProviderReport(msgspec.Struct, frozen=True, kw_only=True):
     """A provider's report on this machine, for `doctor` and the automatic choice.
 
     `problem` names the missing part, and is empty when `usable`. `images_problem` describes why only sandboxes of
-    `host` work, and not sandboxes of other images or of layers; it is empty if all work. `remedy` is a remedy for either.
+    `host` work, without other images or layers; it is empty if all work. `remedy` is a remedy for either.
     """
 
     name: str
