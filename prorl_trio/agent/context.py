@@ -204,7 +204,7 @@ class Resources:
         """Return the longest context that a rollout may have, in tokens.
 
         It is the minimum of the rollout's own limit, the node's, and `longest`, the limit of its engine. Without a
-        limit it is the longest context of all engines while the rollout has no engine.
+        limit it is the longest context of all engines while the rollout lacks an engine.
         """
         limits = list(filter(None, (spec.max_trajectory_tokens, self.config.agent.max_trajectory_tokens, longest)))
         return min(limits) if limits else self._longest_context()

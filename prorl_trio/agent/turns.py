@@ -91,7 +91,7 @@ class Turns:
         return self.limit - len(self.conversation)
 
     def begin(self, origin: Origin | None = None) -> None:
-        """Record the dialogue from now on. Raises ContextLengthExceeded if there is no room for a single token."""
+        """Record the dialogue from now on. Raises ContextLengthExceeded if not even one token fits."""
         if self.room < 1:
             raise ContextLengthExceeded(len(self.conversation), self.limit)
         self.dialogue = self.context.begin_dialogue(self.conversation, origin)

@@ -196,7 +196,7 @@ class Ledger(ABC):
 
     Every call that changes something returns when the change is stored; `post` requests it without waiting. On a disk,
     `open_session`, `accept` and `finish` then survive a loss of power. The other calls survive the process, and survive
-    a loss of power once one of those three returns later.
+    a loss of power once one of these three returns later.
 
     A cancelled call may or may not have been carried out, as if the process had died at that moment.
 

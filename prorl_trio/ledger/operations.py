@@ -105,7 +105,7 @@ class Call:
         self._then = then
 
     def answer(self, error: ProrlError | None) -> None:
-        """Call `then` with the result, once; later calls have no effect."""
+        """Call `then` with the result, once; later calls do nothing."""
         if not self.answered:
             self.answered = True
             self._then(error)

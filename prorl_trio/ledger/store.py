@@ -88,7 +88,7 @@ class SessionRow(NamedTuple):
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Numbers of rows and payload bytes; `freed` counts what was dropped so far."""
+    """Numbers of rows and payload bytes; `freed` counts dropped bytes so far."""
 
     jobs: int
     live_bytes: int
@@ -133,7 +133,7 @@ class Tables:
     # ------------------------------------------------------------ changes
 
     def do(self, operation: Operation, age_s: float) -> None:
-        """Carry an operation out; repeating it has no effect. `age_s` is the ledger's own time.
+        """Carry an operation out; repeating it does nothing. `age_s` is the ledger's own time.
 
         Raises:
             LedgerFull, StaleAttempt, UnknownJob, DuplicateJob, ProtocolError: see the `Ledger`'s methods. Nothing was
@@ -510,7 +510,7 @@ class Store:
     # ------------------------------------------------------------ room
 
     def _why_no_room(self, operation: Operation) -> str:
-        """Return why there is no room for the operation, or an empty string."""
+        """Return why the operation has to wait for room, or an empty string."""
         if isinstance(operation, LAZY):
             return ""
         limit_bytes = self._limits.max_bytes

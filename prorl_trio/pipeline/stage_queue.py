@@ -145,7 +145,7 @@ class FairOrder(Generic[T]):
     def pop_ready(self, ready: Callable[[T], bool]) -> T | None:
         """Take the next item for which `ready` returns True, or return None.
 
-        Within a session and a priority, an item never overtakes one that is not ready.
+        Within a session and a priority, an item never overtakes an unready item.
         """
         for priority in sorted(self._classes):
             of = self._classes[priority]

@@ -548,7 +548,7 @@ async def open_sandbox_host(
     on_open: OnOpen | None = None,
     pulls: PullLimits | None = None,
 ) -> AsyncIterator[SandboxHost]:
-    """Open a host for sandboxes of `provider`. On exit, all of them are ended, whatever they are doing.
+    """Open a host for sandboxes of `provider`. On exit, all are ended, whatever they are doing.
 
     `warm`: how many to start in advance; default none. `on_open` is called for every sandbox handed out. `pulls`:
     limits of pulls of images that are not in the store; by default none is pulled.

@@ -53,7 +53,7 @@ class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(NamedTuple, Generic[T]):
-    """The starts and ends that are due now. All of them are already accounted for.
+    """The starts and ends that are due now. All are already accounted for.
 
     Attributes:
         start: a kind for each sandbox to start; each is answered by one `started` or `failed`.
@@ -134,7 +134,7 @@ class WarmPool(Generic[T]):
         return sum(kind.starting for kind in self._kinds.values())
 
     def take(self, key: bytes, image: str, now_s: float) -> T | None:
-        """Note the demand for one sandbox, and take the one that has waited longest, or None."""
+        """Note the demand for one sandbox, and take the longest waiting one, or None."""
         if self.limits.max_warm == 0:
             return None
         if (kind := self._kinds.get(key)) is None:

@@ -44,7 +44,7 @@ class OfferedOutcome(NamedTuple):
 class OutcomeLog:
     """The unacknowledged outcomes of a session by cursor.
 
-    Cursors are consecutive integers. `last` is the last one that may be sent; everything up to `acked` was dropped. A
+    Cursors are consecutive integers. `last` is the last that may be sent; everything up to `acked` was dropped. A
     cursor is reserved while its outcome is being stored. It is offered (may be sent) when this outcome and all before
     it are stored. Each outcome is here once, encoded. With `hot`, offered outcomes are on the disk, and also in memory
     while there is room. An outcome may be dropped out of order: its cursor is then skipped.

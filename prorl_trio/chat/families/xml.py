@@ -21,7 +21,7 @@ from prorl_trio.types.models import ToolCall
 class _Tags(NamedTuple):
     """A dialect of XML-like calls. `key` and `close` consume the space after them; `value_end` ends a value.
 
-    A value may contain anything, including its own end tag: it ends at the first one that a valid continuation follows.
+    A value may contain anything, including its own end tag: it ends at the first end tag with a valid continuation.
     `call_end` may be a group of several tags; after a broken call, reading continues at `stray`.
     """
 

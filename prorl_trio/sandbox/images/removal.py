@@ -124,7 +124,7 @@ def remove_image(name: str) -> None:
     """Remove an image, with the layers that only it names; or a layer, by its digest. Blocks.
 
     Raises:
-        ValueError: it is not in the store, a sandbox uses it, or another image depends on it; the message says which.
+        ValueError: it is not in the store, a sandbox uses it, or another image depends on it; the message names it.
     """
     with _locked_store() as store:
         if is_digest(name):

@@ -31,8 +31,7 @@ FIRST_REUSED_PID: Final = 300
 OWN_TASKS: Final = 64
 """Allowance for the daemon and the launcher; the watchdog reports too many processes before this limit is reached."""
 MAX_PTYS: Final = 64
-"""Limit for one sandbox, including its shell's. The machine has some 3,000 in all (`kernel.pty.max`, less the reserve).
-"""
+"""Limit for one sandbox, including its shell's. The machine has some 3,000 (`kernel.pty.max`, less the reserve)."""
 MAX_INOTIFY_INSTANCES: Final = 16
 MAX_INOTIFY_WATCHES: Final = 32_768
 """Limit for one sandbox. The user has `fs.inotify.max_user_instances`, often 128, for all sandboxes and the host."""

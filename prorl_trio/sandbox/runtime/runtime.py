@@ -115,7 +115,7 @@ def _daemon_files() -> tuple[tuple[str, bytes], ...]:
 def _bytecode(source: bytes, path: str) -> bytes:
     """Return a .pyc file as defined in PEP 552, made in memory, so that a killed node leaves no temporary file.
 
-    It has no time stamp and is never checked, because its source is a copy that never changes.
+    It lacks a time stamp and is never checked, because its source is a copy that never changes.
     """
     code = marshal.dumps(compile(source, path, "exec", dont_inherit=True))
     unchecked_hash = (0b01).to_bytes(4, "little")
