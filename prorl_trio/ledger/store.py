@@ -88,7 +88,7 @@ class SessionRow(NamedTuple):
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Numbers of rows and payload bytes; `freed` counts dropped bytes so far."""
+    """Numbers of rows and payload bytes; `freed` counts all dropped jobs."""
 
     jobs: int
     live_bytes: int

@@ -60,8 +60,7 @@ class OutcomeLog:
         self._entries: dict[int, _Entry] = {}
         self._cursors: dict[str, int] = {}
         self._unstored: dict[int, bytes] = {}
-        """Outcomes that are only in memory: all without `hot`; with it, outcomes not offered yet and replaced outcomes.
-        """
+        """Outcomes only in memory: all without `hot`; with it, outcomes not offered yet and replaced outcomes."""
         self._hot = hot
 
     def __len__(self) -> int:

@@ -28,8 +28,8 @@ class CallSyntax(NamedTuple):
     Attributes:
         opening: matches where a call, or a bracket around calls, begins.
         read: takes the text, such a position and the tools; returns the calls there and the position after them, which
-            is always larger. A bracket contains no calls; an unreadable call has an error. Never raises. If it returns None,
-            the text is content.
+            is always larger. A bracket contains no calls; an unreadable call has an error. Never raises. None
+            means content.
         thoughts: opening and closing tags of reasoning.
         whole_turn: for turns with another structure: takes the text after the initial reasoning, and the tools; returns
             the whole turn, or None for a turn with the usual structure.

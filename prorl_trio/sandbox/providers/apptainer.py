@@ -69,8 +69,8 @@ class ApptainerProvider(SandboxProvider):
     enforces the limit. If Apptainer is installed setuid, the size is its own `sessiondir max size`.
 
     With `fakeroot` the tools are user 0, with the few capabilities needed to install packages. They can give files to
-    other users if this user has a range of users (/etc/subuid, /etc/subgid, newuidmap). An image's own start script runs
-    before the daemon with all capabilities, so as root of the machine only the image `host` is allowed.
+    other users if this user has a range of users (/etc/subuid, /etc/subgid, newuidmap). An image's own start script
+    runs before the daemon with all capabilities, so as root of the machine only the image `host` is allowed.
     """
 
     name: ClassVar[str] = "apptainer"
