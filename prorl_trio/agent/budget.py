@@ -39,7 +39,6 @@ class AgentClock:
         self._tools += 1
 
     def end(self, now_s: float) -> None:
-        """Note that a tool has ended."""
         assert self._tools, "begin comes first"
         self._settle(now_s)
         self._tools -= 1
@@ -94,7 +93,6 @@ class AgentBudget:
 
     @property
     def used_up(self) -> bool:
-        """Return True if no time is left."""
         return self._clock.left_s(trio.current_time()) <= 0
 
     def tool(self, name: str) -> ToolTime:

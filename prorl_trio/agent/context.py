@@ -83,7 +83,6 @@ class Dialogues:
         return len(self._all)
 
     def begin(self, conversation: Conversation, origin: Origin | None = None) -> int:
-        """Add a new dialogue and return its number."""
         self._all.append(_Dialogue(conversation, origin))
         return len(self._all) - 1
 
@@ -96,7 +95,6 @@ class Dialogues:
         self._turns.append((dialogue, turn))
 
     def note_version(self, policy_version: str) -> None:
-        """Note that tokens were sampled under that version."""
         self._versions[policy_version] = None
 
     @property
@@ -106,12 +104,10 @@ class Dialogues:
 
     @property
     def prefix_breaks(self) -> int:
-        """Return the sum over all dialogues."""
         return sum(each.conversation.prefix_breaks for each in self._all)
 
     @property
     def drift_tokens(self) -> int:
-        """Return the sum over all dialogues."""
         return sum(each.conversation.drift_tokens for each in self._all)
 
     def assemble(self, segments_of: Callable[[Conversation], list[Segment]]) -> tuple[list[Segment], list[Turn]]:
@@ -153,7 +149,6 @@ class BoundedText:
         self._dropped = 0
 
     def append(self, text: str) -> None:
-        """Append text."""
         self._head += text[: self._head_room]
         rest = text[self._head_room :]
         self._head_room = max(0, self._head_room - len(text))
@@ -385,12 +380,10 @@ class RolloutContext:
 
     @property
     def is_acting(self) -> bool:
-        """See `sandbox.use.Account`."""
         return self._tools_at_work > 0
 
     @property
     def may_run_answers(self) -> bool:
-        """See `sandbox.use.Account`."""
         charge = self.activity.waiting_charge
         return charge == "agent_budget" or (charge is None and bool(self.turns))
 

@@ -357,7 +357,6 @@ class Gateway:
         return None
 
     def _at_most(self, question: Question) -> int:
-        """Return the maximum number of tokens in a question's answer."""
         most = self.context.spec.sampling.max_output_tokens
         return min(most, question.max_tokens or most)
 

@@ -212,7 +212,6 @@ class _Agent:
     """The time of the running tool."""
 
     async def work(self, max_turns: int) -> StopReason:
-        """Take turns until the agent is done."""
         token = _at_work.set(self)
         try:
             return await self._take_turns(max_turns)
@@ -326,7 +325,6 @@ class _Agent:
         return False
 
     def _messages(self, calls: Sequence[ToolCall], texts: Sequence[str]) -> list[ChatMessage]:
-        """Return the messages to the policy after its turn."""
         if not calls:
             return [ChatMessage(role="user", content=self.style.nudge())]
         return [ChatMessage(role="tool", content=text, name=call.name) for call, text in zip(calls, texts, strict=True)]

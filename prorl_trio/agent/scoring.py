@@ -113,7 +113,6 @@ class _Worker:
 
     @property
     def is_running(self) -> bool:
-        """Return whether its process is running, as far as known."""
         return self._process.poll() is None
 
     @property

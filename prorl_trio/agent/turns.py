@@ -198,7 +198,6 @@ class Turns:
     def _completion(
         self, turn: int, at_most: int | None, texts: Sequence[str], guide: Guide | None
     ) -> PartialCompletion:
-        """Return the next completion, before sampling."""
         spec, config = self.context.spec, self.context.resources.config
         stops = [*spec.sampling.stop_token_ids, *self.context.resources.chat_format.stop_token_ids]
         who = f"{spec.job_id}-s{self.dialogue}" if self.dialogue else spec.job_id

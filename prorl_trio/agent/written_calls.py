@@ -58,7 +58,6 @@ class JsonCalls:
         self._parameters = tools.parameters
 
     def read(self, text: str) -> list[ToolCall]:
-        """See `CallReader`."""
         calls: list[ToolCall] = []
         position = broken = others = 0
         while (match := _START.search(text, position)) is not None:
@@ -145,7 +144,6 @@ class CodeBlocks:
         self._runs = runs
 
     def read(self, text: str) -> list[ToolCall]:
-        """See `CallReader`."""
         calls: list[ToolCall] = []
         for number, block in enumerate(fenced_blocks(text)):
             if number >= MAX_BLOCKS:
@@ -184,15 +182,12 @@ class WrittenStyle(AgentStyle):
         self.max_reflections = max_reflections
 
     def implied_calls(self, parsed: ParsedTurn) -> list[ToolCall]:
-        """See `AgentStyle`."""
         calls = self._reader.read(parsed.content)
         only_broken = calls and all(call.error for call in calls)
         return [] if only_broken and self._base.final_answer(parsed) is not None else calls
 
     def final_answer(self, parsed: ParsedTurn) -> str | None:
-        """See `AgentStyle`."""
         return self._base.final_answer(parsed)
 
     def nudge(self) -> str:
-        """See `AgentStyle`."""
         return self._base.nudge()

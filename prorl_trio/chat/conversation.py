@@ -200,7 +200,6 @@ class Conversation:
 
     @property
     def awaits_completion(self) -> bool:
-        """Return whether the policy's turn is next."""
         return self._awaits_completion
 
     @property
@@ -637,7 +636,6 @@ class _OpenSegment:
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:
-        """A view of the current tokens."""
         return self.tokens.arrays().token_ids
 
     def as_segment(self, make: Callable[..., Segment]) -> Segment:

@@ -444,7 +444,6 @@ class ChatFormat:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return the detected capabilities of the template."""
         return self.template.capabilities
 
     def dated(self) -> ChatFormat:

@@ -100,7 +100,6 @@ class Mark(NamedTuple):
     age_s: float
 
     def encode(self) -> bytes:
-        """Encode the mark for its row."""
         return _MARK.pack(*self, zlib.crc32(_MARK.pack(*self, 0)))
 
     @classmethod

@@ -123,7 +123,6 @@ class LedgerFolder:
         self._disk.sync_folder(self.path)
 
     def close(self) -> None:
-        """Release the lock on the folder."""
         os.close(self._lock)
 
     def _make(self, path: Path) -> None:

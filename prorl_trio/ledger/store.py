@@ -117,7 +117,6 @@ class Tables:
         return _whole(Job._make(row)) if row else None
 
     def session(self, session_id: str) -> SessionRow | None:
-        """Return an open session, or None."""
         row = self._db.execute("SELECT * FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
         return _whole(SessionRow._make(row)) if row else None
 
@@ -626,7 +625,6 @@ class Store:
             self._readers.append(reader)
 
     def sessions(self) -> list[SessionRow]:
-        """Return all open sessions, by id."""
         with self._reader() as reader:
             return list(map(SessionRow._make, reader.execute("SELECT * FROM sessions ORDER BY session_id")))
 

@@ -103,7 +103,6 @@ class Node:
 
     @property
     def config(self) -> NodeConfig:
-        """Return the current configuration of the node."""
         return self._resources.config
 
     async def operate(self, request: NodeRequest[AnswerT]) -> AnswerT:
@@ -256,7 +255,6 @@ class Node:
 
     @property
     def uptime_s(self) -> float:
-        """Return the seconds since the node was opened."""
         return trio.current_time() - self._started_s
 
     def describe(self, name: str, read: Callable[[], object]) -> None:
@@ -278,7 +276,6 @@ class Node:
 
     @property
     def live(self) -> int:
-        """Return the number of jobs without an outcome."""
         return len(self._pipeline)
 
     def live_jobs(self) -> list[dict[str, object]]:
@@ -292,7 +289,6 @@ class Node:
         return [msgspec.structs.asdict(job.view()) for job in jobs[:MAX_SHOWN_JOBS]]
 
     def live_by_status(self) -> Counter[str]:
-        """Return the number of live jobs in each status."""
         return Counter(job.lifecycle.status for job in self._pipeline.jobs())
 
     def find_jobs(self, matches: Callable[[JobSpec, str, Status], bool], limit: int) -> tuple[int, list[JobView]]:
@@ -307,7 +303,6 @@ class Node:
         return None if job is None else job.view()
 
     def _check_live(self, job_id: str) -> None:
-        """Raise UnknownJob unless the job is live here."""
         if self._pipeline.job(job_id) is None:
             raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}")
 

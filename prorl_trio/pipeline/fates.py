@@ -29,13 +29,11 @@ class Distribution:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     @property
     def count(self) -> int:
-        """Return the number of values."""
         return sum(self.counts)
 
     def quantile(self, share: float) -> float:

@@ -134,7 +134,6 @@ class Job:
         self.finished.set()
 
     def view(self) -> JobView:
-        """Return a snapshot of the job."""
         now_s = trio.current_time()
         spec, status, activity = self.spec, self.lifecycle.status, self.context.activity
         idle_s = activity.idle_s(now_s)
@@ -199,7 +198,6 @@ class Lifecycle:
 
     @property
     def status(self) -> Status:
-        """Return the job's status."""
         return self._status
 
     @property

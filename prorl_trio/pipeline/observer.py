@@ -75,13 +75,11 @@ class Observers:
             self._tell(lambda observer: observer.job_moved(job, status, detail))
 
     def turn_done(self, view: Callable[[], JobView], turn: Turn) -> None:
-        """Call every observer, see `Observer`."""
         if self.observers:
             job = view()
             self._tell(lambda observer: observer.turn_done(job, turn))
 
     def job_ended(self, view: Callable[[], JobView], outcome: Outcome) -> None:
-        """Call every observer, see `Observer`."""
         if self.observers:
             job = view()
             self._tell(lambda observer: observer.job_ended(job, outcome))

@@ -269,7 +269,6 @@ class Pipeline:
         return len(self._jobs)
 
     def job(self, job_id: str) -> Job | None:
-        """Return the live job with that id, or None."""
         return self._jobs.get(job_id)
 
     def load_of(self, session_id: str) -> tuple[int, int]:
@@ -277,7 +276,6 @@ class Pipeline:
         return self.stages[0].queue.count(session_id), self._live_of[session_id]
 
     def jobs(self) -> list[Job]:
-        """Return every live job, oldest first."""
         return list(self._jobs.values())
 
     def submit(self, job: Job, *, promised: bool = False) -> None:

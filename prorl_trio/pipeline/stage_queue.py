@@ -45,7 +45,6 @@ class StageQueue(Generic[T]):
         return len(self._order)
 
     def count(self, session: str) -> int:
-        """Return the number of queued items of that session."""
         return self._order.count(session)
 
     def resize(self, capacity: int) -> None:
@@ -206,7 +205,6 @@ class _Line(Generic[T]):
 
     @property
     def first(self) -> T:
-        """Return the oldest item."""
         return next(iter(self.items.values()))
 
 

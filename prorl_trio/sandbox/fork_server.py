@@ -90,7 +90,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The process id of the server."""
         return self._tree.pid
 
     async def wait_gone(self) -> None:

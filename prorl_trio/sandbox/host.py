@@ -91,7 +91,6 @@ class StartGates:
 
     @property
     def starting(self) -> int:
-        """Return the number of starts inside the gates."""
         return self._node.borrowed_tokens
 
     @property
@@ -117,7 +116,6 @@ class StartGates:
         self._resumed.set()
 
     async def wait_resumed(self) -> None:
-        """Return when the gates are not paused."""
         await self._resumed.wait()
 
     @asynccontextmanager

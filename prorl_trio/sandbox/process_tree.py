@@ -136,7 +136,6 @@ class ProcessTree:
         return frozenset(self._members)
 
     def describe_exit(self) -> str:
-        """Return how its first process ended, for messages."""
         code = self._exit_code()
         if code is None:
             return "running"

@@ -120,7 +120,6 @@ class Program:
             raise self._failure
 
     async def serve(self) -> None:
-        """Run it to its end."""
         try:
             result = await self._call(self._request, ExecResult, self._timeout_s, self._take)
             self._result = msgspec.structs.replace(result, stdout=b"", stdout_dropped_bytes=0)

@@ -162,7 +162,6 @@ class RunDir:
                 delay_s = min(2 * delay_s, MAX_REMAINS_DELAY_S)
 
     async def _start_reaper(self) -> None:
-        """Start a reaper unless one runs."""
         async with self._reaper_turn:
             if self._reaper is not None and self._reaper.poll() is None:
                 return

@@ -87,7 +87,6 @@ class Silence:
 
     @property
     def is_too_long(self) -> bool:
-        """Return whether the present standstill has lasted for `MAX_STANDSTILL_S`."""
         return self._lasts_s >= MAX_STANDSTILL_S
 
     async def look(self) -> None:

@@ -169,7 +169,6 @@ class SharedOutcomes:
                 self._arena.unpin(ref, holder)
 
     def remove_session(self, session_id: str) -> None:
-        """Drop all outcomes of a session. Idempotent."""
         for session, job_id in [key for key in self._shared if key[0] == session_id]:
             self.remove(session, job_id)
 

@@ -257,11 +257,9 @@ class Journal:
         self._drop(Acknowledge(session_id, cursor), then)
 
     def forget(self, session_id: str, job_id: str) -> None:
-        """Delete one job from the ledger."""
         self._drop(Forget(session_id, [job_id]), _note)
 
     def close_session(self, session_id: str) -> None:
-        """Delete a session with all its contents from the ledger."""
         self._drop(CloseSession(session_id), _note)
 
     # ------------------------------------------------------------ operations

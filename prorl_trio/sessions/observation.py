@@ -39,7 +39,6 @@ class Observation:
 
     @property
     def size_bytes(self) -> int:
-        """Return the size of the frames that wait."""
         return self._size_bytes
 
     def wants(self, session_id: str, group_id: str) -> bool:
@@ -91,7 +90,6 @@ class Observations:
         return observation
 
     def end(self, observation: Observation) -> None:
-        """Remove an observation."""
         self._all.remove(observation)
 
     def event(self, session_id: str, group_id: str, event: JobEvent) -> None:

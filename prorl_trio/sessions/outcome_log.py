@@ -73,7 +73,6 @@ class OutcomeLog:
 
     @property
     def memory_bytes(self) -> int:
-        """Return the size of the outcomes in memory."""
         return self._size_bytes if self._hot is None else sum(map(len, self._unstored.values())) + self._hot.size_bytes
 
     def append(self, job_id: str, outcome: bytes) -> int:
@@ -194,7 +193,6 @@ class OutcomeLog:
             self._hot.connected = False
 
     def close(self) -> None:
-        """Drop everything, at the end of the session."""
         self._unstored.clear()
         self._cursors.clear()
         self._entries = dict.fromkeys(self._entries, _Entry("", 0))
@@ -266,7 +264,6 @@ class HotOutcomes:
             self._shrink(outcome)
 
     def close(self) -> None:
-        """Remove everything, and the share from the cache."""
         for cursor in list(self._outcomes):
             self.discard(cursor)
         self._cache.drop(self)

@@ -125,7 +125,6 @@ class Session:
 
     @property
     def connected(self) -> bool:
-        """Return whether a connection is attached."""
         return self._listener is not None
 
     @property
@@ -135,7 +134,6 @@ class Session:
 
     @property
     def running(self) -> int:
-        """Return the number of jobs without an outcome."""
         return len(self._running)
 
     def knows(self, job_id: str) -> bool:
@@ -505,7 +503,6 @@ class Session:
         self.journal.close_session(self.session_id)
 
     def statistics(self) -> dict[str, object]:
-        """Return the session's live state."""
         return {
             "connected": self.connected,
             "running": self.running,

@@ -113,11 +113,9 @@ class SessionTable:
             await self._changed.wait()
 
     def get(self, session_id: str) -> Session | None:
-        """Return the session with that id, or None."""
         return self._sessions.get(session_id)
 
     def all(self) -> list[Session]:
-        """Return every session, oldest first."""
         return list(self._sessions.values())
 
     @property
@@ -139,7 +137,6 @@ class SessionTable:
         return sum(session.requeued for session in self._sessions.values())
 
     def statistics(self) -> dict[str, object]:
-        """Return the live state of each session, by session id."""
         return {session_id: session.statistics() for session_id, session in self._sessions.items()}
 
     def _notify(self) -> None:

@@ -66,7 +66,6 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
         return ToolResult(outcome=self.outcome, exit_code=self.exit_code)
 
     def with_text(self, text: str) -> Observation:
-        """Return a copy with another text, for example a shorter one."""
         return msgspec.structs.replace(self, text=text)
 
 
@@ -117,12 +116,10 @@ class ToolSet:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names the policy may call."""
         return frozenset(self._tools)
 
     @property
     def parameters(self) -> dict[str, Mapping[str, Any]]:
-        """Return the JSON schema of each tool's arguments, by the tool's name."""
         return {name: tool.parameters for name, tool in self._tools.items()}
 
     def schemas(self) -> list[dict[str, Any]]:
@@ -221,7 +218,6 @@ def _report_bug(tool: str, bug: BaseException) -> None:
 
 
 def _place_of(trace: TracebackType | None) -> tuple[str, int]:
-    """Return the file and the line where an error was raised."""
     place = ("?", 0)
     while trace is not None:
         place = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)

@@ -166,7 +166,6 @@ class ChildReaper:
         return f"<ChildReaper of {sorted(self._children)}>"
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Reap until cancelled."""
         with trio.open_signal_receiver(signal.SIGCHLD) as signals:
             task_status.started()
             self.reap()

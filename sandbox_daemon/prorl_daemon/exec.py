@@ -195,12 +195,10 @@ class OwnTime:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the command must be ended."""
         grace_s = min(self._limit_s, self.waited_s) if self._is_lenient else 0.0
         return self.own_s > self._limit_s + grace_s
 
     async def serve(self) -> None:
-        """Return when the limit is exceeded."""
         while True:
             while self._since_s is None:
                 self._changed = trio.Event()

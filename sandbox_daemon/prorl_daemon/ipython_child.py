@@ -131,7 +131,6 @@ class ControlSocket:
         return _decoder.decode(payload)
 
     def send(self, message: ChildReady | CellDone) -> None:
-        """Send one message."""
         self._socket.sendall(encode_frame(self._encoder.encode(message), max_frame_bytes=CONTROL_MAX_FRAME_BYTES))
 
     def close(self) -> None:

@@ -102,7 +102,6 @@ class JupyterCell:
                 self.idle = True
 
     def take_reply(self, message: Mapping[str, Any]) -> None:
-        """Process a message of the shell channel."""
         if message["parent_header"].get("msg_id") == self._request_id:
             self.reply = message["content"]
 

@@ -22,7 +22,6 @@ class KernelEnds(NamedTuple):
     begun_fd: int
 
     def close(self) -> None:
-        """Close all ends."""
         self.control.close()
         for fd in self[1:]:
             os.close(fd)

@@ -43,7 +43,6 @@ class OutputBuffer:
         return f"<OutputBuffer: {self.total_bytes} bytes seen, at most {self.max_bytes} kept>"
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append the next bytes of the stream."""
         self.total_bytes += len(data)
         room_bytes = self._head_limit_bytes - len(self._head)
         if room_bytes > 0:

@@ -171,7 +171,6 @@ class CommandOutput:
         self._buffer = OutputBuffer(max_bytes)
 
     def append(self, data: bytes) -> None:
-        """Process the next bytes of the stream."""
         self._keep(self._decoder.decode(data))
 
     def end(self) -> CappedOutput:

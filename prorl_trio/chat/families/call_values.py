@@ -136,7 +136,6 @@ def _json_types(value: Any) -> set[str]:
 
 
 def _kind(value: Any) -> str:
-    """Return the JSON name of the type of `value`."""
     return {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
 
 

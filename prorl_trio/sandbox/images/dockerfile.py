@@ -18,7 +18,6 @@ class Instruction(NamedTuple):
     rest: str
 
     def problem(self, why: str) -> str:
-        """Return a message that names this instruction and its line."""
         shown = self.rest if len(self.rest) <= _SHOWN_CHARS else f"{self.rest[: _SHOWN_CHARS - 3]}..."
         return f"line {self.line}: {self.name} {shown}: cannot be converted: {why}"
 

@@ -34,7 +34,6 @@ class Reference(NamedTuple):
 
     @property
     def api_host(self) -> str:
-        """Return the host that speaks the registry's protocol."""
         return _DOCKER_HUB_API if self.host == _DOCKER_HUB else self.host
 
     @property

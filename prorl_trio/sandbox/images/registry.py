@@ -76,7 +76,6 @@ class Credentials(NamedTuple):
 
     @property
     def header(self) -> str:
-        """Return the value of an `Authorization` header."""
         return f"Basic {base64.b64encode(f'{self.user}:{self.password}'.encode()).decode()}"
 
 

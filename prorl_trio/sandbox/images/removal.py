@@ -89,7 +89,6 @@ class _Store:
                 self.drop_layer(self.layers[digest])
 
     def drop_layer(self, layer: StoredLayer) -> None:
-        """Drop a layer."""
         self._rename(layer.folder)
         del self.layers[layer.record.digest]
 

@@ -133,11 +133,9 @@ class _LayerStream:
         self.sha256 = hashlib.sha256()
 
     def begin_entry(self) -> None:
-        """Count data from here on as headers."""
         self._header_left = MAX_HEADER_BYTES
 
     def end_entry(self) -> None:
-        """Count data from here on as content."""
         self._header_left = None
 
     @property
@@ -162,11 +160,9 @@ class _LayerStream:
         return self._last
 
     def tell(self) -> int:
-        """Return the number of bytes read."""
         return self._position
 
     def seek(self, position: int) -> int:
-        """Skip to `position`."""
         if position < self._position:
             raise tarfile.StreamError("an entry lies before the one it follows")
         while self._position < position and self._read_piece(position - self._position):
@@ -246,7 +242,6 @@ class _Tree:
         self.opaque: set[str] = set()
 
     def add(self, entry: tarfile.TarInfo, tar: tarfile.TarFile) -> None:
-        """Carry out one entry of the stream."""
         self._meter.count(entries=1)
         parts = _parts(entry.name)
         if not parts:

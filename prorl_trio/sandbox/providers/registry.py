@@ -188,7 +188,6 @@ async def choose_provider(config: SandboxConfig) -> SandboxProvider:
 
 
 def _candidates(config: SandboxConfig) -> Mapping[str, type[SandboxProvider]]:
-    """Return the providers to try, in order."""
     installed = load_plugins(GROUP, SandboxProvider)
     if taken := installed.keys() & {AUTO, *PROVIDERS}:
         raise ConfigError(f"an installed package offers a provider called {min(taken)!r}, as a built-in one is")

@@ -127,7 +127,6 @@ async def open_daemon_sandbox(
 async def _connect(
     stack: AsyncExitStack, tree: ProcessTree, folder: SandboxDir, token: str, deadline: float, spec: SandboxSpec
 ) -> RpcClient:
-    """Connect to the daemon of a tree, until `stack` is closed."""
     try:
         left_s = max(0.0, deadline - trio.current_time())
         stream = await connect_unix(folder.socket, connect_timeout_s=left_s)

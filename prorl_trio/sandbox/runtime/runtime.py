@@ -54,7 +54,6 @@ class Runtime(NamedTuple):
     tool_env: dict[str, str]
 
     def daemon_argv(self) -> tuple[str, ...]:
-        """Return the daemon's command line."""
         return (*self.python, "-m", "prorl_daemon")
 
 
