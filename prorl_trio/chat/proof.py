@@ -214,7 +214,7 @@ class Proof(NamedTuple):
 def load_chat_format(model: ModelConfig, *, proven: bool = True) -> ChatFormat:
     """Load the configured model's format, proven by default. Takes seconds: call it in a thread.
 
-    If the proof shows that the template's output depends on more of a dialogue than the probes found, that part is
+    The proof may show that the template's output depends on more of a dialogue than the probes found. Then that part is
     remembered as well, which makes each turn slower.
 
     Raises:

@@ -63,8 +63,8 @@ class LedgerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         log_bytes: size of SQLite's write-ahead log at which it is copied into the database and restarted.
-        reserve_bytes: space preallocated for outcomes when the disk is full. An outcome needs its size twice, in the
-            log and in the database, so the reserve must be at least twice as large as the largest outcome.
+        reserve_bytes: space preallocated for outcomes when the disk is full. It must be at least twice the
+            largest outcome, which needs its size in the log and in the database.
         max_bytes: limit for the database, its log and the reserve together.
         max_jobs: limit for unfinished jobs and unacknowledged outcomes. Each takes some 300 bytes on the disk plus its
             payload, and no memory.

@@ -1,7 +1,7 @@
 """Python's cyclic garbage collection, in portions that do not delay a loop with thousands of rollouts.
 
 Python collects when allocations exceed deallocations. In a busy node the two are balanced for a long time, while the
-youngest generation grows to tens of thousands of objects, and one collection then blocks the loop. A full collection
+youngest generation grows to tens of thousands of objects. One collection then blocks the loop. A full collection
 takes half a second with 2,000 rollouts. The node therefore collects new objects itself in small steps, and all objects
 only when its memory has grown a lot. Reference counting frees most objects anyway.
 """

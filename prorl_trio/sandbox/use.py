@@ -9,8 +9,8 @@ program may be the policy's. The exception is a program for which the handler wa
 (`RolloutContext.waiting`). In such a sandbox, a program that has never run and is missing, or may not be run, remains
 the image's fault.
 
-Text that is never valid (a NUL, a lone surrogate, too many bytes) is always the policy's if it belongs to a program,
-because a handler that passes an answer on did not write it.
+Text that is never valid (a NUL, a lone surrogate, too many bytes) is always the policy's if it belongs to a program.
+A handler that passes an answer on did not write it.
 """
 
 from __future__ import annotations

@@ -42,8 +42,7 @@ class WarmLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_warm: limit in total; 0 keeps none.
         max_warm_per_image: limit for the same image.
         max_refills: concurrent starts in advance.
-        max_idle_s: a sandbox that was not taken for this time is ended, and a kind that was not taken from for this
-            time gets no new ones.
+        max_idle_s: time after which an unused sandbox is ended, and an unused kind gets no new sandboxes.
     """
 
     max_warm: int = 0

@@ -17,7 +17,7 @@
    disables a builtin that the report calls finds the builtin enabled again.
 
 The shell is ended by `exit`, `exec`, a failing command under `set -e`, end of file on its input, and `TMOUT`. The same
-holds for `set -o vi`, `set +o vi` and the same with `emacs`, which in bash 5.2 replace the input of the surrounding
+holds for `set -o vi`, `set +o vi` and the same with `emacs`. In bash 5.2 these replace the input of the surrounding
 `eval` (a sourced file may contain them). It also exits, with the command's exit code, if the report's means are
 removed, for example by a limit below our descriptors' numbers (`ulimit -n 4`) or a restricted shell. A `DEBUG` trap
 that refuses every command under `extdebug` also refuses our lines; such a shell is replaced when the command times out.

@@ -50,8 +50,8 @@ and process inside, and may become, and give files to, any user."""
 GUARD = 8
 """SETPCAP: a capability that the daemon keeps, unused, and that its children lack.
 
-The kernel does not let a process change the priority, scheduling or processors of a process with a capability that it
-lacks, whether addressed by process id, thread id, group or user (`cap_safe_nice` in the kernel's security/commoncap.c).
+A process cannot change the priority, scheduling or processors of a process with a capability that it lacks. This holds
+for addressing by process id, thread id, group or user (`cap_safe_nice` in the kernel's security/commoncap.c).
 """
 
 PR_CAPBSET_READ = 23

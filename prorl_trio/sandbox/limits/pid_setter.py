@@ -1,7 +1,7 @@
 """Sets limits of other namespaces from outside: on their processes, and on resources shared by the whole machine.
 
-Since Linux 6.14 each PID namespace has its own `pid_max`, which a process of that namespace writes, and which stops a
-fork bomb however busy the machine is. A user namespace limits inotify instances, a devpts mount limits terminals.
+Since Linux 6.14 each PID namespace has its own `pid_max`, written by one of its processes. It stops a fork bomb
+however busy the machine is. A user namespace limits inotify instances, a devpts mount limits terminals.
 Processes inside a sandbox may not write these, so this process makes a child that joins from outside. Standard library
 only, without imports from this project: it runs as `python -I -S pid_setter.py FD`, one small process for each node,
 and ends with the socket FD.

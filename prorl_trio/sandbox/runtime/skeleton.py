@@ -77,8 +77,8 @@ def _userland() -> tuple[Mount, ...]:
 def covered() -> tuple[str, ...]:
     """Return folders below /usr that do not belong to the userland and appear empty: outermost first, none nested.
 
-    These are packages of the node or installed in addition to the system's own, sources, such as this project's in a
-    container, the node's cache, and the home directory of its user.
+    These are packages other than the system's own, sources (in a container, this project's), the node's cache, and the
+    home directory of its user.
     """
     checkout = Path(__file__).resolve().parents[3]
     own = (str(checkout), str(cache_dir()), os.path.expanduser("~"))
