@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CALLS_FOR_A_TURN: Final = 4
-"""Requests that a program may make for each turn of `max_turns`. A program with a wrong limit would never stop."""
+"""Requests per turn of `max_turns`, sampled or not, because a program with a wrong limit would never stop."""
 SPARE_CALLS: Final = 40
 THREAD_CHARS: Final = 20_000
 """A new dialogue with this many characters is rendered and encoded in a thread."""

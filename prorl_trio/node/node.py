@@ -145,7 +145,6 @@ class Node:
         self.admission.check(self._load(sink.session_id, ahead), trio.current_time())
 
     def validate(self, spec: JobSpec) -> None:
-        """Check the job itself: its handler, payload and gold answer. See `NodeApi.validate`."""
         handler = self._handlers.get(spec.instance.handler)
         if refusal := self.end.refusal(handler.name):
             raise Draining(f"{refusal}; submit to another node")
@@ -159,7 +158,6 @@ class Node:
             raise MalformedJob(str(unreadable), unreadable.path)
 
     def is_unexamined(self, spec: JobSpec) -> bool:
-        """Return whether `examine` still has to check a job. See `NodeApi`."""
         if self.draining:
             return False
         try:
@@ -169,7 +167,6 @@ class Node:
         return self._golds.is_unknown(handler, spec.instance.payload)
 
     async def examine(self, specs: Sequence[JobSpec]) -> None:
-        """Check the gold answers of jobs, so that `check` refuses jobs that cannot be graded. See `NodeApi`."""
         tasks = [(self._handlers.get(spec.instance.handler), spec.instance.payload) for spec in specs]
         await self._golds.examine(tasks, timeout_s=GOLD_CHECKS_TIMEOUT_S)
 
@@ -190,7 +187,6 @@ class Node:
         self._pipeline.submit(Job(spec, handler, self._resources, sink, attempt=attempt), promised=True)
 
     def room(self, session_id: str, ahead: int) -> Room:
-        """Return the room for jobs of a session, with `ahead` jobs promised a place. See `NodeApi.room`."""
         init, _run, scoring = self._pipeline.stages
         workers = self.config.stages.run_workers
         self.admission.max_queued = init.queue.capacity
@@ -215,26 +211,17 @@ class Node:
         )
 
     async def cancel(self, job_id: str, reason: str) -> None:
-        """Cancel a job; return when it holds no resources and its outcome is delivered.
-
-        If this call is cancelled itself, the job still ends.
-
-        Raises:
-            UnknownJob: the job is not live here (it never was, or has ended).
-        """
         job = self._pipeline.job(job_id)
         if job is None:
             raise UnknownJob(f"job {job_id!r} is not live on node {self.node_id}")
         await self._pipeline.cancel(job, reason)
 
     def cancel_soon(self, job_id: str, reason: str) -> None:
-        """Cancel a job as `cancel` does, without waiting. A job that is not live here is ignored."""
         job = self._pipeline.job(job_id)
         if job is not None:
             self._pipeline.cancel_soon(job, reason)
 
     def read_turn(self, token_ids: Sequence[int], tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
-        """Return the text of one completion and the tool calls written in it. See `NodeApi.read_turn`."""
         return self._resources.chat_format.read_turn(token_ids, tools)
 
     def unreadiness(self) -> str:
@@ -292,13 +279,11 @@ class Node:
         return Counter(job.lifecycle.status for job in self._pipeline.jobs())
 
     def find_jobs(self, matches: Callable[[JobSpec, str, Status], bool], limit: int) -> tuple[int, list[JobView]]:
-        """Return the number of live jobs that match, and the first `limit` of these. See `NodeApi.find_jobs`."""
         jobs = self._pipeline.jobs()
         found = [job for job in jobs if matches(job.spec, job.session_id, job.lifecycle.status)]
         return len(found), [job.view() for job in found[:limit]]
 
     def find_job(self, job_id: str) -> JobView | None:
-        """Return the current view of a live job. See `NodeApi.find_job`."""
         job = self._pipeline.job(job_id)
         return None if job is None else job.view()
 

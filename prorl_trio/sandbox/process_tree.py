@@ -64,7 +64,7 @@ class Leader(Protocol):
     """The first process of a tree: a child of this one, in its own session, and reaped only here."""
 
     is_init: bool
-    """It is also the first of its PID namespace: the daemon itself, and not a launcher, which signals reach."""
+    """It is also the first of its PID namespace: the daemon itself, and not a launcher, which signals would reach."""
     returncode: int | None
 
     @property

@@ -249,11 +249,9 @@ class JupyterKernel:
         return f"<JupyterKernel {self.child.pid}: {'gone' if self._gone.is_set() else 'running'}>"
 
     async def wait_gone(self) -> None:
-        """Wait until the kernel has ended for any reason, and its last output has been received."""
         await self._gone.wait()
 
     async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
-        """Send a cell. If the kernel has ended or ends, `wait_done` reports that."""
         if self._ended.is_set():
             return
         content = {"code": code, "silent": False, "store_history": True, "user_expressions": {}}
@@ -261,7 +259,6 @@ class JupyterKernel:
         self._cell = JupyterCell(request_id, max_text_bytes=max_text_bytes, stdout=stdout, stderr=stderr)
 
     async def wait_done(self) -> CellDone | None:
-        """Wait for the cell's end, with all its output; return it, or None if the kernel ended. May be called again."""
         cell = self._cell
         if cell is not None and not self._gone.is_set():
             async with self._reading:
@@ -291,7 +288,6 @@ class JupyterKernel:
             self.child.kill_group(signal.SIGINT)
 
     async def kill(self) -> None:
-        """Kill (SIGKILL) the kernel if it runs, with its session and its descendants; return when all have ended."""
         if self.child.exit_code is not None:
             return
         session = self.child.pid

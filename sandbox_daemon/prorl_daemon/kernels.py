@@ -277,7 +277,7 @@ def _describe(exit_code: int | None) -> str:
 
 
 class Kernel:
-    """A running IPython child. One cell at a time, which its caller ensures."""
+    """A running IPython child. One cell at a time, which its caller ensures. A `CellKernel`."""
 
     def __init__(self, child: Child, control: Channel, stdout: OutputPipe, stderr: OutputPipe, begun_fd: int) -> None:
         self.child = child
@@ -292,11 +292,9 @@ class Kernel:
         return f"<Kernel {self.child.pid}: {'gone' if self._gone.is_set() else 'running'}>"
 
     async def wait_gone(self) -> None:
-        """Wait until the child has ended for any reason, and its last output has been received."""
         await self._gone.wait()
 
     async def begin(self, code: str, *, max_text_bytes: int, stdout: CellOutput, stderr: CellOutput) -> None:
-        """Send a cell. If the child has ended or ends, `wait_done` reports that."""
         if self._gone.is_set():
             return
         with suppress(BlockingIOError):
@@ -307,7 +305,6 @@ class Kernel:
         await self._send(RunCell(number=self._cell_number, code=code, max_text_bytes=max_text_bytes))
 
     async def wait_done(self) -> CellDone | None:
-        """Wait for the cell's end, with all its output; return it, or None if the child ended. May be called again."""
         done = await self._receive()
         while isinstance(done, CellDone) and done.number != self._cell_number:  # of an earlier cell
             done = await self._receive()
@@ -330,7 +327,6 @@ class Kernel:
         self.child.kill_group(signal.SIGINT)
 
     async def kill(self) -> None:
-        """Kill (SIGKILL) the child if it runs, with its session and its descendants; return when all have ended."""
         if self.child.exit_code is not None:
             return
         session = self.child.pid

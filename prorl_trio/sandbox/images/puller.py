@@ -76,7 +76,7 @@ class ImagePuller:
         }
 
     async def wait_image(self, image: str) -> None:
-        """Return when `image` is stored, or if it cannot be pulled by its form. A cancel does not stop the pull.
+        """Return when `image` is stored; at once unless it is a registry's. A cancel does not stop the pull.
 
         Raises:
             SandboxUnavailable: it could not be pulled, or not within `timeout_s`.
