@@ -255,7 +255,7 @@ class RolloutContext:
     _line_deadline_s: float = math.inf
 
     def waiting(self, what: str, charge: Charge = "handler") -> AbstractContextManager[None]:
-        """Show to observers what the job waits for: `with context.waiting("tool bash", "sandbox"): ...`.
+        """Show the job's wait to observers: `with context.waiting("tool bash", "sandbox"): ...`.
 
         If a budget is exceeded, and most of its time was spent in such blocks, `charge` is the cause.
         """

@@ -62,7 +62,7 @@ class ExternalAgents:
 
     async def _open(self, request: OpenAgent) -> AgentOpened:
         await trio.lowlevel.checkpoint()
-        with trio.move_on_after(request.wait_s):  # works without any time as well
+        with trio.move_on_after(request.wait_s):  # noqa: ASYNC912 - works without any time as well
             while (offer := self._offers.get(request.job_id)) is None or offer.finished.is_set():
                 self._check_live(request.job_id)
                 with trio.move_on_after(LOOK_S):

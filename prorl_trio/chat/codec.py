@@ -188,7 +188,7 @@ class TokenCodec:
         """Return a lower bound of the number of tokens in rendered text if it surely exceeds `at_most`, else 0.
 
         The library holds the interpreter's lock for a second per million characters, which blocks the whole process,
-        including heartbeats. A text that is far too long must therefore not be encoded: only a part of it is encoded
+        including heartbeats. A text that is far too long must therefore not be encoded: only a part is encoded
         here, in pieces.
         """
         if len(marked) <= max(PROBE_CHARS, CHARS_PER_TOKEN * at_most):

@@ -203,7 +203,7 @@ class Ledger(ABC):
     Attributes:
         recovered: the contents that a former process left.
 
-    Raises, all of them:
+    Every method raises:
         LedgerFailed: the ledger is closed, or, for `finish`, its disk failed.
     """
 
@@ -270,7 +270,7 @@ class Ledger(ABC):
         return Ref(job_id, cursor, size_of(operation))
 
     async def acknowledge(self, session_id: str, cursor: int) -> None:
-        """Drop everything up to `cursor`. An old cursor, or a cursor of a closed session, has no effect.
+        """Drop everything up to `cursor`. An old cursor, or a cursor of a closed session, is ignored.
 
         The jobs' fingerprints are remembered for `tombstone_s`, see `lookup`.
 

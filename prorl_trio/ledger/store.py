@@ -279,7 +279,7 @@ Answer = ProrlError | WaitForRoom | None
 
 
 class Store:
-    """The disk side of a ledger. The constructor opens it and recovers what a former process left; `close` closes it.
+    """The disk side of a ledger. The constructor opens it and recovers a former process's data; `close` closes it.
 
     Attributes:
         damage: a sentence for each detected damage.

@@ -21,7 +21,7 @@ UNMEASURED_RETRY_S: Final = 2.0
 class Load(NamedTuple):
     """The load of a node when a job is submitted.
 
-    `queued` jobs wait for INIT, and `live` jobs have no outcome yet. `queued_of_session` and `live_of_session` count
+    `queued` jobs wait for INIT, and `live` jobs lack an outcome. `queued_of_session` and `live_of_session` count
     the submitting session's jobs. `undelivered` counts unacknowledged outcomes of all sessions, with
     `undelivered_bytes`.
     """

@@ -24,7 +24,7 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
         status_age_s: seconds since it entered its current status.
         turns: turns of the current attempt.
         last_progress_s: seconds since its last progress: a transition, a completion, or a tool's result.
-        waiting_on: what it waits for now (`tool bash`, `init worker`); empty while it computes.
+        waiting_on: its current wait (`tool bash`, `init worker`); empty while it computes.
         agent: the name of the program that works on it; empty for our own agent.
         other_waits: waits of other dialogues of that program.
         stuck: it is in a stage and has made no progress for longer than `stuck_after_s` of the node's configuration.

@@ -72,7 +72,7 @@ def not_completed(job: Job, failure: BaseException | None, stage: Stage | None) 
 
 
 def _gradable(job: Job) -> dict[str, Any]:
-    """Return what the handler needs to grade the rollout again."""
+    """Return the handler's data for grading the rollout again."""
     try:
         return job.handler.gradable(job.context)
     except Exception:  # a plug-in's hook must not end the node

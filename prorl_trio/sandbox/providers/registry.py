@@ -61,8 +61,8 @@ class ByImage(SandboxProvider):
         self._folders, self._files, self._is_for_files = folders, files, is_for_files
         self._by_files: set[tuple[str, tuple[str, ...]]] = set()
         """The images, with layers, of sandboxes that `files` has opened."""
-        self.name = f"{folders.name}+{files.name}"  # an attribute of this instance, not of the class
-        self.has_layers = folders.has_layers and files.has_layers  # likewise
+        self.name = f"{folders.name}+{files.name}"  # type: ignore[misc]  # of this instance, not of the class
+        self.has_layers = folders.has_layers and files.has_layers  # type: ignore[misc]  # likewise
 
     def serving(self, spec: SandboxSpec) -> SandboxProvider:
         """Return the provider of an opened sandbox of `spec`; before that, the provider of most sandboxes."""
