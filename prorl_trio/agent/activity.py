@@ -46,7 +46,6 @@ class Activity:
         return next(reversed(self._waits.values()), ("", self._own, True))
 
     def idle_s(self, now_s: float) -> float:
-        """Return the seconds since the last `progress`."""
         return now_s - self._progress_s
 
     def progress(self) -> None:

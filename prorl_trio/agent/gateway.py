@@ -325,7 +325,6 @@ class Gateway:
         return best
 
     def _echo(self, message: Said, turn: _Turn) -> Echo | None:
-        """Return how an assistant message echoes a turn, or None."""
         if turn.said is None:
             return None
         if turn.answer is None:  # the client's own words
@@ -534,7 +533,6 @@ class Gateway:
                 raise BadQuestion(f"the model's chat template does not take these messages: {exc}") from exc
 
     def _as_messages(self, messages: Sequence[Said]) -> list[ChatMessage]:
-        """Return messages in the form of chat templates."""
         return list(_joined(map(self._as_message, messages)))
 
     def _as_message(self, message: Said) -> ChatMessage:

@@ -257,7 +257,6 @@ class _Agent:
         return "context_budget" if self.turns.say([*results, *told]) else None
 
     async def _look_back(self) -> bool:
-        """Call `before_turn`; return whether it began another dialogue."""
         turns = self.turns
         new = await self.before_turn(turns.conversation, turns.room) if self.before_turn is not None else None
         if new is not None:

@@ -88,7 +88,6 @@ class JsonCalls:
         return calls
 
     def _call(self, value: dict[str, Any], raw: str) -> ToolCall | None:
-        """Return the call that an object describes, or None."""
         inner = value.get("function")
         if isinstance(inner, dict):
             value = inner

@@ -474,7 +474,6 @@ class ChatFormat:
         return self.vocab_size + MAX_PADDING_ROWS if self.sampleable is None else self.sampleable
 
     def facts(self) -> dict[str, object]:
-        """Return the fields of `ModelFacts`, for trainers."""
         facts = ModelFacts(
             vocabulary=self.codec.vocabulary,
             vocab_size=self.vocab_size,

@@ -116,7 +116,6 @@ def _size(model_config: dict[str, Any], name: str) -> int | None:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return the content of `path`, or None if the file does not exist."""
     try:
         return read_regular(path, MAX_FILE_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -126,7 +125,6 @@ def _read(path: Path) -> bytes | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, or an empty one if the file does not exist."""
     raw = _read(path)
     try:
         return {} if raw is None else msgspec.json.decode(raw, type=dict[str, Any])

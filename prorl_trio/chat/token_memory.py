@@ -206,7 +206,6 @@ class TokenMemory:
         return buffer
 
     def tokens_of(self, buffer: TokenBuffer) -> int:
-        """Return the capacity of `buffer` in tokens."""
         assert self.arena is not None
         return buffer.blocks * self.arena.memory.block_tokens
 
@@ -233,7 +232,6 @@ def _allocate(tokens: int) -> TokenArrays:
 
 
 def _grown(arrays: TokenArrays, tokens: int, used: int) -> TokenArrays:
-    """Return a larger copy of the first `used` tokens."""
     larger = _allocate(max(FIRST_PRIVATE_TOKENS, tokens))
     larger.token_ids[:used] = arrays.token_ids[:used]
     larger.logprobs[:used] = arrays.logprobs[:used]

@@ -41,7 +41,6 @@ class EndRate:
         self._ends_s: deque[float] = deque(maxlen=ENDS_KEPT)
 
     def ended(self, now_s: float) -> None:
-        """Count a job that ended now."""
         self._ends_s.append(now_s)
 
     def wait_s(self, jobs: int, now_s: float) -> float:

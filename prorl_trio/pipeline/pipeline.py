@@ -329,7 +329,6 @@ class Pipeline:
         await self.wait_idle()
 
     async def wait_idle(self) -> None:
-        """Return when no job is live."""
         await self._idle.wait()
 
     def resize(self, stage: Stage, workers: int) -> None:

@@ -120,7 +120,6 @@ class FairOrder(Generic[T]):
         return len(self._where)
 
     def count(self, session: str) -> int:
-        """Return the number of items of that session, of all priorities."""
         return sum(len(of.lines[session].items) for of in self._classes.values() if session in of.lines)
 
     def push(self, item: T, priority: int, session: str) -> None:

@@ -95,7 +95,6 @@ class StartGates:
 
     @property
     def images(self) -> frozenset[str]:
-        """The images of starts that are inside or waiting."""
         return frozenset(self._images)
 
     def close(self, reason: str) -> None:

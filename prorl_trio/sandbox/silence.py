@@ -160,7 +160,6 @@ def _look(pid: int | None, at_s: float) -> _Look:
 
 
 def _is_frozen(pid: int | None) -> bool:
-    """Return whether the control group of a process is frozen (version 2)."""
     with suppress(OSError), open(f"/proc/{pid}/cgroup", encoding="utf-8") as groups:
         path = next((line.rstrip("\n")[3:] for line in groups if line.startswith("0::")), None)
         for mount in () if path is None else _MOUNTS:

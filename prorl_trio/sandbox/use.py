@@ -149,7 +149,6 @@ def _is_of_text(error: Exception, request: SandboxCall) -> bool:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in a value of lists, tuples and dictionaries."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

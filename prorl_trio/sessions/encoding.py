@@ -72,7 +72,6 @@ class SharedOutcomes:
         return len(self._shared)
 
     def has_reader(self, reader_id: str) -> bool:
-        """Return whether this reader has the arena mapped."""
         return self._arena.has_reader(reader_id)
 
     def has(self, session_id: str, job_id: str) -> bool:

@@ -95,7 +95,6 @@ class Journal:
         return self._promised
 
     def promise(self) -> None:
-        """Count one more job with a promised place."""
         self._promised += 1
 
     def answered(self) -> None:
@@ -283,12 +282,10 @@ class Journal:
         self._post(operation, dropped)
 
     async def _wait_dropped(self) -> None:
-        """Return when no delete is pending."""
         while self._dropping:
             await self._stored.park()
 
     async def wait_stored(self) -> None:
-        """Return when no operation is pending."""
         await trio.lowlevel.checkpoint()
         while self._posted:
             await self._stored.park()

@@ -42,7 +42,6 @@ class Observation:
         return self._size_bytes
 
     def wants(self, session_id: str, group_id: str) -> bool:
-        """Return whether jobs of that session and group are observed."""
         return session_id != self._session_id and self._group_id in ("", group_id)
 
     def has_room(self, size_bytes: int) -> bool:

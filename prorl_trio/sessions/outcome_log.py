@@ -307,7 +307,6 @@ class OutcomeCache:
         self._shares: list[HotOutcomes] = []
 
     def share(self) -> HotOutcomes:
-        """Create and return an empty share for one session."""
         share = HotOutcomes(self)
         self._shares.append(share)
         return share

@@ -199,7 +199,6 @@ class Session:
         return (None if known.answered.is_set() else known), False
 
     def note_stored(self, job: Job) -> None:
-        """Note that the ledger has the job."""
         self._apply(job, Stored())
 
     def hand_over(self, job: Job, node: NodeApi) -> None:

@@ -241,7 +241,6 @@ class ChildReaper:
         return child
 
     def reap(self) -> None:
-        """Reap everything that has ended. Returns at once."""
         while not self._starting:
             try:
                 pid, wait_status = os.waitpid(-1, os.WNOHANG)

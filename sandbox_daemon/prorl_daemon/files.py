@@ -170,7 +170,6 @@ def _replace(folder_fd: int, name: str, content: bytes, mode: int) -> None:
 
 
 def _write_in_place(path: str, content: bytes, mode: int, flags: int) -> int:
-    """Write the file in place, and return its size afterwards."""
     fd = open_path(path, os.O_WRONLY | flags, mode)
     try:
         _write_all(fd, content)

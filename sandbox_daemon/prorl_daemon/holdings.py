@@ -436,7 +436,6 @@ _IN_STATUS = re.compile(rb"^(VmPTE|VmSize|Threads|Seccomp_filters):\s+([0-9]+)",
 
 
 def _own_sockets() -> set[int]:
-    """Return the inodes of this process's own sockets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -72,7 +72,6 @@ class ResultHook(DisplayHook):
     _result: str | None = None
 
     def take_result(self) -> str | None:
-        """Return the result since the last call, or None."""
         result, self._result = self._result, None
         return result
 

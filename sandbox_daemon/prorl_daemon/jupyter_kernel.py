@@ -328,7 +328,6 @@ class JupyterKernel:
         return bool(reply["content"]["status"] == "ok")
 
     def recent_errors(self) -> str:
-        """Return the kernel's last output on standard error outside of cells."""
         return self._stderr.recent_text()
 
     async def serve(self) -> None:

@@ -74,7 +74,6 @@ class Keeper(Generic[KeptT]):
 
     @property
     def process(self) -> KeptT | None:
-        """The running and ready process, or None."""
         return self._process
 
     def want(self) -> None:

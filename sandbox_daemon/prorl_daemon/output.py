@@ -119,7 +119,6 @@ def _leading_continuation_bytes(data: bytes) -> int:
 
 
 def _without_cut_character(data: bytes) -> bytes:
-    """Return `data` without an incomplete character at its end."""
     for back in range(1, min(len(data), MAX_UTF8_CONTINUATION_BYTES) + 1):
         byte = data[-back]
         if byte & 0xC0 == 0x80:

@@ -92,7 +92,6 @@ class Terminal:
                 termios.tcsetattr(self._fd, termios.TCSANOW, self._plain_mode)
 
     def foreground_group(self) -> int | None:
-        """Return the process group in the foreground of the terminal, or None."""
         if self._closed:
             return None
         try:

@@ -115,7 +115,6 @@ def _read_function(text: str, start: int, tools: Tools) -> tuple[list[ToolCall] 
 
 
 def _read_lfm2(text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
-    """Read a list of Python calls between LFM2's own tokens."""
     body = start + len(_LFM2_START)
     end = text.find(_LFM2_END, body)
     after = len(text) if end < 0 else end + len(_LFM2_END)

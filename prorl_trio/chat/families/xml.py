@@ -35,7 +35,6 @@ class _Tags(NamedTuple):
 
 
 def _functions(opening: str, closing: str) -> _Tags:
-    """Return Qwen3-Coder's tags, between `opening` and `closing`."""
     return _Tags(
         head=re.compile(rf"(?:{opening}\s*)?<function=([^<>\n]{{1,200}})>\s*"),
         key=re.compile(r"<parameter=([^<>\n]{1,200})>"),
@@ -157,7 +156,6 @@ def _read(tags: _Tags, text: str, start: int, tools: Tools) -> tuple[list[ToolCa
 
 
 def _arguments(tags: _Tags, text: str, position: int, tools: Tools, name: str) -> tuple[dict[str, Any], int]:
-    """Return the arguments that begin at `position`, and where the call ends. Raises Malformed."""
     arguments: dict[str, Any] = {}
     while (key := tags.key.match(text, position)) is not None:
         end = tags.value_end.search(text, key.end())

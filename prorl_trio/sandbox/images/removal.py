@@ -69,11 +69,9 @@ class _Store:
         self._renamed: list[Path] = []
 
     def named_by(self, digest: str) -> list[str]:
-        """Return the names of the images that contain this layer."""
         return [image.record.name for image in self.images if digest in image.record.layers]
 
     def reason_to_keep(self, image: StoredImage) -> str:
-        """Return why an image may not be removed; empty if it may."""
         if image_use(image.folder) in self.in_use:
             return "sandboxes use it"
         others = [other.record.name for other in self.images if other.record.base == image.record.name]
@@ -99,7 +97,6 @@ class _Store:
 
     @property
     def renamed(self) -> tuple[Path, ...]:
-        """The folders that wait to be removed."""
         return tuple(self._renamed)
 
 

@@ -55,13 +55,11 @@ class StoredImage(NamedTuple):
 
     @property
     def sif(self) -> Path | None:
-        """The .sif file, if it is stored."""
         path = self.folder / SIF_NAME
         return path if path.is_file() else None
 
     @property
     def root(self) -> Path | None:
-        """The unpacked root directory, if it is stored."""
         path = self.folder / ROOT_NAME
         return path if path.is_dir() else None
 

@@ -217,7 +217,6 @@ class BubblewrapProvider(SandboxProvider):
         raise SandboxUnavailable("the fork server has ended: until the next one, bwrap starts each sandbox")
 
     def _fork_server_plan(self, run_dir: RunDir) -> tuple[Sequence[str], Sequence[str], Mapping[str, str]]:
-        """Return the arguments of `open_fork_server` for sandboxes of the image `host`."""
         if self._executable is None:
             raise SandboxUnavailable(f"no bwrap program; {_INSTALL}")
         runtime = host_runtime(self._packages)
