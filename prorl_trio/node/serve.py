@@ -5,7 +5,7 @@ serve_node()
    └─ EVAL nursery    workers                                             third
       └─ RUN nursery  workers                                             second
          └─ INIT nursery workers                                          first
-            └─ accept nursery  listeners of the server, sessions          closed before all of them
+            └─ accept nursery  listeners of the server, sessions          closed before all others
 """
 
 from __future__ import annotations
